@@ -1,0 +1,179 @@
+"""The contract of the kernels: every op with shapes, dtypes and meaning.
+
+`reference.py` defines each op in plain torch; every backend is tested against it. Letters are those of docs/shapes.md.
+Internals run in promote(fp32, input dtype); outputs have the input's dtype unless an op says otherwise. Ops marked
+"differentiable" bring their own backward; the others are called inside autograd Functions (`autograd.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.moe import ActivationSpec, RouterSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One factor of a matrix product: its data, and how to read it."""
+
+    data: Tensor
+    row_scales: Tensor | None = None
+    """Scales along the rows of quantised data; None: not quantised."""
+    col_scales: Tensor | None = None
+    layout: str = "row_major"
+    valid_rows: Tensor | None = None
+    """int32 scalar on the device: rows past it hold nothing. None: all rows are valid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowIndex:
+    """Where every row of the expert-sorted order comes from. All on the device, sizes known to the host."""
+
+    token_R: Tensor
+    """int64 token of each row, -1: the row holds nothing."""
+    choice_R: Tensor
+    """int64 position of the row's probability in probs_TK (t * K + k) or probs_TE (t * E + e), -1: none."""
+    offsets_E: Tensor
+    """int32 end of every expert's rows; rows past the last offset hold nothing."""
+    rows_TK: Tensor | None
+    """int64 inverse: row of each choice, -1: none. None in the dense form."""
+
+
+class Kernels(Protocol):
+    """The bundle that modules receive. One attribute per op."""
+
+    # matrix products: forward, input gradient and weight gradient are three ops, so that quantised storage and delayed
+    # weight gradients need no new interface
+    def linear_forward(self, x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+        """x [..., I], weight [O, I], bias [O] -> [..., O]"""
+        ...
+
+    def linear_input_grad(self, grad: Operand, weight: Operand) -> Tensor:
+        """grad [..., O], weight [O, I] -> [..., I]"""
+        ...
+
+    def linear_weight_grad(self, grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+        """grad [..., O], x [..., I]; writes or adds grad^T x to `out` [O, I], whose dtype may be wider than the input's."""
+        ...
+
+    def grouped_forward(self, rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+        """rows [R, I] sorted by expert, weight [e, O, I] -> [R, O]; rows past the last offset are undefined."""
+        ...
+
+    def grouped_input_grad(self, grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+        """grad [R, O], weight [e, O, I] -> [R, I]; rows past the last offset are undefined."""
+        ...
+
+    def grouped_weight_grad(self, grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+        """grad [R, O], rows [R, I]; writes or adds per expert grad_e^T rows_e to `out` [e, O, I]; 0 for an empty expert."""
+        ...
+
+    # norms, positions, attention: differentiable
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        """x [..., H], weight [H]: x / sqrt(mean(x^2) + eps) * weight (or * (1 + weight))"""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor: ...
+
+    def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
+        """Rotates the first D' = cos.shape[-1] dims of each head, leaves the rest. B of cos and sin may be 1. Cos and sin
+        hold each angle twice: as two halves. `interleaved`: the input pairs (0,1), (2,3) … ; the output keeps its pairs."""
+        ...
+
+    def attention(
+        self,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGE: Tensor,
+        spec: CoreAttentionSpec,
+        sinks_N: Tensor | None,
+        segments_BS: Tensor | None,
+        dropout_key: tuple[int | str, ...] | None,
+    ) -> Tensor:
+        """Query head n reads group n // (N / G). Value width E may differ from D. -> [S, B, N, E]"""
+        ...
+
+    # elementwise and loss: differentiable
+    def activation(self, x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+        """x [..., F] or [..., 2F] with gate first when gated, then times probs [...] if given -> [..., F]. Rows that hold
+        nothing may be anything; their probability is 0 and their result must be 0 (0 * nan included)."""
+        ...
+
+    def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """-log softmax(logits)[label], in promote(fp32, dtype) -> [T]"""
+        ...
+
+    # routing
+    def select_experts(
+        self, logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Score, limit to groups, choose, normalise, scale -> (ids_TK int64 in descending score, probs_TK). Differentiable
+        from probs to logits. Ties: the lowest id wins. `given_ids_TK` replays a choice. Balancing 'sinkhorn',
+        'quantile_balancing' and 'expert_choice' are the router's own business and come in through given ids."""
+        ...
+
+    def balance_scores(self, logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+        """What balancing losses look at: (scores_TE summing to 1 per token, top-k ids_TK of them), without groups, bias
+        or dropping. Differentiable from scores to logits."""
+        ...
+
+    def count_tokens(self, ids_TK: Tensor, num_experts: int) -> Tensor:
+        """int64 [E], ids of -1 not counted."""
+        ...
+
+    # rows
+    def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
+        """Rows sorted by expert, stable by token. R = T * K; with `capacity` R = E * capacity and expert e owns rows
+        [e * capacity, (e + 1) * capacity), filled in token order and then empty."""
+        ...
+
+    def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
+        """The same from a dense map; `rows` is R when there is no capacity."""
+        ...
+
+    def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
+        """[T, H] -> [R, H]; zeros in rows that hold nothing. Differentiable (backward: sum per token)."""
+        ...
+
+    def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
+        """[R, H] -> [T, H]: sum of every token's rows in promote(fp32, dtype), rows that hold nothing ignored even if nan.
+        Differentiable (backward: gather)."""
+        ...
+
+    def gather_probs(self, probs: Tensor, index: RowIndex) -> Tensor:
+        """probs [T, K] or [T, E] -> [R], 0 for rows that hold nothing. Differentiable."""
+        ...
+
+    # optimizer, over flat buffers
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
+        """Scalar in promote(fp32, dtype)."""
+        ...
+
+    def adamw_(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: Tensor,
+        grad_scale: Tensor,
+        proceed: Tensor,
+    ) -> None:
+        """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar, already
+        counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False, even if the
+        gradient is not finite."""
+        ...
+
+
+def internal_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of internals: promote(fp32, dtype)."""
+    return torch.promote_types(torch.float32, dtype)

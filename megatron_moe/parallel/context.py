@@ -1,0 +1,172 @@
+"""ParallelContext: who this rank is, with whom it talks, and on which device it computes.
+
+One context per run, created in `pretrain_moe.py` and handed to everything that needs it; there is no global one, so
+several ranks can be threads of one process.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.grid import all_groups
+from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.precision import FloatName
+
+_DTYPES = (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+
+
+def torch_dtype(name: FloatName) -> torch.dtype:
+    return dict(_DTYPES)[name]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks this rank shares one axis (or several) with."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+    rank: int
+    """Index of this rank in `ranks`."""
+    handle: dist.ProcessGroup | None
+    """None for a group of one."""
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class ParallelContext:
+    """Groups of both grids, device, parameter dtype and seed of this rank."""
+
+    def __init__(
+        self,
+        spec: ParallelSpec,
+        launch: Launch,
+        groups: dict[str, Group],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        owns_process_group: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.launch = launch
+        self.device = device
+        self.dtype = dtype
+        self.seed = seed
+        self._groups = groups
+        self._owns_process_group = owns_process_group
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def is_first(self) -> bool:
+        """This rank writes files and prints."""
+        return self.launch.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """This rank reports losses: the last one, as in Megatron."""
+        return self.launch.rank == self.launch.world_size - 1
+
+    def group(self, name: str) -> Group:
+        """"tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp" of the attention grid; "etp", "ep", "edp", "etp_ep" of the
+        expert grid; "world"."""
+        return self._groups[name]
+
+    @classmethod
+    def start(
+        cls, spec: ParallelSpec, launch: Launch, *, device: str = "auto", dtype: FloatName = "fp32", seed: int = 1234
+    ) -> "ParallelContext":
+        """Chooses the device, meets the other ranks and builds the groups."""
+        chosen = _choose_device(device, launch)
+        if launch.world_size > 1:
+            _rendezvous(spec, launch, chosen)
+        return cls._build(spec, launch, chosen, torch_dtype(dtype), seed, owns=launch.world_size > 1)
+
+    @classmethod
+    def single(
+        cls, *, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu", seed: int = 1234
+    ) -> "ParallelContext":
+        """One rank without torch.distributed, for tests and tools."""
+        return cls._build(ParallelSpec(), Launch(), torch.device(device), dtype, seed, owns=False)
+
+    @classmethod
+    def within(
+        cls, spec: ParallelSpec, rank: int, *, dtype: torch.dtype = torch.float64, seed: int = 1234
+    ) -> "ParallelContext":
+        """A rank of a process group that stands already (ranks as threads or pooled processes of a test)."""
+        launch = Launch(rank=rank, world_size=spec.world_size, local_rank=rank, local_world_size=spec.world_size)
+        return cls._build(spec, launch, torch.device("cpu"), dtype, seed, owns=False)
+
+    @classmethod
+    def _build(
+        cls, spec: ParallelSpec, launch: Launch, device: torch.device, dtype: torch.dtype, seed: int, *, owns: bool
+    ) -> "ParallelContext":
+        spec = replace(spec, world_size=launch.world_size)
+        groups = {}
+        handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for name, lists in all_groups(spec).items():
+            for ranks in lists:
+                # Every rank takes part in making every group, in the same order; equal rank lists share one handle.
+                if ranks not in handles:
+                    handles[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                if launch.rank in ranks:
+                    groups[name] = Group(name, ranks, ranks.index(launch.rank), handles[ranks], device)
+        return cls(spec, launch, groups, device=device, dtype=dtype, seed=seed, owns_process_group=owns)
+
+    def stop(self) -> None:
+        """Leaves the process group. The context is of no use afterwards."""
+        if self._owns_process_group:
+            dist.destroy_process_group()
+
+    def __str__(self) -> str:
+        spec = self.spec
+        return (
+            f"using world size: {spec.world_size}, data-parallel size: {spec.dp}, context-parallel size: {spec.cp}, "
+            f"tensor-model-parallel size: {spec.tp}, pipeline-model-parallel size: {spec.pp}, "
+            f"expert-model-parallel size: {spec.ep}, device: {self.device}, parameters: {self.dtype}"
+        )
+
+
+def _choose_device(wish: str, launch: Launch) -> torch.device:
+    available = torch.cuda.is_available()
+    if wish == "cuda" and not available:
+        raise EnvironmentProblem("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    if wish == "cpu" or not available:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count:
+        raise EnvironmentProblem(
+            f"local rank {launch.local_rank} has no GPU: this host shows {count}; start at most {count} processes per host"
+        )
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)
+
+
+def _rendezvous(spec: ParallelSpec, launch: Launch, device: torch.device) -> None:
+    if launch.master_addr in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{launch.master_addr}:{launch.master_port}",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(minutes=spec.timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise EnvironmentProblem(
+            f"rank {launch.rank} of {launch.world_size} could not meet the others at "
+            f"{launch.master_addr}:{launch.master_port} within {spec.timeout_minutes:g} minutes: {error}; "
+            f"check that all ranks were started with the same master address and that the port is free"
+        ) from error

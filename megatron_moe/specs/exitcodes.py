@@ -1,0 +1,74 @@
+"""How a run ends: the table of process exit codes.
+
+Job scripts must read `status.json` as well, because torchrun turns every non-zero code into 1.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `pretrain_moe.py` and of the tools."""
+
+    OK = 0
+    BUG = 1
+    CONFIG = 2
+    ENVIRONMENT = 3
+    DATA = 4
+    CHECKPOINT = 5
+    NUMERICS = 6
+    MEMORY = 7
+    SAVE_FAILED = 8
+    HANG = 10
+    OTHER_RANK = 11
+    DRIFT = 12
+    RERUN_DISAMBIGUATE = 16
+    RERUN_FAILED = 17
+    PREEMPTED_SAVED = 75
+    PREEMPTED_UNSAVED = 76
+    INTERRUPTED = 130
+
+
+class RunError(Exception):
+    """A run that cannot go on, for a reason the user can act on.
+
+    The message is one sentence: what is wrong, the numbers, where, and the remedy. `pretrain_moe.py` and the tools
+    print it without a traceback and exit with `code`.
+    """
+
+    code: ExitCode = ExitCode.BUG
+
+
+class EnvironmentProblem(RunError):
+    """World size, package, port, directory or lock."""
+
+    code = ExitCode.ENVIRONMENT
+
+
+class DataProblem(RunError):
+    """Data files or tokenizer."""
+
+    code = ExitCode.DATA
+
+
+class CheckpointProblem(RunError):
+    """Nothing loadable, incompatible or corrupt."""
+
+    code = ExitCode.CHECKPOINT
+
+
+class NumericsProblem(RunError):
+    """A non-finite loss or gradient."""
+
+    code = ExitCode.NUMERICS
+
+
+class MemoryProblem(RunError):
+    """Out of memory on the host or the device."""
+
+    code = ExitCode.MEMORY
+
+
+class SaveProblem(RunError):
+    """Saving failed repeatedly."""
+
+    code = ExitCode.SAVE_FAILED

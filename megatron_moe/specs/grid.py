@@ -1,0 +1,93 @@
+"""Parallel folding: the same ranks read as two grids.
+
+The attention grid is (pp, dp, cp, tp), the expert grid (pp, edp, ep, etp). Both cover the same world; the pipeline axis
+is common. A rank's coordinates follow from the order of the axes: the first axis varies fastest. One generator makes
+every list of groups: ranks that agree on all axes outside a chosen set belong together.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from megatron_moe.specs.parallel import ParallelSpec
+
+
+class FoldError(ValueError):
+    """The axes do not multiply to the world size."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Axes with their sizes, fastest first."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def world_size(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Index of `rank` on every axis."""
+        indices = {}
+        for axis, size in self.axes:
+            indices[axis] = rank % size
+            rank //= size
+        return indices
+
+    def groups(self, members: Iterable[str]) -> list[tuple[int, ...]]:
+        """Every group over the axes `members`: ranks that agree on the other axes, in order of rank.
+
+        The groups cover the world, each rank exactly once.
+        """
+        inside = set(members)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            outside = tuple(index for axis, index in at.items() if axis not in inside)
+            found.setdefault(outside, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+
+ATTENTION_GROUPS = (
+    ("tp", ("tp",)),
+    ("cp", ("cp",)),
+    ("dp", ("dp",)),
+    ("pp", ("pp",)),
+    ("dp_cp", ("dp", "cp")),
+    ("tp_cp", ("tp", "cp")),
+    ("tp_dp_cp", ("tp", "dp", "cp")),
+)
+EXPERT_GROUPS = (
+    ("etp", ("tp",)),
+    ("ep", ("ep",)),
+    ("edp", ("dp",)),
+    ("etp_ep", ("tp", "ep")),
+)
+
+
+def attention_grid(spec: ParallelSpec) -> Grid:
+    """The grid of everything that is not an expert. Refuses a world that the axes do not divide."""
+    return _grid(spec, {"tp": spec.tp, "cp": spec.cp, "ep": 1, "pp": spec.pp}, "tp {tp} x cp {cp} x pp {pp}")
+
+
+def expert_grid(spec: ParallelSpec) -> Grid:
+    """The grid of the experts. Its data-parallel axis is edp; context parallelism is folded into ep and edp."""
+    return _grid(spec, {"tp": spec.etp, "cp": 1, "ep": spec.ep, "pp": spec.pp}, "etp {tp} x ep {ep} x pp {pp}")
+
+
+def _grid(spec: ParallelSpec, sizes: dict[str, int], product: str) -> Grid:
+    ranks = prod(sizes.values())
+    if spec.world_size % ranks:
+        raise FoldError(f"{product.format(**sizes)} = {ranks} does not divide the world of {spec.world_size} ranks")
+    sizes["dp"] = spec.world_size // ranks
+    return Grid(tuple((axis, sizes[axis]) for axis in spec.order.split("-")))
+
+
+def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
+    """Name -> the groups of that name over the whole world, plus "world"."""
+    attention, expert = attention_grid(spec), expert_grid(spec)
+    groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
+    groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
+    assert sorted(groups["pp"]) == sorted(expert.groups(("pp",))), f"pipeline groups of both grids differ for {spec}"
+    groups["world"] = [tuple(range(spec.world_size))]
+    return groups

@@ -1,0 +1,69 @@
+"""What the whole model is: narrow frozen specs, no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_moe.specs.attention import AttentionSpec, MLASpec, NormSpec
+from megatron_moe.specs.moe import MLPSpec, MoESpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One transformer layer: norm, mixer, norm, feed-forward, with two residual connections."""
+
+    mixer: AttentionSpec | MLASpec
+    feed_forward: MLPSpec | MoESpec
+    norm: NormSpec
+    hidden_dropout: float = 0.0
+
+    @property
+    def is_moe(self) -> bool:
+        return isinstance(self.feed_forward, MoESpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPSpec:
+    """Multi-token prediction (arXiv 2412.19437 section 2.2)."""
+
+    num_layers: int
+    loss_scaling_factor: float = 0.1
+    repeated_layer: bool = False
+    """One layer applied `num_layers` times."""
+    detach_heads: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSpec:
+    """Initial values. `std` for matrices that read the residual stream, `output_std` for those that write to it."""
+
+    std: float = 0.02
+    output_std: float = 0.02
+    """Megatron: std / sqrt(2 * num_layers)."""
+    embedding_std: float | None = None
+    method: Literal["normal", "unit_gain"] = "normal"
+    """unit_gain: std = 1 / sqrt(fan-in) everywhere and random norm weights, biases and expert biases; for proofs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A GPT: embedding, layers, final norm, head, optional multi-token prediction."""
+
+    hidden_size: int
+    vocab_size: int
+    """Padded vocabulary, rows of the embedding."""
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    """Of the final norm."""
+    position_embedding: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    max_positions: int = 4096
+    tied_embeddings: bool = True
+    head_bias: bool = False
+    embedding_dropout: float = 0.0
+    mtp: MTPSpec | None = None
+    init: InitSpec = InitSpec()
+
+    @property
+    def num_moe_layers(self) -> int:
+        """MoE layers including those of multi-token prediction, which follow the last layer's kind."""
+        mtp = self.mtp.num_layers if self.mtp and self.layers[-1].is_moe else 0
+        return sum(layer.is_moe for layer in self.layers) + mtp

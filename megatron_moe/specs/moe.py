@@ -1,0 +1,111 @@
+"""What a feed-forward block is, dense or Mixture-of-Experts: narrow frozen specs, no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+Balancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSpec:
+    """act(gate) * (up + offset) when gated, act(x) when not."""
+
+    kind: ActivationKind = "gelu"
+    gated: bool = False
+    clamp: float | None = None
+    """gate clamped to at most c, up to [-c, c], before the activation."""
+    linear_offset: float = 0.0
+    """Added to up (GPT-OSS: 1)."""
+
+    @property
+    def fan(self) -> int:
+        """Width of the first matrix in units of the ffn width."""
+        return 2 if self.gated else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """A dense feed-forward block, also a shared expert."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    activation: ActivationSpec
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """Given tokens, choose k experts each and with what weight."""
+
+    hidden_size: int
+    num_experts: int
+    topk: int
+    score_function: ScoreFunction = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float | None = None
+    expert_bias: bool = False
+    """Aux-loss-free balancing (arXiv 2408.15664): a bias on the selection scores, moved once per global batch."""
+    bias_update_rate: float = 1e-3
+    balancing: tuple[Balancing, ...] = ("none",)
+    aux_loss_coeffs: tuple[float, ...] = (0.0,)
+    """One per entry of `balancing`."""
+    z_loss_coeff: float | None = None
+    input_jitter_eps: float | None = None
+    dtype: Literal["fp32", "fp64"] | None = None
+    """Of the gate matrix product; None: the activation dtype."""
+    force_balancing: bool = False
+    force_biased: float | None = None
+    linear_bias: bool = False
+    """A learned bias on the gate matrix (GPT-OSS)."""
+    quantile_ema: float = 0.0
+    """Weight of the old value in the update of the quantile thresholds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacitySpec:
+    """How many tokens one expert takes at most from one rank's microbatch. The spec is absent when dropless."""
+
+    factor: float
+    policy: Literal["probs", "position"] = "probs"
+    pad: bool = False
+    """Every expert gets exactly its capacity (`--moe-pad-expert-input-to-capacity`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """The routed experts: one MLP each."""
+
+    num_experts: int
+    hidden_size: int
+    """Input and output width: the latent width when the experts run in a latent space."""
+    ffn_hidden_size: int
+    activation: ActivationSpec
+    bias: bool = False
+    grouped: bool = True
+    """One grouped matrix product over all experts (`--moe-grouped-gemm`), or a loop over them."""
+    probs_on_input: bool = False
+    """Multiply the rows by their probability before the first matrix instead of before the second (k = 1 only)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsSpec:
+    """An ordinary MLP that every token visits, with an optional sigmoid gate per token."""
+
+    mlp: MLPSpec
+    gate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The MoE layer: route -> dispatch -> experts -> combine (+ shared experts)."""
+
+    router: RouterSpec
+    experts: ExpertsSpec
+    capacity: CapacitySpec | None = None
+    shared: SharedExpertsSpec | None = None
+    latent_size: int | None = None
+    dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"

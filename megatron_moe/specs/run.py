@@ -1,0 +1,50 @@
+"""The RunPlan: everything a run was asked to do, resolved and frozen. Made only in `arguments/resolve.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_moe.specs.model import ModelSpec
+from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.train import (
+    BatchSpec,
+    CheckpointSpec,
+    DataSpec,
+    LoggingSpec,
+    LoopSpec,
+    LRSpec,
+    OptimizerSpec,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """Which backend computes each op."""
+
+    backend: str = "auto"
+    per_op: tuple[tuple[str, str], ...] = ()
+    """(op, backend) wishes that override `backend`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """One command line, resolved. `arguments` keeps the flags; this keeps what they mean."""
+
+    model: ModelSpec
+    parallel: ParallelSpec
+    precision: PrecisionSpec
+    optimizer: OptimizerSpec
+    lr: LRSpec
+    batch: BatchSpec
+    data: DataSpec
+    loop: LoopSpec
+    checkpoint: CheckpointSpec
+    logging: LoggingSpec
+    kernels: KernelSpec
+    launch: Launch
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resolved_yaml: str = ""
+    """Text of run.yaml: every value with its origin."""
+    command_line: str = ""
+    notes: tuple[str, ...] = ()
+    """One line each: flags accepted without effect, aliases, flags given twice."""

@@ -1,0 +1,166 @@
+"""What a training run does: optimizer, learning rate, data, loop, checkpoints and logs as narrow frozen specs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW (arXiv 1711.05101) with decoupled weight decay."""
+
+    kind: Literal["adam"] = "adam"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient; 0: no clipping."""
+    decay_qk_norm: bool = False
+    decoupled_lr: float | None = None
+    """Of embedding and head."""
+    decoupled_min_lr: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRSpec:
+    """Learning rate and weight decay over samples. Every `*_samples` counts sequences."""
+
+    max_lr: float
+    min_lr: float = 0.0
+    init_lr: float = 0.0
+    style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    warmup_samples: int = 0
+    decay_samples: int
+    wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    wsd_decay_samples: int | None = None
+    start_weight_decay: float = 0.01
+    end_weight_decay: float = 0.01
+    weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    override: bool = False
+    """The command line wins over the checkpoint."""
+    use_checkpoint: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec:
+    """How a global batch is cut into microbatches."""
+
+    micro: int
+    """Sequences per microbatch and rank."""
+    global_size: int
+    """Sequences per step over all ranks, at the end of any ramp-up."""
+    rampup: tuple[int, int, int] | None = None
+    """(start size, increment, samples over which to ramp)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """Which tokenizer turns text into ids. Kinds have Megatron's names."""
+
+    kind: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"]
+    model: Path | None = None
+    vocab_size: int | None = None
+    """NullTokenizer only."""
+    tiktoken_pattern: str | None = None
+    num_special_tokens: int = 1000
+    special_tokens: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """Where sequences come from and how they are masked."""
+
+    train: tuple[str, ...] = ()
+    """Prefixes, or weight prefix pairs, of this split alone; empty: take `blend` with `split`."""
+    valid: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    blend: tuple[str, ...] = ()
+    """`--data-path`."""
+    split: str = "969, 30, 1"
+    mock: bool = False
+    cache_dir: Path | None = None
+    seq_length: int
+    seed: int = 1234
+    tokenizer: TokenizerSpec
+    vocab_size: int
+    """True (unpadded) vocabulary: larger ids in the data are an error."""
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    mmap: bool = True
+    num_workers: int = 0
+    drop_last_partial_validation: bool = True
+    multiple_validation_sets: bool = False
+    dataloader: Literal["single", "cyclic"] = "single"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """What is saved and loaded, and from where."""
+
+    save: Path | None = None
+    save_interval: int | None = None
+    load: str | None = None
+    """A directory of ours, or `hf:DIR` for a local Hugging Face folder."""
+    pretrained: str | None = None
+    """Loaded with `finetune` when `load` holds nothing."""
+    ckpt_step: int | None = None
+    finetune: bool = False
+    load_optim: bool = True
+    load_rng: bool = True
+    save_optim: bool = True
+    save_rng: bool = True
+    exit_on_missing: bool = False
+    fresh: bool = False
+    """Start at iteration 0 although the save folder holds checkpoints."""
+    keep_last: int | None = None
+    upcycle: bool = False
+    upcycle_granularity: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingSpec:
+    """What is reported, how often and where to."""
+
+    run_dir: Path | None = None
+    log_interval: int = 100
+    style: Literal["megatron", "short"] = "megatron"
+    progress_bar: bool = True
+    """Only on a terminal."""
+    tensorboard_dir: Path | None = None
+    tensorboard_interval: int = 1
+    wandb_project: str = ""
+    wandb_exp_name: str = ""
+    wandb_entity: str = ""
+    wandb_save_dir: Path | None = None
+    log_throughput: bool = False
+    log_params_norm: bool = False
+    log_num_zeros: bool = False
+    log_memory: bool = False
+    log_timers: bool = False
+    log_validation_ppl: bool = False
+    log_world_size: bool = False
+    timing_level: Literal[0, 1, 2] = 0
+    timing_option: Literal["max", "minmax", "all"] = "minmax"
+    per_layer_moe: bool = False
+    plots: bool = True
+    """Draw plots/*.png at the end of the run when there is a run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSpec:
+    """How long to train and when to evaluate or leave."""
+
+    train_iters: int
+    train_samples: int | None = None
+    eval_interval: int | None = None
+    eval_iters: int = 100
+    exit_interval: int | None = None
+    exit_duration_minutes: float | None = None
+    seed: int = 1234
+    skip_train: bool = False
+    per_token_loss: bool = False
+    """`--calculate-per-token-loss`: divide once by the tokens of the global batch."""
+    check_nonfinite: bool = True
+    manual_gc: bool = False
+    manual_gc_interval: int = 0

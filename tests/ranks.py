@@ -1,0 +1,94 @@
+"""Runs a function on several ranks: as threads of this process, or under torchrun."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import ParallelSpec
+
+Result = TypeVar("Result")
+REPOSITORY = Path(__file__).parent.parent
+
+
+def on_threads(
+    spec: ParallelSpec,
+    function: Callable[[ParallelContext], Result],
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 1234,
+) -> list[Result]:
+    """Runs `function(context)` on `spec.world_size` ranks as threads on torch's in-memory group; the results by rank.
+
+    The first error is raised.
+    """
+    world_size = spec.world_size
+    results: list = [None] * world_size
+    errors: dict[int, BaseException] = {}
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> None:
+        try:
+            dist.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
+            # Each backward runs in its own thread's engine, so that collectives inside it stay on this rank.
+            torch.autograd.set_multithreading_enabled(False)
+            results[rank] = function(ParallelContext.within(spec, rank, dtype=dtype, seed=seed))
+        except BaseException as error:  # noqa: BLE001  handed to the caller below
+            errors[rank] = error
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
+    try:
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(timeout=60)
+            assert not thread.is_alive(), f"rank {rank} of {world_size} still runs after 60 s: deadlock"
+    finally:
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        # A rank that others abandoned reports that; the one that failed first by itself is the cause.
+        raise next(iter(errors.values()))
+    return results
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_program(arguments: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Runs `python pretrain_moe.py arguments` in a process of its own."""
+    return _run([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments], cwd, env)
+
+
+def run_torchrun(num_ranks: int, arguments: Sequence[str], *, cwd: Path) -> subprocess.CompletedProcess:
+    """Runs `pretrain_moe.py arguments` on `num_ranks` gloo processes under torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return _run([*launcher, str(REPOSITORY / "pretrain_moe.py"), *arguments], cwd, None)
+
+
+def _run(command: list[str], cwd: Path, env: dict[str, str] | None) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(env or {})}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
