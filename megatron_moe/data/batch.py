@@ -26,7 +26,8 @@ class TokenMeta:
     """Weight with which balancing losses of this microbatch enter the gradient: 1 / number of microbatches, or the
     number of valid tokens of the microbatch when the loss is divided once by the tokens of the global batch."""
     random_key: Key | None = None
-    """(seed, iteration, microbatch, dp rank): key of dropout and jitter; a site appends its own name. None: evaluation."""
+    """(seed, iteration, place of the microbatch in the global batch): key of dropout and jitter; a site appends its own
+    name. None: evaluation."""
     tally: Tally | None = None
     """Where metrics are recorded; None: nowhere (evaluation, a recomputed forward)."""
     training: bool = True

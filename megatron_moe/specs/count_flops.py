@@ -1,0 +1,171 @@
+"""Floating-point operations of a training step, counted from the model spec, and what a device could do at best."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec
+from megatron_moe.specs.model import LayerSpec, ModelSpec
+from megatron_moe.specs.moe import MLPSpec, MoESpec
+from megatron_moe.specs.precision import FloatName
+
+Convention = Literal["causal", "full"]
+"""causal: query-key pairs that the mask hides are not counted. full: all S^2 pairs of a sequence are."""
+
+_PER_MULTIPLY_ADD = 6
+"""2 operations, in forward, input gradient and weight gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCount:
+    """Operations of forward and backward by kind. Recomputed forwards do not count: they are no progress."""
+
+    attention: int = 0
+    """Projections."""
+    core_attention: int = 0
+    """q k^T and the product with v."""
+    dense_mlp: int = 0
+    experts: int = 0
+    """Routed experts as if every token visited exactly `topk` of them, with their latent projections."""
+    shared: int = 0
+    mtp: int = 0
+    """Multi-token prediction: its layers and projections, without its use of the head."""
+    head: int = 0
+    """Logits, once for the next token and once per depth of multi-token prediction."""
+
+    def __add__(self, other: "FlopCount") -> "FlopCount":
+        return FlopCount(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def count_flops(
+    model: ModelSpec, num_sequences: int, seq_length: int, convention: Convention = "causal"
+) -> FlopCount:
+    """Operations of one step over `num_sequences` sequences of `seq_length` tokens.
+
+    With "causal" this is the formula behind Megatron's "throughput per GPU": matrix products only; no router, norms,
+    embedding lookup, padding or recompute; half of S^2 per attention. It differs where Megatron counts what is not
+    computed: keys outside a sliding window.
+    """
+    count = sum((_layer(layer, seq_length, convention) for layer in model.layers), FlopCount())
+    depths = model.mtp.num_layers if model.mtp else 0
+    head = seq_length * model.hidden_size * model.vocab_size * (1 + depths) * _PER_MULTIPLY_ADD
+    count += FlopCount(head=head, mtp=depths * _mtp_depth(model, seq_length, convention))
+    return FlopCount(**{f.name: num_sequences * getattr(count, f.name) for f in fields(count)})
+
+
+def flops_per_step(
+    model: ModelSpec, num_sequences: int, seq_length: int, convention: Convention = "causal"
+) -> int:
+    """Total of `count_flops`: what throughput and MFU are computed from."""
+    return count_flops(model, num_sequences, seq_length, convention).total
+
+
+def flops_per_token(model: ModelSpec, seq_length: int, convention: Convention = "causal") -> float:
+    """Operations of one step per trained token of a sequence of `seq_length`."""
+    return flops_per_step(model, 1, seq_length, convention) / seq_length
+
+
+def _mtp_depth(model: ModelSpec, seq_length: int, convention: Convention) -> int:
+    """One more layer of the last kind, the projection [H, 2H], and (Megatron counts them here) three norms."""
+    hidden = model.hidden_size
+    own = seq_length * (2 * hidden * hidden + 3 * hidden) * _PER_MULTIPLY_ADD
+    return own + _layer(model.layers[-1], seq_length, convention).total
+
+
+def _layer(layer: LayerSpec, seq_length: int, convention: Convention) -> FlopCount:
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    projections = _mla(mixer) if isinstance(mixer, MLASpec) else _attention(mixer)
+    attention = FlopCount(
+        attention=seq_length * projections * _PER_MULTIPLY_ADD,
+        core_attention=_core_width(mixer) * _twice_pairs(mixer.core, seq_length, convention) * _PER_MULTIPLY_ADD // 2,
+    )
+    per_token = seq_length * _PER_MULTIPLY_ADD
+    if isinstance(feed_forward, MLPSpec):
+        return attention + FlopCount(dense_mlp=per_token * _mlp(feed_forward))
+    shared = _mlp(feed_forward.shared.mlp) if feed_forward.shared else 0
+    return attention + FlopCount(experts=per_token * _experts(feed_forward), shared=per_token * shared)
+
+
+def _attention(spec: AttentionSpec) -> int:
+    """Multiply-adds per token of the projections."""
+    gate = spec.q_width if spec.output_gate else 0
+    return spec.hidden_size * (spec.q_width + 2 * spec.kv_width + gate) + spec.q_width * spec.hidden_size
+
+
+def _mla(spec: MLASpec) -> int:
+    """Multiply-adds per token of the projections; the norms of the compressed q and kv count as in Megatron."""
+    norm = 1 if spec.qk_norm else 0
+    q_width = spec.num_heads * spec.q_head_dim
+    if spec.q_lora_rank is None:
+        query = spec.hidden_size * q_width
+    else:
+        query = spec.q_lora_rank * (spec.hidden_size + q_width + norm)
+    up_width = spec.num_heads * (spec.qk_head_dim + spec.v_head_dim)
+    key_value = spec.kv_lora_rank * (spec.hidden_size + up_width + norm) + spec.hidden_size * spec.qk_rope_dim
+    return query + key_value + spec.num_heads * spec.v_head_dim * spec.hidden_size
+
+
+def _core_width(mixer: AttentionSpec | MLASpec) -> int:
+    """Multiply-adds per query-key pair: q k^T over the q width of all heads, then the product with v."""
+    if isinstance(mixer, MLASpec):
+        return mixer.num_heads * (mixer.q_head_dim + mixer.v_head_dim)
+    return 2 * mixer.q_width
+
+
+def _twice_pairs(core: CoreAttentionSpec, seq_length: int, convention: Convention) -> int:
+    """Twice the query-key pairs of one sequence, as a continuous area: S^2 / 2 under the causal mask, and
+    w S - w^2 / 2 with a window of w tokens."""
+    if convention == "full" or not core.causal:
+        return 2 * seq_length * seq_length
+    left = core.window[0] if core.window else -1
+    window = seq_length if left < 0 else min(left + 1, seq_length)
+    return 2 * window * seq_length - window * window
+
+
+def _mlp(spec: MLPSpec) -> int:
+    return (spec.activation.fan + 1) * spec.ffn_hidden_size * spec.hidden_size
+
+
+def _experts(spec: MoESpec) -> int:
+    experts = spec.experts
+    routed = spec.router.topk * (experts.activation.fan + 1) * experts.ffn_hidden_size * experts.hidden_size
+    latent = 2 * spec.router.hidden_size * spec.latent_size if spec.latent_size else 0
+    return routed + latent
+
+
+_PEAK_TFLOPS: tuple[tuple[str, dict[FloatName, float]], ...] = (
+    ("GB300", {"fp64": 1.3, "fp32": 80.0, "fp16": 2500.0, "bf16": 2500.0}),
+    ("GB200", {"fp64": 40.0, "fp32": 80.0, "fp16": 2500.0, "bf16": 2500.0}),
+    ("B300", {"fp64": 1.25, "fp32": 75.0, "fp16": 2250.0, "bf16": 2250.0}),
+    ("B200", {"fp64": 37.0, "fp32": 75.0, "fp16": 2250.0, "bf16": 2250.0}),
+    ("GH200", {"fp64": 67.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
+    ("H200 NVL", {"fp64": 60.0, "fp32": 60.0, "fp16": 835.5, "bf16": 835.5}),
+    ("H200", {"fp64": 67.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
+    ("H100 NVL", {"fp64": 60.0, "fp32": 60.0, "fp16": 835.5, "bf16": 835.5}),
+    ("H100 PCIe", {"fp64": 51.0, "fp32": 51.0, "fp16": 756.0, "bf16": 756.0}),
+    ("H100", {"fp64": 67.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
+    ("H800", {"fp64": 1.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
+    ("H20", {"fp64": 1.0, "fp32": 44.0, "fp16": 148.0, "bf16": 148.0}),
+    ("A100", {"fp64": 19.5, "fp32": 19.5, "fp16": 312.0, "bf16": 312.0}),
+    ("A800", {"fp64": 9.7, "fp32": 19.5, "fp16": 312.0, "bf16": 312.0}),
+    ("L40S", {"fp64": 1.4, "fp32": 91.6, "fp16": 362.0, "bf16": 362.0}),
+    ("V100", {"fp64": 7.8, "fp32": 15.7, "fp16": 125.0}),
+)
+"""Dense peaks per device in TFLOP/s from NVIDIA's data sheets (A100 and H100 SXM, PCIe, NVL; H200; HGX and GB200/GB300
+Blackwell; L40S; V100). Sheets that print tensor-core figures "with sparsity" are halved. fp32 is the plain rate: torch
+does not use TF32 unless told to. The first entry whose name occurs in the device's name counts."""
+
+
+def peak_flops(device_name: str, dtype: FloatName) -> float | None:
+    """Best dense FLOP/s of a device, by the name that `torch.cuda.get_device_name` gives.
+
+    None for a CPU, an unknown device or a dtype that it has no units for: then no MFU is reported.
+    """
+    for name, tflops in _PEAK_TFLOPS:
+        if name in device_name:
+            peak = tflops.get(dtype)
+            return None if peak is None else peak * 1e12
+    return None

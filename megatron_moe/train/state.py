@@ -1,0 +1,36 @@
+"""What must survive a restart, apart from weights and optimizer state."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_moe.specs.run import RunPlan
+
+
+@dataclass
+class TrainState:
+    """Where a run stands. Random streams need no entry: each is keyed by seed, iteration and use (`parallel/rng.py`)."""
+
+    iteration: int = 0
+    """Optimizer steps done."""
+    consumed_samples: int = 0
+    """Training sequences read, over all ranks."""
+    consumed_tokens: int = 0
+    skipped_iterations: int = 0
+    """Steps whose update was refused because a gradient was not finite."""
+    flops: float = 0.0
+    """Model FLOPs spent so far, by the formula of `specs/count.py`."""
+
+    def advance(self, num_samples: int, seq_length: int, flops: float) -> None:
+        """Counts one step of `num_samples` sequences."""
+        self.iteration += 1
+        self.consumed_samples += num_samples
+        self.consumed_tokens += num_samples * seq_length
+        self.flops += flops
+
+    def to_json(self, plan: RunPlan) -> dict[str, Any]:
+        """The content of train_state.json."""
+        return {"state": asdict(self), "seed": plan.loop.seed, "data_seed": plan.data.seed, "seq_length": plan.data.seq_length}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "TrainState":
+        return cls(**content["state"])

@@ -1,0 +1,127 @@
+"""One training step: microbatches through the schedule, gradients finished, clipped, applied, routers updated.
+
+Nothing here waits for the device. The step's results stay on the device in a `StepOutcome`; the loop reads them one step
+later. The verdict (is everything finite?) masks the update on the device and stays bad once it is bad, so a non-finite
+number never reaches the weights however late the host learns of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.logs.tally import Tally
+from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.moe.balance import update_routers
+from megatron_moe.moe.router import Router
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.clip import clip_coefficient, gradient_norms
+from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.schedule.run import run_schedule
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.schedule import schedule_actions
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Results of one step, on the device."""
+
+    loss: Tensor
+    """Mean loss per token of this step over all ranks."""
+    norms: dict[str, Tensor]
+    """L2 norms of the gradient before clipping: "all" and its parts."""
+    proceed: Tensor
+    """bool: the update was applied."""
+    num_samples: int
+    learning_rate: float
+    iteration: int
+
+
+class MicrobatchStage:
+    """The whole model as the only pipeline stage: what the schedule runs."""
+
+    def __init__(self, trainer: "Trainer", batches: Sequence[MicroBatch]) -> None:
+        self._trainer = trainer
+        self._batches = batches
+        self.loss_sum = torch.zeros((), device=trainer.context.device, dtype=torch.float64)
+        self.token_sum = torch.zeros_like(self.loss_sum)
+
+    def forward(self, microbatch: int, chunk: int) -> Tensor:
+        plan, batch = self._trainer.plan, self._batches[microbatch]
+        output = self._trainer.model(batch)
+        scalar, sums = objective(output, batch, mtp=plan.model.mtp, per_token=plan.loop.per_token_loss)
+        self.loss_sum += sums["lm loss"][0].detach()
+        self.token_sum += sums["lm loss"][1]
+        return scalar if plan.loop.per_token_loss else scalar / len(self._batches)
+
+    def after_backward(self, microbatch: int, chunk: int) -> None:
+        self._trainer.buffers.collect()
+
+
+class Trainer:
+    """Owns the step: model, gradient buffers and optimizer of one run."""
+
+    def __init__(
+        self, plan: RunPlan, context: ParallelContext, model: GPT, buffers: GradBuffers, optimizer: Optimizer, tally: Tally
+    ) -> None:
+        self.plan = plan
+        self.context = context
+        self.model = model
+        self.buffers = buffers
+        self.optimizer = optimizer
+        self.tally = tally
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self._proceed = torch.ones((), device=context.device, dtype=torch.bool)
+
+    def step(self, batches: Sequence[MicroBatch], *, iteration: int, lr: float, weight_decay: float) -> StepOutcome:
+        """Trains on the microbatches of one global batch (this rank's part). `iteration` counts from 1."""
+        self.model.train()
+        self.buffers.begin_step()
+        stage = MicrobatchStage(self, self._prepare(batches, iteration))
+        run_schedule(schedule_actions(len(batches)), stage)
+
+        totals = torch.stack([stage.loss_sum, stage.token_sum])
+        # world: 16 bytes; the loss is the mean over the tokens of the global batch
+        all_reduce_(totals, self.context.group("dp_cp"))
+        loss = totals[0] / totals[1].clamp(min=1)
+        finish_gradients(self.buffers, self.context, token_count=totals[1] if self.plan.loop.per_token_loss else None)
+        norms = gradient_norms(self.buffers, self.context)
+        if self.plan.loop.check_nonfinite:
+            self._proceed = self._proceed & torch.isfinite(loss) & torch.isfinite(norms["all"])
+        self.optimizer.step(
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_scale=clip_coefficient(norms["all"], self.plan.optimizer.clip_grad),
+            proceed=self._proceed,
+        )
+        update_routers(self.routers, self.context, proceed=self._proceed)
+        return StepOutcome(
+            loss=loss,
+            norms=norms,
+            proceed=self._proceed,
+            num_samples=len(batches) * self.plan.batch.micro * self.context.group("dp").size,
+            learning_rate=lr,
+            iteration=iteration,
+        )
+
+    def _prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
+        """Gives every microbatch what the step knows and the data does not: scales, random keys, the tally."""
+        group = self.context.group("dp")
+        prepared = []
+        for index, batch in enumerate(batches):
+            tokens = batch.loss_mask_BS.sum() if self.plan.loop.per_token_loss else None
+            meta = replace(
+                batch.meta,
+                aux_scale=1.0 / len(batches) if tokens is None else tokens,
+                # The place in the global batch, so that random draws do not depend on the number of ranks.
+                random_key=(self.plan.loop.seed, iteration, index * group.size + group.rank),
+                tally=self.tally,
+                training=True,
+            )
+            prepared.append(replace(batch, meta=meta))
+        return prepared

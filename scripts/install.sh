@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Installs the project into the active virtual environment with the tested set of versions.
+#   bash scripts/install.sh          what a run needs
+#   bash scripts/install.sh test     what the tests need as well
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extras=${1:+[$1]}
+python -m pip install --quiet --upgrade pip
+# torch first: whatever else asks for it then finds the pinned one.
+python -m pip install --quiet --constraint constraints.txt torch
+python -m pip install --quiet --constraint constraints.txt --editable ".$extras"
