@@ -4,12 +4,20 @@ Recording adds to tensors on the device and never waits for the host. `take` mak
 reduction and one host read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
+
 Reduction = Literal["mean", "sum", "max"]
+Figure = float | list[float]
+"""What a metric reads: a number, or one number per element of a recorded vector (e.g. per expert)."""
 
 
 @dataclass
@@ -19,6 +27,16 @@ class _Entry:
     count: Tensor
 
 
+@dataclass(frozen=True)
+class Metric:
+    """One reduced metric."""
+
+    value: Figure
+    """Over all layers that recorded it: their mean, or their largest value when the reduction is "max"."""
+    layers: dict[int, Figure] = field(default_factory=dict)
+    """By global layer index; empty for a metric recorded without a layer."""
+
+
 @dataclass
 class Tally:
     """Sums and counts of named metrics, each optionally per layer."""
@@ -26,11 +44,103 @@ class Tally:
     entries: dict[tuple[str, int | None], _Entry] = field(default_factory=dict)
 
     def record(
-        self, name: str, value: Tensor, *, layer: int | None = None, count: Tensor | None = None, reduction: Reduction = "mean"
+        self,
+        name: str,
+        value: Tensor,
+        *,
+        layer: int | None = None,
+        count: Tensor | None = None,
+        reduction: Reduction = "mean",
     ) -> None:
         """Adds `value` (a scalar or a vector) under `name`.
 
         With "mean" the reported figure is sum of values / sum of counts (count: number of calls unless given); with
         "sum" and "max" the sum and the largest value over microbatches and data-parallel ranks.
         """
-        raise NotImplementedError
+        value = value.detach().to(internal_dtype(value.dtype))
+        count = torch.ones((), device=value.device) if count is None else count.detach()
+        count = count.to(torch.float64)
+        entry = self.entries.get((name, layer))
+        if entry is None:
+            self.entries[name, layer] = _Entry(reduction, value.clone(), count.clone())
+            return
+        assert entry.reduction == reduction, f"{name} was recorded as {entry.reduction}, now as {reduction}"
+        assert entry.value.shape == value.shape, (
+            f"{name} had shape {tuple(entry.value.shape)}, now {tuple(value.shape)}"
+        )
+        entry.value = torch.maximum(entry.value, value) if reduction == "max" else entry.value + value
+        entry.count = entry.count + count
+
+    def take(self, context: ParallelContext) -> dict[str, Metric]:
+        """Reduces over the data-parallel ranks, reads everything at once, and starts anew.
+
+        Every rank of the group must have recorded the same names with the same shapes, in any order.
+        """
+        entries, self.entries = self.entries, {}
+        keys = sorted(entries, key=lambda key: (key[0], -1 if key[1] is None else key[1]))
+        added = [key for key in keys if entries[key].reduction != "max"]
+        largest = [key for key in keys if entries[key].reduction == "max"]
+        sums = _flat([tensor for key in added for tensor in (entries[key].value, entries[key].count)])
+        maxima = _flat([entries[key].value for key in largest])
+        figures = _reduce_and_read(sums, maxima, context)
+        totals: dict[tuple[str, int | None], Figure] = {}
+        for key in added:
+            value, count = _next_figure(figures, entries[key].value), figures.pop()
+            totals[key] = _divide(value, count) if entries[key].reduction == "mean" else value
+        for key in largest:
+            totals[key] = _next_figure(figures, entries[key].value)
+        return {name: _metric(name, entries, totals) for name in dict.fromkeys(name for name, _ in entries)}
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor | None:
+    """All elements in one fp64 vector, so that one collective and one copy carry them."""
+    return torch.cat([tensor.double().flatten() for tensor in tensors]) if tensors else None
+
+
+def _reduce_and_read(sums: Tensor | None, maxima: Tensor | None, context: ParallelContext) -> list[float]:
+    """All reduced elements, last first, so that they can be popped in order.
+
+    Two all-reduces over "dp" (no gradient flows), a few kB for a hundred layers; one copy to the host.
+    """
+    group = context.group("dp")
+    reduced = []
+    if sums is not None:
+        reduced.append(all_reduce_(sums, group, "sum"))
+    if maxima is not None:
+        reduced.append(all_reduce_(maxima, group, "max"))
+    return torch.cat(reduced).tolist()[::-1] if reduced else []
+
+
+def _next_figure(figures: list[float], like: Tensor) -> Figure:
+    """Takes the figure of one entry from the end of `figures`."""
+    if like.dim() == 0:
+        return figures.pop()
+    return [figures.pop() for _ in range(like.numel())]
+
+
+def _divide(value: Figure, count: float) -> Figure:
+    """value / count; not-a-number when nothing was counted."""
+    if isinstance(value, list):
+        return [element / count if count else float("nan") for element in value]
+    return value / count if count else float("nan")
+
+
+def _metric(
+    name: str, entries: dict[tuple[str, int | None], _Entry], totals: dict[tuple[str, int | None], Figure]
+) -> Metric:
+    """Collects the layers of one metric and combines them."""
+    if (name, None) in totals:
+        return Metric(totals[name, None])
+    keys = sorted((layer, key) for key in totals if key[0] == name and (layer := key[1]) is not None)
+    layers = {layer: totals[key] for layer, key in keys}
+    largest = entries[keys[0][1]].reduction == "max"
+    return Metric(_over_layers(list(layers.values()), largest), layers)
+
+
+def _over_layers(figures: list[Figure], largest: bool) -> Figure:
+    """Mean or maximum over layers, element by element for vectors of equal length."""
+    if isinstance(figures[0], list):
+        columns = zip(*(figure for figure in figures if isinstance(figure, list)), strict=True)
+        return [max(column) if largest else sum(column) / len(figures) for column in columns]
+    numbers = [figure for figure in figures if not isinstance(figure, list)]
+    return max(numbers) if largest else sum(numbers) / len(numbers)

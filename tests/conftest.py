@@ -1,0 +1,19 @@
+"""Set before anything else: one thread per process, the repository root on the path, repeatable random examples."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch is imported: the same sums everywhere, and ranks as threads stay quick
+)
+os.environ.setdefault("WANDB_MODE", "offline")  # no test talks to a server
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=100)
+settings.load_profile("repeatable")

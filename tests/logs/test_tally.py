@@ -1,0 +1,113 @@
+"""Metrics are reduced over microbatches, ranks and layers as their kind says."""
+
+import pytest
+import torch
+
+from megatron_moe.logs.tally import Tally
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.ranks import on_threads
+from tests.tolerances import EXACT, FP64_REF
+
+
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def test_mean_divides_the_sum_of_values_by_the_number_of_calls():
+    tally = Tally()
+    for value in (1.0, 2.0, 6.0):
+        tally.record("loss", scalar(value))
+    assert tally.take(ParallelContext.single())["loss"].value == 3.0
+
+
+def test_mean_with_counts_weighs_by_them():
+    tally = Tally()
+    tally.record("entropy", scalar(10.0), count=torch.tensor(4))
+    tally.record("entropy", scalar(2.0), count=torch.tensor(2))
+    assert tally.take(ParallelContext.single())["entropy"].value == 2.0
+
+
+def test_sum_and_max_keep_the_sum_and_the_largest_value():
+    tally = Tally()
+    for value in (3.0, 5.0, 4.0):
+        tally.record("dropped", scalar(value), reduction="sum")
+        tally.record("violation", scalar(value), reduction="max")
+    metrics = tally.take(ParallelContext.single())
+    assert (metrics["dropped"].value, metrics["violation"].value) == (12.0, 5.0)
+
+
+def test_the_value_is_the_mean_over_the_layers_that_recorded_it_and_the_largest_for_max():
+    tally = Tally()
+    for layer, value in ((7, 1.0), (1, 4.0)):
+        tally.record("aux", scalar(value), layer=layer)
+        tally.record("violation", scalar(value), layer=layer, reduction="max")
+    metrics = tally.take(ParallelContext.single())
+    assert metrics["aux"].value == 2.5
+    assert metrics["violation"].value == 4.0
+    assert list(metrics["aux"].layers.items()) == [(1, 4.0), (7, 1.0)]
+
+
+def test_vectors_stay_vectors():
+    tally = Tally()
+    for layer in (0, 1):
+        tally.record("load", torch.tensor([1, 2, 3]) * (layer + 1), layer=layer, reduction="sum")
+    metric = tally.take(ParallelContext.single())["load"]
+    assert metric.layers[1] == [2.0, 4.0, 6.0]
+    assert metric.value == [1.5, 3.0, 4.5]
+
+
+def test_take_clears_and_an_empty_tally_gives_nothing():
+    tally = Tally()
+    tally.record("loss", scalar(1.0))
+    tally.take(ParallelContext.single())
+    assert tally.take(ParallelContext.single()) == {}
+
+
+def test_recording_keeps_no_graph_and_does_not_change_with_the_recorded_tensor():
+    tally = Tally()
+    value = torch.ones((), dtype=torch.float64, requires_grad=True)
+    tally.record("loss", value)
+    with torch.no_grad():
+        value.fill_(9.0)
+    assert not tally.entries["loss", None].value.requires_grad
+    assert tally.take(ParallelContext.single())["loss"].value == 1.0
+
+
+def test_half_precision_values_are_added_in_single_precision():
+    tally = Tally()
+    for _ in range(300):
+        tally.record("tokens", torch.ones((), dtype=torch.bfloat16), reduction="sum")
+    assert tally.take(ParallelContext.single())["tokens"].value == 300.0
+
+
+def test_a_mean_over_nothing_is_not_a_number():
+    tally = Tally()
+    tally.record("loss", scalar(0.0), count=torch.tensor(0))
+    value = tally.take(ParallelContext.single())["loss"].value
+    assert value != value
+
+
+def test_changing_the_reduction_or_the_shape_of_a_metric_is_a_bug():
+    tally = Tally()
+    tally.record("loss", scalar(0.0))
+    with pytest.raises(AssertionError, match="recorded as mean, now as max"):
+        tally.record("loss", scalar(0.0), reduction="max")
+    with pytest.raises(AssertionError, match="shape"):
+        tally.record("loss", torch.zeros(2))
+
+
+def test_ranks_are_reduced_with_their_counts_whatever_the_order_of_recording():
+    def rank(context: ParallelContext) -> dict[str, object]:
+        r = context.group("dp").rank
+        tally = Tally()
+        names = ["mean", "worst", "total"] if r == 0 else ["total", "worst", "mean"]
+        for name in names:
+            reduction = {"mean": "mean", "worst": "max", "total": "sum"}[name]
+            tally.record(name, scalar(float(r + 1)), count=torch.tensor(r + 1), reduction=reduction)
+        return {name: metric.value for name, metric in tally.take(context).items()}
+
+    for result in on_threads(ParallelSpec(world_size=4), rank):
+        FP64_REF.check(result["mean"], 1.0, "mean")
+        EXACT.check(result["total"], 10.0, "sum")
+        EXACT.check(result["worst"], 4.0, "max")

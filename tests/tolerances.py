@@ -1,0 +1,111 @@
+"""How close is close: every tolerance of the tests, each with the reason for its size.
+
+The relative error of a tensor is max|actual - expected| / max|expected|: one figure per tensor, so that a small element
+beside large ones is not held to more digits than its sum can carry. A test that needs another bar adds a named constant
+here, with its reason.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TensorLike = Any
+"""A tensor, an array, a number, or nested sequences of numbers."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """max|actual - expected| <= max(atol, rtol * max|expected|), per tensor."""
+
+    rtol: float
+    atol: float
+    why: str
+
+    def check(self, actual: TensorLike, expected: TensorLike, what: str = "value") -> None:
+        """Asserts that shapes agree and values are close. Nan is close to nothing, inf only to inf."""
+        problem = self.problem(actual, expected, what)
+        assert problem is None, problem
+
+    def check_all(
+        self, actual: Mapping[str, TensorLike], expected: Mapping[str, TensorLike], what: str = "values"
+    ) -> None:
+        """Asserts that both hold the same names and that each pair is close; lists every pair that is not."""
+        missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
+        assert not missing and not extra, f"{what}: missing {missing}, not expected {extra}"
+        problems = [p for name in expected if (p := self.problem(actual[name], expected[name], name)) is not None]
+        assert not problems, f"{what}: {len(problems)} of {len(expected)} differ\n" + "\n".join(problems)
+
+    def problem(self, actual: TensorLike, expected: TensorLike, what: str) -> str | None:
+        """The sentence that says how far apart the two are, or None when they are close."""
+        a, e = _wide(actual), _wide(expected)
+        if a.shape != e.shape:
+            return f"{what}: shape {tuple(a.shape)}, expected {tuple(e.shape)}"
+        if a.numel() == 0:
+            return None
+        same = a == e
+        difference = torch.where(same, torch.zeros_like(a), (a - e).abs())
+        num_wild = int((~torch.isfinite(difference.double())).sum())
+        if num_wild:
+            return f"{what}: {num_wild} of {a.numel()} elements are not finite on one side"
+        finite = e[torch.isfinite(e.double())]
+        reference = float(finite.abs().max()) if finite.numel() else 0.0
+        largest = float(difference.max())
+        if largest <= max(self.atol, self.rtol * reference):
+            return None
+        where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), a.shape))
+        relative = largest / reference if reference else float("inf")
+        return (
+            f"{what}: relative error {relative:.3e} (allowed {self.rtol:.1e}), largest difference {largest:.3e} "
+            f"(floor {self.atol:.1e}) at {where}: {a[where].item()!r}, expected {e[where].item()!r}"
+        )
+
+
+def _wide(value: TensorLike) -> Tensor:
+    """The value as an int64 or float64 tensor on the CPU: wide enough that comparing adds no error."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+    elif isinstance(value, float | int | bool):
+        tensor = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    else:
+        tensor = torch.as_tensor(value, dtype=None if hasattr(value, "dtype") else _number_dtype(value))
+    return tensor.double() if tensor.is_floating_point() else tensor.long()
+
+
+def _number_dtype(value: Sequence[Any]) -> torch.dtype:
+    """float64 for plain sequences with a float inside; torch would read them in single precision."""
+    flat: list[Any] = [value]
+    while flat:
+        item = flat.pop()
+        if isinstance(item, float):
+            return torch.float64
+        if isinstance(item, list | tuple):
+            flat.extend(item)
+    return torch.int64
+
+
+EXACT = Tolerance(0.0, 0.0, "The same numbers in the same order of sums, or no arithmetic at all: every bit is equal.")
+
+FP64_LAYOUT = Tolerance(
+    1e-12, 1e-14, "Another order of sums: 2,700 times the measured fp64 noise of 4e-16, and 2e7 below a 0.1 % bug."
+)
+
+FP64_REF = Tolerance(1e-12, 1e-14, "The same formula written twice, in double precision.")
+
+FP32_REF = Tolerance(
+    2e-6, 1e-7, "One component in single precision: about 16 units in the last place of its largest value."
+)
+
+FP32_MODEL = Tolerance(
+    1e-5, 1e-5, "A whole model in single precision, where every layer adds the noise of a component."
+)
+
+GOLDEN64 = Tolerance(
+    1e-12, 1e-14, "Double precision on another instruction set differs by 3.6e-16 (measured), not more."
+)
+
+BF16_KERNEL = Tolerance(1.6e-2, 1e-3, "One bf16 kernel against fp32 of the same rounded inputs: four units of 2^-8.")
+
+BF16_RUN = Tolerance(3e-2, 0.0, "Losses of two bf16 runs over 50 steps: routing flips. Smoke only, never a proof.")
