@@ -56,7 +56,8 @@ class Kernels(Protocol):
         ...
 
     def linear_weight_grad(self, grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
-        """grad [..., O], x [..., I]; writes or adds grad^T x to `out` [O, I], whose dtype may be wider than the input's."""
+        """grad [..., O], x [..., I]; writes or adds grad^T x to `out` [O, I], accumulated in the dtype of `out`, which
+        may be wider than the input's."""
         ...
 
     def grouped_forward(self, rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
@@ -67,8 +68,11 @@ class Kernels(Protocol):
         """grad [R, O], weight [e, O, I] -> [R, I]; rows past the last offset are undefined."""
         ...
 
-    def grouped_weight_grad(self, grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
-        """grad [R, O], rows [R, I]; writes or adds per expert grad_e^T rows_e to `out` [e, O, I]; 0 for an empty expert."""
+    def grouped_weight_grad(
+        self, grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool
+    ) -> None:
+        """grad [R, O], rows [R, I]; writes or adds grad_e^T rows_e of every expert e to `out` [e, O, I]; 0 for an empty
+        expert; accumulated in the dtype of `out`."""
         ...
 
     # norms, positions, attention: differentiable
@@ -79,8 +83,9 @@ class Kernels(Protocol):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor: ...
 
     def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
-        """Rotates the first D' = cos.shape[-1] dims of each head, leaves the rest. B of cos and sin may be 1. Cos and sin
-        hold each angle twice: as two halves. `interleaved`: the input pairs (0,1), (2,3) … ; the output keeps its pairs."""
+        """Rotates the first D' = cos.shape[-1] dims of each head and leaves the rest. B of cos and sin may be 1. Cos
+        and sin hold each angle twice: as two halves. `interleaved`: the input pairs (0,1), (2,3) …, and so does the
+        output."""
         ...
 
     def attention(
@@ -98,8 +103,9 @@ class Kernels(Protocol):
 
     # elementwise and loss: differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
-        """x [..., F] or [..., 2F] with gate first when gated, then times probs [...] if given -> [..., F]. Rows that hold
-        nothing may be anything; their probability is 0 and their result must be 0 (0 * nan included)."""
+        """x [..., F], or [..., 2F] with the gate first when gated; times probs [...] if given -> [..., F]. Rows that
+        hold nothing may be anything, nan included: where the probability is 0, the result and the gradient of x are 0,
+        and the gradient of the probability is 0 for any finite incoming gradient."""
         ...
 
     def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -110,14 +116,15 @@ class Kernels(Protocol):
     def select_experts(
         self, logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Score, limit to groups, choose, normalise, scale -> (ids_TK int64 in descending score, probs_TK). Differentiable
-        from probs to logits. Ties: the lowest id wins. `given_ids_TK` replays a choice. Balancing 'sinkhorn',
-        'quantile_balancing' and 'expert_choice' are the router's own business and come in through given ids."""
+        """Score, limit to groups, choose, normalise, scale -> (ids_TK int64 in descending score, probs_TK). `bias_E`
+        moves the choice, not the weights. Differentiable from probs to logits. Ties: the lowest id wins.
+        `given_ids_TK` replays a choice; where it is -1 the weight is 0. Balancing 'sinkhorn', 'quantile_balancing' and
+        'expert_choice' are the router's own business and come in through given ids."""
         ...
 
     def balance_scores(self, logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
         """What balancing losses look at: (scores_TE summing to 1 per token, top-k ids_TK of them), without groups, bias
-        or dropping. Differentiable from scores to logits."""
+        or dropping. Scores are in promote(fp32, dtype). Differentiable from scores to logits."""
         ...
 
     def count_tokens(self, ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -135,12 +142,13 @@ class Kernels(Protocol):
         ...
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
-        """[T, H] -> [R, H]; zeros in rows that hold nothing. Differentiable (backward: sum per token)."""
+        """[T, H] -> [R, H]; zeros in rows that hold nothing. Differentiable (backward: sum per token in promote(fp32,
+        dtype), ignoring rows that hold nothing)."""
         ...
 
     def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
-        """[R, H] -> [T, H]: sum of every token's rows in promote(fp32, dtype), rows that hold nothing ignored even if nan.
-        Differentiable (backward: gather)."""
+        """[R, H] -> [T, H]: sum of every token's rows in promote(fp32, dtype). Rows that hold nothing are ignored even
+        if nan. Differentiable (backward: gather; zeros in rows that hold nothing)."""
         ...
 
     def gather_probs(self, probs: Tensor, index: RowIndex) -> Tensor:
@@ -168,9 +176,9 @@ class Kernels(Protocol):
         grad_scale: Tensor,
         proceed: Tensor,
     ) -> None:
-        """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar, already
-        counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False, even if the
-        gradient is not finite."""
+        """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar,
+        already counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False,
+        even if the gradient is not finite."""
         ...
 
 

@@ -1,0 +1,42 @@
+"""The bundle: one function per op, from whichever backends were chosen."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe.kernels.ops import Kernels
+
+OPS: tuple[str, ...] = tuple(name for name in vars(Kernels) if not name.startswith("_"))
+"""Every op of the contract, in its order."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who computes one op, and why."""
+
+    op: str
+    backend: str
+    reason: str
+
+
+class Bundle(Kernels):
+    """Implements `Kernels` with the functions it was given. Made by `choose` or `reference.bundle`."""
+
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def of(cls, functions: Mapping[str, Callable[..., Any]], choices: tuple[Choice, ...]) -> "Bundle":
+        """A bundle of exactly the ops of the contract."""
+        missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
+        assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
+        bundle = cls()
+        for op, function in functions.items():
+            setattr(bundle, op, function)
+        bundle.choices = choices
+        return bundle
+
+    def table(self) -> str:
+        """One line per op: op, backend, reason."""
+        wide_op = max(len(choice.op) for choice in self.choices)
+        wide_backend = max(len(choice.backend) for choice in self.choices)
+        return "\n".join(f"{c.op:<{wide_op}}  {c.backend:<{wide_backend}}  {c.reason}" for c in self.choices)

@@ -1,0 +1,261 @@
+"""The meaning of every op, in plain torch. Every backend is tested against this file, and fp64 proofs run on it.
+
+Written to be read, not to be fast. Runs on CPU and GPU; the three grouped products read the offsets on the host.
+Routing and rows are in `reference_routing.py`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_moe.kernels.bundle import OPS, Bundle, Choice
+from megatron_moe.kernels.ops import Operand, internal_dtype
+from megatron_moe.kernels.reference_routing import balance_scores as balance_scores
+from megatron_moe.kernels.reference_routing import count_tokens as count_tokens
+from megatron_moe.kernels.reference_routing import gather_probs as gather_probs
+from megatron_moe.kernels.reference_routing import permute as permute
+from megatron_moe.kernels.reference_routing import select_experts as select_experts
+from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
+from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
+from megatron_moe.kernels.reference_routing import unpermute as unpermute
+from megatron_moe.parallel import rng
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.moe import ActivationKind, ActivationSpec
+
+NAME = "reference"
+REASON = "plain torch, defines the meaning"
+
+
+def bundle() -> Bundle:
+    """All ops in plain torch."""
+    return Bundle.of({op: globals()[op] for op in OPS}, tuple(Choice(op, NAME, REASON) for op in OPS))
+
+
+# matrix products
+
+
+def linear_forward(x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+    return F.linear(plain(x), plain(weight), bias)
+
+
+def linear_input_grad(grad: Operand, weight: Operand) -> Tensor:
+    return plain(grad) @ plain(weight)
+
+
+def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+    product = valid_rows(grad).to(out.dtype).T @ valid_rows(x).to(out.dtype)
+    store(out, product, accumulate)
+
+
+def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    rows_RI, weight_eOI = plain(rows), plain(weight)
+    out_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_eOI.shape[1])
+    for expert, held in enumerate(slices(offsets_e)):
+        out_RO[held] = rows_RI[held] @ weight_eOI[expert].T
+    return out_RO
+
+
+def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    grad_RO, weight_eOI = plain(grad), plain(weight)
+    out_RI = grad_RO.new_zeros(grad_RO.shape[0], weight_eOI.shape[2])
+    for expert, held in enumerate(slices(offsets_e)):
+        out_RI[held] = grad_RO[held] @ weight_eOI[expert]
+    return out_RI
+
+
+def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+    grad_RO, rows_RI = plain(grad), plain(rows)
+    for expert, held in enumerate(slices(offsets_e)):
+        product = grad_RO[held].to(out.dtype).T @ rows_RI[held].to(out.dtype)
+        store(out[expert], product, accumulate)
+
+
+def plain(operand: Operand) -> Tensor:
+    """The data of an operand that is not quantised."""
+    scaled = operand.row_scales is not None or operand.col_scales is not None
+    assert not scaled and operand.layout == "row_major", f"quantised operand in layout {operand.layout}"
+    return operand.data
+
+
+def valid_rows(operand: Operand) -> Tensor:
+    """The data as a matrix [rows, I], with zeros in the rows that hold nothing."""
+    data = plain(operand).flatten(0, -2)
+    if operand.valid_rows is None:
+        return data
+    held = torch.arange(data.shape[0], device=data.device) < operand.valid_rows
+    return torch.where(held[:, None], data, 0)
+
+
+def slices(offsets_e: Tensor) -> list[slice]:
+    """The rows of every expert. Reads the offsets on the host."""
+    ends = offsets_e.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def store(out: Tensor, value: Tensor, accumulate: bool) -> None:
+    """Writes or adds `value` to `out`."""
+    if accumulate:
+        out.add_(value)
+    else:
+        out.copy_(value)
+
+
+# norms, positions, attention
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """Zhang and Sennrich, arXiv 1910.07467."""
+    wide = x.to(internal_dtype(x.dtype))
+    scale = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * scale).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """Ba, Kiros and Hinton, arXiv 1607.06450."""
+    wide = x.to(internal_dtype(x.dtype))
+    scale = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (normed * scale + bias.to(wide.dtype)).to(x.dtype)
+
+
+def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
+    """Su et al., arXiv 2104.09864 section 3.4.2."""
+    width = cos_SBD.shape[-1]
+    rotated, rest = x_SBND[..., :width].to(internal_dtype(x_SBND.dtype)), x_SBND[..., width:]
+    cos, sin = cos_SBD[:, :, None, : width // 2], sin_SBD[:, :, None, : width // 2]
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+    halves = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    return torch.cat([joined.to(x_SBND.dtype), rest], dim=-1)
+
+
+def attention(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    spec: CoreAttentionSpec,
+    sinks_N: Tensor | None,
+    segments_BS: Tensor | None,
+    dropout_key: tuple[int | str, ...] | None,
+) -> Tensor:
+    """Vaswani et al., arXiv 1706.03762 section 3.2; grouped queries: Ainslie et al., arXiv 2305.13245."""
+    wide = internal_dtype(q_SBND.dtype)
+    heads_per_group = q_SBND.shape[2] // k_SBGD.shape[2]
+    q_BNSD = q_SBND.to(wide).permute(1, 2, 0, 3)
+    k_BNSD = k_SBGD.to(wide).permute(1, 2, 0, 3).repeat_interleave(heads_per_group, dim=1)
+    v_BNSE = v_SBGE.to(wide).permute(1, 2, 0, 3).repeat_interleave(heads_per_group, dim=1)
+    logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2) * spec.softmax_scale
+    visible = visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
+    logits_BNSS = logits_BNSS.masked_fill(~visible, -math.inf)
+    probs_BNSS = softmax_with_sink(logits_BNSS, sinks_N, spec.off_by_one)
+    probs_BNSS = rng.dropout(probs_BNSS, spec.dropout, dropout_key)
+    return (probs_BNSS @ v_BNSE).permute(2, 0, 1, 3).to(q_SBND.dtype)
+
+
+def visible_pairs(seq: int, spec: CoreAttentionSpec, segments_BS: Tensor | None, device: torch.device) -> Tensor:
+    """bool [S, S] or [B, 1, S, S]: query i (dim -2) sees key j (dim -1)."""
+    position = torch.arange(seq, device=device)
+    back = position[:, None] - position[None, :]
+    visible = torch.ones(seq, seq, dtype=torch.bool, device=device)
+    if spec.causal:
+        visible = visible & (back >= 0)
+    if spec.window is not None:
+        left, right = spec.window
+        visible = visible & (back <= left if left >= 0 else visible) & (-back <= right if right >= 0 else visible)
+    if segments_BS is not None:
+        visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
+    return visible
+
+
+def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: bool) -> Tensor:
+    """Softmax over keys whose denominator also counts one logit per head: learned (`sinks_N`) or 0 (`off_by_one`)."""
+    if sinks_N is None and not off_by_one:
+        return logits_BNSS.softmax(dim=-1)
+    sinks_N = logits_BNSS.new_zeros(logits_BNSS.shape[1]) if sinks_N is None else sinks_N.to(logits_BNSS.dtype)
+    column = sinks_N[None, :, None, None].expand(*logits_BNSS.shape[:-1], 1)
+    return torch.cat([logits_BNSS, column], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+# elementwise and loss
+
+
+def activation(x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+    """Gated forms: Shazeer, arXiv 2002.05202."""
+    wide = x_RF.to(internal_dtype(x_RF.dtype))
+    if probs_R is not None:
+        probs = probs_R.to(wide.dtype)[..., None]
+        wide = torch.where(probs != 0, wide, 0)  # before anything else, so that nothing of an empty row gets out
+    out = gated(wide, spec) if spec.gated else nonlinearity(wide, spec.kind)
+    return (out if probs_R is None else out * probs).to(x_RF.dtype)
+
+
+def gated(x_RF: Tensor, spec: ActivationSpec) -> Tensor:
+    """act(gate) * (up + offset), both clamped first if asked."""
+    gate, up = x_RF.chunk(2, dim=-1)
+    if spec.clamp is not None:
+        gate, up = gate.clamp(max=spec.clamp), up.clamp(-spec.clamp, spec.clamp)
+    return nonlinearity(gate, spec.kind) * (up + spec.linear_offset)
+
+
+def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Every kind is 0 at 0."""
+    match kind:
+        case "silu":
+            return x * torch.sigmoid(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "quick_gelu":
+            return x * torch.sigmoid(1.702 * x)
+        case "relu":
+            return F.relu(x)
+        case "squared_relu":
+            return F.relu(x).square()
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    logits_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
+    chosen_T = logits_TV.gather(-1, labels_T[:, None]).squeeze(-1)
+    return logits_TV.logsumexp(dim=-1) - chosen_T
+
+
+# optimizer
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    return flat.to(internal_dtype(flat.dtype)).square().sum()
+
+
+def adamw_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    grad_scale: Tensor,
+    proceed: Tensor,
+) -> None:
+    """Loshchilov and Hutter, arXiv 1711.05101, as `torch.optim.AdamW` computes it."""
+    wide = internal_dtype(master.dtype)
+    grad = grad.to(wide) * grad_scale.to(wide)
+    first = beta1 * exp_avg.to(wide) + (1 - beta1) * grad
+    second = beta2 * exp_avg_sq.to(wide) + (1 - beta2) * grad.square()
+    correction1, correction2 = (1 - torch.pow(beta, step.double()).to(wide) for beta in (beta1, beta2))
+    update = first / correction1 / ((second / correction2).sqrt() + eps)
+    moved = master.to(wide) * (1 - lr * weight_decay) - lr * update
+    for state, new in ((master, moved), (exp_avg, first), (exp_avg_sq, second)):
+        state.copy_(torch.where(proceed, new.to(state.dtype), state))

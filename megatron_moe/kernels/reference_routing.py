@@ -1,0 +1,162 @@
+"""The meaning of the ops of routing and rows, in plain torch; see `reference.py`. Nothing here reads the host."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import RowIndex, internal_dtype
+from megatron_moe.specs.moe import RouterSpec
+
+EPSILON = 1e-20
+"""Keeps the normalisation of scores finite when all of them vanish."""
+
+
+# routing
+
+
+def select_experts(
+    logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sigmoid scores, groups and bias: DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
+    wide_TE = logits_TE.to(internal_dtype(logits_TE.dtype))
+    scores_TE = wide_TE if selects_on_logits(spec) else score(wide_TE, spec)
+    if given_ids_TK is None:
+        ranking_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E.to(scores_TE.dtype)
+        ids_TK = top_ids(limit_to_groups(ranking_TE, spec), spec.topk)
+    else:
+        ids_TK = given_ids_TK
+    probs_TK = weigh(scores_TE, ids_TK, spec)
+    if spec.scaling_factor is not None:
+        probs_TK = probs_TK * spec.scaling_factor
+    return ids_TK, probs_TK.to(logits_TE.dtype)
+
+
+def balance_scores(logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    scores_TE = score(logits_TE.to(internal_dtype(logits_TE.dtype)), spec)
+    if spec.score_function != "softmax":
+        scores_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
+    return scores_TE, top_ids(scores_TE.detach(), spec.topk)
+
+
+def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
+    slots = torch.where(ids_TK < 0, num_experts, ids_TK).flatten()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
+    return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_experts]
+
+
+def selects_on_logits(spec: RouterSpec) -> bool:
+    """Softmax after top-k: the choice is made on logits and the softmax runs over the chosen ones."""
+    return spec.score_function == "softmax" and not spec.pre_softmax
+
+
+def score(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
+    """Score of every expert for every token."""
+    match spec.score_function:
+        case "softmax":
+            return logits_TE.softmax(dim=-1)
+        case "sigmoid":
+            return logits_TE.sigmoid()
+        case "sqrtsoftplus":
+            return torch.logaddexp(logits_TE, torch.zeros_like(logits_TE)).sqrt()
+
+
+def limit_to_groups(ranking_TE: Tensor, spec: RouterSpec) -> Tensor:
+    """-inf outside the `group_topk` best groups; a group is worth the sum of its topk // group_topk best experts."""
+    if spec.group_topk is None:
+        return ranking_TE
+    assert spec.num_groups is not None and spec.group_topk <= spec.topk, (
+        f"{spec.group_topk} groups of {spec.num_groups}"
+    )
+    grouped = ranking_TE.unflatten(-1, (spec.num_groups, -1))
+    worth = grouped.topk(spec.topk // spec.group_topk, dim=-1).values.sum(dim=-1)
+    best = top_ids(worth, spec.group_topk)
+    chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, best, True)
+    return grouped.masked_fill(~chosen[..., None], -torch.inf).flatten(-2)
+
+
+def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
+    """Ids of the k largest, in descending order; the lowest id wins a tie."""
+    return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def weigh(scores_TE: Tensor, ids_TK: Tensor, spec: RouterSpec) -> Tensor:
+    """Weight of every choice, 0 where the id is -1."""
+    none = ids_TK < 0
+    chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))
+    if selects_on_logits(spec):
+        # the lowest finite number, not -inf: a token without any expert must give 0, not nan
+        chosen_TK = chosen_TK.masked_fill(none, torch.finfo(chosen_TK.dtype).min).softmax(dim=-1)
+        return chosen_TK.masked_fill(none, 0)
+    chosen_TK = chosen_TK.masked_fill(none, 0)
+    if spec.score_function != "softmax" and spec.topk > 1:
+        chosen_TK = chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + EPSILON)
+    return chosen_TK
+
+
+# rows
+
+
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
+    experts = torch.where(ids_TK < 0, num_experts, ids_TK).flatten()
+    index, rows = place(experts, num_experts, ids_TK.shape[1], experts.shape[0], capacity)
+    return replace(index, rows_TK=rows.view_as(ids_TK))
+
+
+def sort_rows_dense(map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
+    num_experts = map_TE.shape[1]
+    ids_E = torch.arange(num_experts, device=map_TE.device)
+    experts = torch.where(map_TE, ids_E, num_experts).flatten()
+    return place(experts, num_experts, num_experts, rows, capacity)[0]
+
+
+def place(
+    experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None
+) -> tuple[RowIndex, Tensor]:
+    """Gives every choice its row. `experts` [choices]: the expert of each, `num_experts` for none; choice c belongs to
+    token c // per_token. Returns the index, and the row of every choice (-1: none)."""
+    device = experts.device
+    order = experts.sort(stable=True).indices
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    counts = count_tokens(experts.masked_fill(experts == num_experts, -1), num_experts)
+    starts = counts.cumsum(0) - counts
+    none = experts == num_experts
+    own = experts.clamp(max=num_experts - 1)
+    if capacity is None:
+        row = rank
+        offsets = (starts + counts).clamp(max=rows)
+    else:
+        rows = num_experts * capacity
+        rank_in_expert = rank - starts[own]
+        none = none | (rank_in_expert >= capacity)
+        row = own * capacity + rank_in_expert
+        offsets = torch.arange(1, num_experts + 1, device=device) * capacity
+    row = row.masked_fill(none | (row >= rows), -1)
+    # one row more than there are: those that have none write there
+    choice = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
+    choice.scatter_(0, torch.where(row < 0, rows, row), torch.arange(len(row), device=device))
+    choice = choice[:rows]
+    token = torch.where(choice < 0, -1, choice // per_token)
+    return RowIndex(token_R=token, choice_R=choice, offsets_E=offsets.to(torch.int32), rows_TK=None), row
+
+
+def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
+    wide = tokens_TH.to(internal_dtype(tokens_TH.dtype))  # so that the backward sums in it
+    return or_nothing(wide)[index.token_R].to(tokens_TH.dtype)
+
+
+def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
+    wide = rows_RH.to(internal_dtype(rows_RH.dtype))
+    held = (index.token_R >= 0)[:, None]
+    token = torch.where(index.token_R < 0, num_tokens, index.token_R)
+    sums = wide.new_zeros(num_tokens + 1, wide.shape[1]).index_add(0, token, torch.where(held, wide, 0))
+    return sums[:num_tokens].to(rows_RH.dtype)
+
+
+def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
+    return or_nothing(probs.flatten()[:, None])[index.choice_R].squeeze(-1)
+
+
+def or_nothing(values: Tensor) -> Tensor:
+    """Appends a row of zeros, which index -1 finds."""
+    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
