@@ -47,7 +47,7 @@ def count_parameters(model: ModelSpec, *, active: bool = False) -> ParamCount:
     """Parameters of the model.
 
     With `active`, the parameters that one token meets: of the routed experts only `topk` per layer, everything else
-    (embedding and head included) whole. An expert without a token is as inactive as its weights are idle.
+    (embedding and head included) whole.
     """
     layers = sum((_layer(layer, active) for layer in model.layers), ParamCount())
     positions = model.max_positions if model.position_embedding == "learned_absolute" else 0

@@ -40,9 +40,7 @@ class FlopCount:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def count_flops(
-    model: ModelSpec, num_sequences: int, seq_length: int, convention: Convention = "causal"
-) -> FlopCount:
+def count_flops(model: ModelSpec, num_sequences: int, seq_length: int, convention: Convention = "causal") -> FlopCount:
     """Operations of one step over `num_sequences` sequences of `seq_length` tokens.
 
     With "causal" this is the formula behind Megatron's "throughput per GPU": matrix products only; no router, norms,
@@ -56,9 +54,7 @@ def count_flops(
     return FlopCount(**{f.name: num_sequences * getattr(count, f.name) for f in fields(count)})
 
 
-def flops_per_step(
-    model: ModelSpec, num_sequences: int, seq_length: int, convention: Convention = "causal"
-) -> int:
+def flops_per_step(model: ModelSpec, num_sequences: int, seq_length: int, convention: Convention = "causal") -> int:
     """Total of `count_flops`: what throughput and MFU are computed from."""
     return count_flops(model, num_sequences, seq_length, convention).total
 
@@ -137,7 +133,7 @@ def _experts(spec: MoESpec) -> int:
 
 
 _PEAK_TFLOPS: tuple[tuple[str, dict[FloatName, float]], ...] = (
-    ("GB300", {"fp64": 1.3, "fp32": 80.0, "fp16": 2500.0, "bf16": 2500.0}),
+    ("GB300", {"fp16": 2500.0, "bf16": 2500.0}),
     ("GB200", {"fp64": 40.0, "fp32": 80.0, "fp16": 2500.0, "bf16": 2500.0}),
     ("B300", {"fp64": 1.25, "fp32": 75.0, "fp16": 2250.0, "bf16": 2250.0}),
     ("B200", {"fp64": 37.0, "fp32": 75.0, "fp16": 2250.0, "bf16": 2250.0}),

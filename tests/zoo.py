@@ -1,0 +1,177 @@
+"""Public MoE architectures as flag values (data_files/zoo_models.tsv), and the model specs that they mean.
+
+Left out are models with parts that this program does not have: linear attention, sparse-attention indexers, Mamba.
+Where a router is foreign (sparsemixer of Phi-3.5-MoE, corrected softmax of ERNIE) its parameters are still those of an
+ordinary one.
+"""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec
+from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
+from megatron_moe.specs.moe import ActivationSpec, ExpertsSpec, MLPSpec, MoESpec, RouterSpec, SharedExpertsSpec
+
+_FILE = Path(__file__).parent / "data_files" / "zoo_models.tsv"
+
+
+@dataclass(frozen=True)
+class ZooRow:
+    """One line of the table: flags by name, "-" where a flag does not apply."""
+
+    cells: dict[str, str]
+
+    def __str__(self) -> str:
+        return self.cells["model"]
+
+    def integer(self, flag: str) -> int:
+        return int(self.cells[flag])
+
+    def integer_or_none(self, flag: str) -> int | None:
+        return None if self.cells[flag] == "-" else int(self.cells[flag])
+
+    def number(self, flag: str) -> float:
+        return float(self.cells[flag])
+
+    def yes(self, flag: str) -> bool:
+        return {"True": True, "False": False}[self.cells[flag]]
+
+    @property
+    def is_mla(self) -> bool:
+        return self.cells["kv-lora-rank"] != "-"
+
+
+def zoo_rows() -> list[ZooRow]:
+    with _FILE.open() as lines:
+        return [ZooRow(cells) for cells in csv.DictReader(lines, delimiter="\t")]
+
+
+def model_spec(row: ZooRow) -> ModelSpec:
+    norm = NormSpec(
+        kind="LayerNorm" if row.cells["normalization"] == "LayerNorm" else "RMSNorm", eps=row.number("norm-epsilon")
+    )
+    num_mtp = row.integer("mtp-num-layers")
+    return ModelSpec(
+        hidden_size=row.integer("hidden-size"),
+        vocab_size=row.integer("vocab-size"),
+        layers=tuple(_layer(row, index, norm, is_moe) for index, is_moe in enumerate(_moe_pattern(row))),
+        norm=norm,
+        position_embedding="rope",
+        tied_embeddings=row.yes("tied-embeddings"),
+        mtp=MTPSpec(num_layers=num_mtp) if num_mtp else None,
+    )
+
+
+def _moe_pattern(row: ZooRow) -> list[int]:
+    """`([0]*3+[1]*58)` or 1."""
+    text, num_layers = row.cells["moe-layer-freq"], row.integer("num-layers")
+    if text == "1":
+        return [1] * num_layers
+    pattern: list[int] = []
+    for term in text.strip("()").split("+"):
+        value, _, times = term.partition("*")
+        pattern += [int(value.strip("[]"))] * int(times or 1)
+    assert len(pattern) == num_layers, f"{row}: {text}"
+    return pattern
+
+
+def _layer(row: ZooRow, index: int, norm: NormSpec, is_moe: int) -> LayerSpec:
+    mixer = _mla(row, norm) if row.is_mla else _attention(row, index, norm)
+    feed_forward = _moe(row) if is_moe else _mlp(row, row.integer("ffn-hidden-size"))
+    return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
+
+
+def _rope(row: ZooRow, dim: int) -> RopeSpec:
+    yarn = dict(pair.split("=") for pair in row.cells["yarn"].split()) if row.cells["yarn"] != "-" else {}
+    return RopeSpec(
+        dim=dim,
+        base=row.number("rotary-base"),
+        interleaved=row.is_mla,
+        scaling="yarn" if yarn else "none",
+        scaling_factor=float(yarn.get("factor", 1)),
+        beta_fast=float(yarn.get("beta_fast", 32)),
+        mscale=float(yarn.get("mscale", 1)),
+        mscale_all_dim=float(yarn.get("mscale_all_dim", 0)),
+        truncate=yarn.get("truncate") != "0",
+    )
+
+
+def _attention(row: ZooRow, index: int, norm: NormSpec) -> AttentionSpec:
+    head_dim, window = row.integer("kv-channels"), row.cells["window-size"]
+    core = CoreAttentionSpec(
+        softmax_scale=head_dim**-0.5,
+        window=(int(window.split()[0]), 0) if window != "-" and index % 2 == 0 else None,
+        sinks=row.cells["softmax-type"] == "learnable",
+    )
+    return AttentionSpec(
+        hidden_size=row.integer("hidden-size"),
+        num_heads=row.integer("num-attention-heads"),
+        num_query_groups=row.integer("num-query-groups"),
+        head_dim=head_dim,
+        core=core,
+        rope=_rope(row, int(head_dim * row.number("rotary-percent"))),
+        qk_norm=row.cells["qk-layernorm"],
+        norm=norm,
+        qkv_bias=row.yes("add-qkv-bias"),
+        out_bias=row.yes("linear-bias"),
+    )
+
+
+def _mla(row: ZooRow, norm: NormSpec) -> MLASpec:
+    head_dim, rope_dim = row.integer("qk-head-dim"), row.integer("qk-pos-emb-head-dim")
+    return MLASpec(
+        hidden_size=row.integer("hidden-size"),
+        num_heads=row.integer("num-attention-heads"),
+        q_lora_rank=row.integer_or_none("q-lora-rank"),
+        kv_lora_rank=row.integer("kv-lora-rank"),
+        qk_head_dim=head_dim,
+        qk_rope_dim=rope_dim,
+        v_head_dim=row.integer("v-head-dim"),
+        core=CoreAttentionSpec(softmax_scale=(head_dim + rope_dim) ** -0.5),
+        rope=_rope(row, rope_dim),
+        qk_norm=row.yes("qk-layernorm"),
+        norm=norm,
+    )
+
+
+def _activation(row: ZooRow) -> ActivationSpec:
+    if row.cells["activation"] == "quick_gelu":
+        return ActivationSpec(kind="quick_gelu", gated=True, clamp=7.0, linear_offset=1.0)
+    return ActivationSpec(kind="silu", gated=True)
+
+
+def _mlp(row: ZooRow, ffn_hidden_size: int) -> MLPSpec:
+    return MLPSpec(
+        hidden_size=row.integer("hidden-size"),
+        ffn_hidden_size=ffn_hidden_size,
+        activation=_activation(row),
+        bias=row.yes("linear-bias"),
+    )
+
+
+def _moe(row: ZooRow) -> MoESpec:
+    hidden, num_experts, biased = row.integer("hidden-size"), row.integer("num-experts"), row.yes("linear-bias")
+    shared_width = row.integer("moe-shared-expert-intermediate-size")
+    router = RouterSpec(
+        hidden_size=hidden,
+        num_experts=num_experts,
+        topk=row.integer("moe-router-topk"),
+        score_function=row.cells["moe-router-score-function"],
+        pre_softmax=row.yes("moe-router-pre-softmax"),
+        num_groups=row.integer_or_none("moe-router-num-groups"),
+        group_topk=row.integer_or_none("moe-router-group-topk"),
+        expert_bias=row.yes("moe-router-enable-expert-bias"),
+        linear_bias=biased,
+    )
+    experts = ExpertsSpec(
+        num_experts=num_experts,
+        hidden_size=hidden,
+        ffn_hidden_size=row.integer("moe-ffn-hidden-size"),
+        activation=_activation(row),
+        bias=biased,
+    )
+    shared = (
+        SharedExpertsSpec(mlp=_mlp(row, shared_width), gate=row.yes("moe-shared-expert-gate")) if shared_width else None
+    )
+    return MoESpec(router=router, experts=experts, shared=shared)
