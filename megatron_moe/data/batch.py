@@ -1,11 +1,13 @@
 """One microbatch: tokens, labels, and what travels with the activations."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_moe.logs.tally import Tally
 from megatron_moe.parallel.rng import Key
+from megatron_moe.specs.attention import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,13 @@ class TokenMeta:
     tally: Tally | None = None
     """Where metrics are recorded; None: nowhere (evaluation, a recomputed forward)."""
     training: bool = True
+    rotary: Mapping[RopeSpec, tuple[Tensor, Tensor]] | None = None
+    """cos_SBD and sin_SBD of every kind of rotation in the model, made from the positions once per microbatch. Set by the
+    model before its layers run; others leave it None."""
+
+    def key(self, site: str) -> Key | None:
+        """The key of the random draws of one site; None in evaluation."""
+        return None if self.random_key is None or not self.training else (*self.random_key, site)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What a mixer (attention) is: narrow frozen specs, no torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,14 @@ class RopeSpec:
     """yarn only: round the correction range to whole dims (GPT-OSS does not)."""
     concentration: float | None = None
     """yarn only: factor on cos and sin instead of the mscale ratio (GPT-OSS: 0.1 ln(factor) + 1); None: the ratio."""
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much YaRN raises attention logits when the context grows by `factor` (arXiv 2309.00071 equation 22).
+
+    With m = yarn_mscale(factor, mscale_all_dim) the softmax scale of MLA is m^2 / sqrt(q_head_dim).
+    """
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
