@@ -36,6 +36,8 @@ class LRSpec:
     start_weight_decay: float = 0.01
     end_weight_decay: float = 0.01
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay_samples: int | None = None
+    """Over which weight decay moves from start to end (Megatron: the whole run); None: `decay_samples`."""
     override: bool = False
     """The command line wins over the checkpoint."""
     use_checkpoint: bool = False

@@ -1,0 +1,123 @@
+"""Learning rate and weight decay as functions of the training sequences consumed. Pure, no torch.
+
+The curves are Megatron's. The step that consumes samples n .. n + batch uses the values at n.
+"""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.train import LRSpec, OptimizerSpec
+
+_NOT_PART_OF_THE_CURVE = ("override", "use_checkpoint")
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """The curves of one run."""
+
+    spec: LRSpec
+    decoupled: tuple[float, float] | None = None
+    """(largest, smallest) learning rate of embedding and head; None: they follow the others."""
+
+    @classmethod
+    def of(cls, spec: LRSpec, optimizer: OptimizerSpec) -> "LRSchedule":
+        if optimizer.decoupled_lr is None:
+            return cls(spec)
+        smallest = spec.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        return cls(spec, (optimizer.decoupled_lr, smallest))
+
+    def lr(self, samples: int) -> float:
+        """Learning rate after `samples` sequences."""
+        return _learning_rate(self.spec, samples, self.spec.max_lr, self.spec.min_lr)
+
+    def decoupled_lr(self, samples: int) -> float | None:
+        """Learning rate of embedding and head: the same curve between its own bounds."""
+        return None if self.decoupled is None else _learning_rate(self.spec, samples, *self.decoupled)
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay after `samples` sequences: from start to end value, constant afterwards."""
+        spec = self.spec
+        over = spec.decay_samples if spec.weight_decay_samples is None else spec.weight_decay_samples
+        if spec.weight_decay_style == "constant" or samples > over:
+            return spec.end_weight_decay
+        ratio = samples / over
+        share = ratio if spec.weight_decay_style == "linear" else _half_cosine(1.0 - ratio)
+        return spec.start_weight_decay + share * (spec.end_weight_decay - spec.start_weight_decay)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint records of the schedule."""
+        curve = {name: value for name, value in asdict(self.spec).items() if name not in _NOT_PART_OF_THE_CURVE}
+        return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
+
+    def resumed(self, saved: dict[str, Any]) -> tuple["LRSchedule", list[str]]:
+        """The schedule to go on with after a checkpoint that recorded `saved`, and a line per value that differs.
+
+        `--override-opt_param-scheduler` lets the command line win, `--use-checkpoint-opt_param-scheduler` the
+        checkpoint; without either a difference is refused.
+
+        Raises:
+            CheckpointProblem: values differ and neither flag was given.
+        """
+        own = self.to_json()
+        differences = {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
+        if not differences:
+            return self, []
+        pairs = [f"{name} {ours} (checkpoint: {theirs})" for name, (ours, theirs) in differences.items()]
+        if self.spec.override:
+            return self, [f"learning rate schedule: {pair}, the command line wins" for pair in pairs]
+        if self.spec.use_checkpoint:
+            return self._with(saved), [f"learning rate schedule: {pair}, the checkpoint wins" for pair in pairs]
+        raise CheckpointProblem(
+            f"the learning rate schedule differs from the checkpoint's: {'; '.join(pairs)}; give "
+            f"--override-opt_param-scheduler to go on with the command line's values or "
+            f"--use-checkpoint-opt_param-scheduler to go on with the checkpoint's"
+        )
+
+    def _with(self, saved: dict[str, Any]) -> "LRSchedule":
+        own = self.to_json()
+        curve = {name: saved[name] for name in own if name in saved and name != "decoupled"}
+        decoupled = saved.get("decoupled", own["decoupled"])
+        return LRSchedule(replace(self.spec, **curve), None if decoupled is None else (decoupled[0], decoupled[1]))
+
+
+def _learning_rate(spec: LRSpec, samples: int, largest: float, smallest: float) -> float:
+    if spec.warmup_samples > 0 and samples <= spec.warmup_samples:
+        return spec.init_lr + (largest - spec.init_lr) * samples / spec.warmup_samples
+    if spec.style == "constant":
+        return largest
+    if samples > spec.decay_samples:
+        return smallest
+    if spec.style == "inverse-square-root":
+        return max(smallest, largest * math.sqrt(max(spec.warmup_samples, 1) / max(samples, 1)))
+    return smallest + _share(spec, samples) * (largest - smallest)
+
+
+def _share(spec: LRSpec, samples: int) -> float:
+    """How much of the way from the smallest to the largest rate is left."""
+    if spec.style == "WSD":
+        assert spec.wsd_decay_samples is not None, "WSD needs wsd_decay_samples"
+        anneal_start = spec.decay_samples - spec.wsd_decay_samples
+        if samples <= anneal_start:
+            return 1.0
+        return _annealed(spec.wsd_style, (samples - anneal_start) / spec.wsd_decay_samples)
+    ratio = (samples - spec.warmup_samples) / (spec.decay_samples - spec.warmup_samples)
+    return _half_cosine(ratio) if spec.style == "cosine" else 1.0 - ratio
+
+
+def _annealed(style: str, ratio: float) -> float:
+    match style:
+        case "exponential":
+            return 2.0 * math.pow(0.5, ratio) - 1.0
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return _half_cosine(ratio)
+        case _:
+            return 1.0 - math.sqrt(ratio)
+
+
+def _half_cosine(ratio: float) -> float:
+    """1 at 0, 0 at 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * ratio))
