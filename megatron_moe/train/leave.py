@@ -1,0 +1,36 @@
+"""When a run ends, other than by an error."""
+
+import time
+
+import torch
+
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.train import LoopSpec
+
+
+class Leave:
+    """Answers after each step whether to leave, the same on every rank."""
+
+    def __init__(self, spec: LoopSpec, context: ParallelContext) -> None:
+        self._spec = spec
+        self._context = context
+        self._start = time.monotonic()
+
+    def reason(self, iteration: int) -> str | None:
+        """A sentence for the log, or None to go on. `iteration`: steps done."""
+        spec = self._spec
+        if spec.exit_duration_minutes is not None:
+            minutes = self._longest_minutes()
+            if minutes > spec.exit_duration_minutes:
+                return f"exiting program after {minutes:.1f} minutes"
+        if spec.exit_interval and iteration % spec.exit_interval == 0:
+            return f"exiting program at iteration {iteration}"
+        if iteration >= spec.train_iters:
+            return f"finished after {iteration} iterations"
+        return None
+
+    def _longest_minutes(self) -> float:
+        minutes = torch.tensor([(time.monotonic() - self._start) / 60], device=self._context.device)
+        # world: 4 bytes; clocks differ, and all ranks must leave after the same iteration
+        return float(all_reduce_(minutes, self._context.group("world"), "max"))

@@ -1,0 +1,119 @@
+"""Compares the loss curves of two runs: `python tools/compare_losses.py runs/a runs/b [--plot out.png] [--rtol 1e-12]`.
+
+Reads `metrics.jsonl` of both run folders, prints the steps they share, the first step at which they differ by more than
+the tolerance, and a verdict. Exit code 0: equal within the tolerance; 6: not; 4: a curve cannot be read.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_moe.logs.plots import read_metrics
+from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
+
+ROWS = 12
+"""Steps shown in the table."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two curves over the iterations both have."""
+
+    iterations: list[int]
+    first: list[float]
+    second: list[float]
+
+    def relative(self) -> list[float]:
+        """|b - a| / |a| at every common iteration."""
+        return [abs(b - a) / abs(a) if a else abs(b) for a, b in zip(self.first, self.second, strict=True)]
+
+    def first_difference(self, rtol: float) -> int | None:
+        """The first iteration that differs by more than `rtol`; nan differs from everything."""
+        for iteration, difference in zip(self.iterations, self.relative(), strict=True):
+            if not difference <= rtol:
+                return iteration
+        return None
+
+
+def read_curve(run: Path, key: str) -> dict[int, float]:
+    """iteration -> value of one metric of a run folder."""
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    if not path.is_file():
+        raise DataProblem(f"{path} does not exist; give a run folder that holds metrics.jsonl")
+    curve = {row["iteration"]: row[key] for row in read_metrics(path) if key in row}
+    if not curve:
+        raise DataProblem(f"{path} has no record of {key!r}; give another --key")
+    return curve
+
+
+def compare(first: dict[int, float], second: dict[int, float]) -> Comparison:
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        raise DataProblem("the two runs have no iteration in common; they were logged at different intervals")
+    return Comparison(common, [first[i] for i in common], [second[i] for i in common])
+
+
+def table(comparison: Comparison, names: tuple[str, str]) -> str:
+    """Up to `ROWS` evenly chosen steps as text."""
+    count = len(comparison.iterations)
+    shown = sorted({round(i * (count - 1) / max(ROWS - 1, 1)) for i in range(ROWS)}) if count > 1 else [0]
+    lines = [f"{'iteration':>10}  {names[0][-24:]:>24}  {names[1][-24:]:>24}  {'relative':>10}"]
+    relative = comparison.relative()
+    for i in shown:
+        a, b = comparison.first[i], comparison.second[i]
+        lines.append(f"{comparison.iterations[i]:>10}  {a:>24.12g}  {b:>24.12g}  {relative[i]:>10.2e}")
+    return "\n".join(lines)
+
+
+def plot(comparison: Comparison, names: tuple[str, str], key: str, path: Path) -> None:
+    """Both curves over each other, their relative difference below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), height_ratios=(3, 1), sharex=True)
+    above.plot(comparison.iterations, comparison.first, label=names[0], linewidth=2.5, alpha=0.6)
+    above.plot(comparison.iterations, comparison.second, label=names[1], linewidth=1.0, color="black")
+    above.set_ylabel(key)
+    above.legend()
+    below.semilogy(comparison.iterations, [max(r, 1e-17) for r in comparison.relative()], color="black", linewidth=1)
+    below.set_ylabel("relative difference")
+    below.set_xlabel("iteration")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--key", default="lm loss", help="metric to compare (default: lm loss)")
+    parser.add_argument("--rtol", type=float, default=0.0, help="largest relative difference that counts as equal")
+    parser.add_argument("--names", nargs=2, help="names of the two curves")
+    parser.add_argument("--plot", type=Path, help="write both curves to this PNG")
+    options = parser.parse_args(argv)
+    names = tuple(options.names) if options.names else (str(options.first), str(options.second))
+    try:
+        comparison = compare(read_curve(options.first, options.key), read_curve(options.second, options.key))
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return int(error.code)
+    print(table(comparison, names))
+    if options.plot:
+        plot(comparison, names, options.key, options.plot)
+    at = comparison.first_difference(options.rtol)
+    largest = max(comparison.relative())
+    if at is None:
+        print(f"equal within {options.rtol:g} over {len(comparison.iterations)} iterations (largest {largest:.2e})")
+        return int(ExitCode.OK)
+    print(f"differ by more than {options.rtol:g} from iteration {at} on (largest {largest:.2e})")
+    return int(ExitCode.NUMERICS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
