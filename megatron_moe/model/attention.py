@@ -1,0 +1,99 @@
+"""Multi-head and grouped-query attention (arXiv 1706.03762, 2305.13245).
+
+1. one matrix makes q, k and v (and the output gate), its rows ordered by query group
+2. optional norm of q and k, over one head or over all heads together
+3. rotary positions on q and k
+4. softmax(q k^T * scale + mask) v, optionally with a sliding window and sinks
+5. optional sigmoid gate per channel
+6. output matrix
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.model.linear import Linear
+from megatron_moe.model.norm import Norm
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.specs.attention import AttentionSpec, RopeSpec
+from megatron_moe.specs.params import ParamMeta
+
+
+def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
+    """One learned logit per head that takes part in the softmax and attends to nothing."""
+    meta = ParamMeta(role="sink", tp_dim=0, decay=False)
+    return new_parameter((num_heads,), meta, dtype=ctx.dtype, device=ctx.device)
+
+
+def rotate(kernels: Kernels, x_SBND: Tensor, spec: RopeSpec | None, meta: TokenMeta) -> Tensor:
+    """Rotates the first `spec.dim` channels of every head by the positions of `meta`."""
+    if spec is None:
+        return x_SBND
+    assert meta.rotary is not None, "the model must attach its rotations to the token meta before its layers run"
+    cos_SBD, sin_SBD = meta.rotary[spec]
+    return kernels.rope(x_SBND, cos_SBD, sin_SBD, spec.interleaved)
+
+
+class Attention(nn.Module):
+    """Self-attention over the positions of one microbatch. `site` names its dropout: the module's path in the model."""
+
+    def __init__(self, spec: AttentionSpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.spec = spec
+        self.site = site
+        self.kernels = kernels
+        self.heads_per_group = spec.num_heads // spec.num_query_groups
+        q_rows = self.heads_per_group * spec.head_dim
+        gate_rows = (q_rows,) if spec.output_gate else ()
+        # Rows of one query group; every group has the same, so tensor parallelism and per-matrix optimizers cut here.
+        self.group_rows = (q_rows, *gate_rows, spec.head_dim, spec.head_dim)
+        self.linear_qkv = Linear(
+            spec.hidden_size,
+            spec.num_query_groups * sum(self.group_rows),
+            ctx,
+            kernels,
+            bias=spec.qkv_bias,
+            tp_dim=0,
+            splits=self.group_rows,
+        )
+        self.linear_proj = Linear(
+            spec.q_width, spec.hidden_size, ctx, kernels, bias=spec.out_bias, tp_dim=1, init="output"
+        )
+        if spec.qk_norm != "none":
+            full = spec.qk_norm == "full"
+            self.q_layernorm = Norm(spec.norm, spec.q_width if full else spec.head_dim, ctx, kernels)
+            self.k_layernorm = Norm(spec.norm, spec.kv_width if full else spec.head_dim, ctx, kernels)
+        self.sinks = new_sinks(spec.num_heads, ctx) if spec.core.sinks else None
+
+    def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+        """[S, B, H] -> [S, B, H]"""
+        spec = self.spec
+        q_SBND, gate_SBA, k_SBGD, v_SBGD = self._project(hidden_SBH)
+        if spec.qk_norm != "none":
+            q_SBND = self._norm(self.q_layernorm, q_SBND)
+            k_SBGD = self._norm(self.k_layernorm, k_SBGD)
+        q_SBND = rotate(self.kernels, q_SBND, spec.rope, meta)
+        k_SBGD = rotate(self.kernels, k_SBGD, spec.rope, meta)
+        context_SBND = self.kernels.attention(
+            q_SBND, k_SBGD, v_SBGD, spec.core, self.sinks, meta.segments_BS, meta.key(self.site)
+        )
+        context_SBA = context_SBND.flatten(2)
+        if gate_SBA is not None:
+            wide = internal_dtype(context_SBA.dtype)
+            context_SBA = (context_SBA.to(wide) * torch.sigmoid(gate_SBA.to(wide))).to(context_SBA.dtype)
+        return self.linear_proj(context_SBA)
+
+    def _project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """q [S, B, N, D], gate [S, B, N * D] or None, k and v [S, B, G, D]"""
+        spec = self.spec
+        mixed_SBGR = self.linear_qkv(hidden_SBH).unflatten(-1, (spec.num_query_groups, -1))
+        q_SBGR, *gate, k_SBGD, v_SBGD = mixed_SBGR.split(self.group_rows, dim=-1)
+        q_SBND = q_SBGR.flatten(2).unflatten(-1, (spec.num_heads, spec.head_dim))
+        return q_SBND, gate[0].flatten(2) if gate else None, k_SBGD, v_SBGD
+
+    def _norm(self, norm: Norm, x_SBND: Tensor) -> Tensor:
+        if self.spec.qk_norm == "per_head":
+            return norm(x_SBND)
+        return norm(x_SBND.flatten(2)).view_as(x_SBND)

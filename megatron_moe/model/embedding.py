@@ -1,0 +1,49 @@
+"""From token ids to the residual stream: word embedding, learned positions, dropout."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.parallel import rng
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.specs.model import ModelSpec
+from megatron_moe.specs.params import ParamMeta
+
+
+class Table(nn.Module):
+    """One learned row per id."""
+
+    def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.weight = new_parameter((rows, width), meta, dtype=ctx.dtype, device=ctx.device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 [...] -> [..., width]"""
+        return F.embedding(ids, self.weight)
+
+
+class Embedding(nn.Module):
+    """word_embeddings[token] (+ position_embeddings[position]), then dropout."""
+
+    def __init__(self, spec: ModelSpec, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.dropout = spec.embedding_dropout
+        # A std of its own keeps embeddings near 1, and decay would shrink them again (Megatron's rule).
+        decay = spec.init.embedding_std is None
+        # As a head the same rows sum over hidden_size inputs; unit-gain values must suit that use.
+        fan_in = spec.hidden_size if spec.tied_embeddings else 1
+        words = ParamMeta(role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay)
+        self.word_embeddings = Table(spec.vocab_size, spec.hidden_size, words, ctx)
+        self.position_embeddings = None
+        if spec.position_embedding == "learned_absolute":
+            positions = ParamMeta(role="position", init="embedding", decay=decay)
+            self.position_embeddings = Table(spec.max_positions, spec.hidden_size, positions, ctx)
+
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor, meta: TokenMeta) -> Tensor:
+        """-> [S, B, H]. Positions are given apart from `meta`: multi-token prediction looks ahead."""
+        hidden_BSH = self.word_embeddings(tokens_BS)
+        if self.position_embeddings is not None:
+            hidden_BSH = hidden_BSH + self.position_embeddings(positions_BS)
+        hidden_SBH = hidden_BSH.transpose(0, 1).contiguous()
+        return rng.dropout(hidden_SBH, self.dropout, meta.key("embedding"))

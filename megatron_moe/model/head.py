@@ -1,0 +1,36 @@
+"""From the residual stream to logits, and to the loss of every token."""
+
+from torch import Tensor, nn
+
+from megatron_moe.kernels import autograd
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.specs.model import ModelSpec
+from megatron_moe.specs.params import ParamMeta
+
+
+class Head(nn.Module):
+    """logits = hidden W^T + b over the padded vocabulary. When tied, W is the word embedding and is handed in."""
+
+    def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.weight = None
+        if not spec.tied_embeddings:
+            weight = ParamMeta(role="head", fan_in=spec.hidden_size, tp_dim=0)
+            self.weight = new_parameter((spec.vocab_size, spec.hidden_size), weight, dtype=ctx.dtype, device=ctx.device)
+        self.bias = None
+        if spec.head_bias:
+            bias = ParamMeta(role="bias", init="zeros", tp_dim=0, decay=False)
+            self.bias = new_parameter((spec.vocab_size,), bias, dtype=ctx.dtype, device=ctx.device)
+
+    def forward(self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        """-> [S, B, V]"""
+        return autograd.linear(self.kernels, hidden_SBH, weight_VH, bias_V)
+
+    def loss(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
+        """-log p(label) of every token -> [B, S] in promote(fp32, dtype)."""
+        seq, batch, vocab = logits_SBV.shape
+        loss_T = self.kernels.cross_entropy(logits_SBV.view(-1, vocab), labels_BS.T.reshape(-1))
+        return loss_T.view(seq, batch).T

@@ -1,0 +1,59 @@
+"""Initial values. Each depends on the seed, the parameter's global name and the expert id alone, never on the layout.
+
+Values are drawn on the CPU in fp32 on every device and for every dtype, then copied.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.parallel import rng
+from megatron_moe.specs.model import InitSpec
+from megatron_moe.specs.params import ParamMeta
+
+SPREAD = 0.1
+"""Of norm weights, biases and expert biases in unit-gain initial values."""
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module, seed: int, spec: InitSpec) -> None:
+    """Fills every parameter of the model, and with unit gain the routers' expert biases, in place."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(initial_values(tuple(parameter.shape), parameter.meta, name, seed, spec))
+    if spec.method == "unit_gain":
+        for name, buffer in model.named_buffers():
+            if name.endswith(".expert_bias"):
+                buffer.copy_(SPREAD * normal(tuple(buffer.shape), (seed, name)))
+
+
+def initial_values(shape: tuple[int, ...], meta: ParamMeta, name: str, seed: int, spec: InitSpec) -> Tensor:
+    """fp32 values of one whole parameter."""
+    mean = 1.0 if meta.init == "ones" else 0.0
+    std = standard_deviation(meta, spec)
+    if std == 0.0:
+        return torch.full(shape, mean)
+    if meta.num_experts is None:
+        return mean + std * normal(shape, (seed, name))
+    return mean + std * torch.stack([normal(shape[1:], (seed, name, expert)) for expert in range(meta.num_experts)])
+
+
+def standard_deviation(meta: ParamMeta, spec: InitSpec) -> float:
+    """Of one parameter; 0: it starts as a constant."""
+    if spec.method == "unit_gain":
+        constant = meta.init in ("zeros", "ones") or meta.role in ("norm", "bias")
+        return SPREAD if constant else 1 / math.sqrt(meta.fan_in)
+    match meta.init:
+        case "normal":
+            return spec.std
+        case "output":
+            return spec.output_std
+        case "embedding":
+            return spec.std if spec.embedding_std is None else spec.embedding_std
+        case "zeros" | "ones":
+            return 0.0
+
+
+def normal(shape: tuple[int, ...], key: rng.Key) -> Tensor:
+    """Standard normal numbers, fp32 on the CPU."""
+    return torch.randn(shape, generator=rng.generator(key), dtype=torch.float32)

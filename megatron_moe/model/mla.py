@@ -1,0 +1,70 @@
+"""Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1).
+
+1. q from the hidden state, directly or through a low-rank latent
+2. k and v from a low-rank latent; one rotated key part, shared by all heads, comes straight from the hidden state
+3. rotary positions on the last `qk_rope_dim` channels of q and on the shared key part
+4. attention, whose value width differs from that of q and k
+5. output matrix
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.model.attention import new_sinks, rotate
+from megatron_moe.model.linear import Linear
+from megatron_moe.model.norm import Norm
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import MLASpec
+
+
+class MLA(nn.Module):
+    """Self-attention through latents. `site` names its dropout: the module's path in the model."""
+
+    def __init__(self, spec: MLASpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.spec = spec
+        self.site = site
+        self.kernels = kernels
+        hidden, heads, q_rank, kv_rank = spec.hidden_size, spec.num_heads, spec.q_lora_rank, spec.kv_lora_rank
+        if q_rank is None:
+            self.linear_q_proj = Linear(hidden, heads * spec.q_head_dim, ctx, kernels, tp_dim=0)
+        else:
+            self.linear_q_down_proj = Linear(hidden, q_rank, ctx, kernels)
+            self.q_layernorm = Norm(spec.norm, q_rank, ctx, kernels) if spec.qk_norm else nn.Identity()
+            self.linear_q_up_proj = Linear(q_rank, heads * spec.q_head_dim, ctx, kernels, tp_dim=0)
+        self.linear_kv_down_proj = Linear(hidden, kv_rank + spec.qk_rope_dim, ctx, kernels)
+        self.kv_layernorm = Norm(spec.norm, kv_rank, ctx, kernels) if spec.qk_norm else nn.Identity()
+        self.linear_kv_up_proj = Linear(kv_rank, heads * (spec.qk_head_dim + spec.v_head_dim), ctx, kernels, tp_dim=0)
+        self.linear_proj = Linear(heads * spec.v_head_dim, hidden, ctx, kernels, tp_dim=1, init="output")
+        self.sinks = new_sinks(heads, ctx) if spec.core.sinks else None
+
+    def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+        """[S, B, H] -> [S, B, H]"""
+        q_SBND = self._query(hidden_SBH, meta)
+        k_SBND, v_SBNE = self._key_value(hidden_SBH, meta)
+        context_SBNE = self.kernels.attention(
+            q_SBND, k_SBND, v_SBNE, self.spec.core, self.sinks, meta.segments_BS, meta.key(self.site)
+        )
+        return self.linear_proj(context_SBNE.flatten(2))
+
+    def _query(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+        """[S, B, N, nope | rope]"""
+        spec = self.spec
+        if spec.q_lora_rank is None:
+            q = self.linear_q_proj(hidden_SBH)
+        else:
+            q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_SBH)))
+        q_SBND = q.unflatten(-1, (spec.num_heads, spec.q_head_dim))
+        nope, turned = q_SBND.split((spec.qk_head_dim, spec.qk_rope_dim), dim=-1)
+        return torch.cat([nope, rotate(self.kernels, turned, spec.rope, meta)], dim=-1)
+
+    def _key_value(self, hidden_SBH: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor]:
+        """k [S, B, N, nope | rope], v [S, B, N, E]"""
+        spec = self.spec
+        latent, turned = self.linear_kv_down_proj(hidden_SBH).split((spec.kv_lora_rank, spec.qk_rope_dim), dim=-1)
+        turned_SB1D = rotate(self.kernels, turned[:, :, None], spec.rope, meta)
+        kv_SBNC = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (spec.num_heads, -1))
+        nope_SBND, v_SBNE = kv_SBNC.split((spec.qk_head_dim, spec.v_head_dim), dim=-1)
+        return torch.cat([nope_SBND, turned_SB1D.expand(-1, -1, spec.num_heads, -1)], dim=-1), v_SBNE

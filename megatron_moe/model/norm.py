@@ -1,0 +1,30 @@
+"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) over the last dim."""
+
+from torch import Tensor, nn
+
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.specs.attention import NormSpec
+from megatron_moe.specs.params import ParamMeta
+
+
+class Norm(nn.Module):
+    """RMSNorm has a weight, LayerNorm a weight and a bias. A zero-centred weight is stored as gamma - 1."""
+
+    def __init__(self, spec: NormSpec, width: int, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kernels = kernels
+        weight = ParamMeta(role="norm", init="zeros" if spec.zero_centered else "ones", decay=False)
+        self.weight = new_parameter((width,), weight, dtype=ctx.dtype, device=ctx.device)
+        self.bias = None
+        if spec.kind == "LayerNorm":
+            bias = ParamMeta(role="bias", init="zeros", decay=False)
+            self.bias = new_parameter((width,), bias, dtype=ctx.dtype, device=ctx.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width], computed in promote(fp32, dtype)."""
+        if self.bias is None:
+            return self.kernels.rms_norm(x, self.weight, self.spec.eps, self.spec.zero_centered)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.spec.eps, self.spec.zero_centered)
