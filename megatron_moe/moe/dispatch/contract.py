@@ -28,6 +28,8 @@ class Routing:
     """int64 tokens per expert on this rank, on the device."""
     capacity: int | None = None
     """Rows that every expert gets exactly, padded, when the capacity is padded to; None: as many as were routed."""
+    chosen_TK: Tensor | None = None
+    """int64 ids as they were before capacity dropped any: what a recorder keeps, and what replays this routing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,282 @@
+"""The router: given tokens, which experts do they visit, and with what weight.
+
+Order of work: input jitter, gate matrix, forced logits (benchmarks), z-loss, choice, capacity, balancing losses,
+counts.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.logs.tally import Tally
+from megatron_moe.moe import metrics
+from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, add_global_counts_, attach_loss, z_loss
+from megatron_moe.moe.capacity import expert_capacity, within_capacity
+from megatron_moe.moe.dispatch.contract import Routing
+from megatron_moe.moe.gate import forced_logits, gate_product, jitter
+from megatron_moe.moe.selection import expert_choice, quantile_choice, quantile_thresholds, sinkhorn_choice
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.specs.moe import Balancing, CapacitySpec, RouterSpec
+from megatron_moe.specs.params import ParamMeta
+
+
+class Router(nn.Module):
+    """Chooses `topk` of `num_experts` experts for every token, or tokens for every expert.
+
+    Parameters: `weight` [E, H], and `bias` [E] if the spec asks for it. Buffers in fp32, saved with the model:
+    `expert_bias` [E] (aux-loss-free balancing, arXiv 2408.15664) and `quantile_thresholds` [E], each only when its
+    method is on. What is counted between two updates is not saved: a checkpoint falls between global batches.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+    expert_bias: Tensor | None
+    quantile_thresholds: Tensor | None
+    tokens_since_update: Tensor
+    threshold_sums: Tensor
+    threshold_count: Tensor
+    global_counts: Tensor
+
+    def __init__(
+        self, spec: RouterSpec, capacity: CapacitySpec | None, layer: int, ctx: ParallelContext, kernels: Kernels
+    ) -> None:
+        super().__init__()
+        _check(spec, capacity)
+        self.spec = spec
+        self.capacity = capacity
+        self.layer = layer
+        self.ctx = ctx
+        self.kernels = kernels
+        num_experts = spec.num_experts
+        self.weight = new_parameter(
+            (num_experts, spec.hidden_size),
+            ParamMeta(role="router", fan_in=spec.hidden_size),
+            dtype=ctx.dtype,
+            device=ctx.device,
+        )
+        self.bias = None
+        if spec.linear_bias:
+            meta = ParamMeta(role="bias", fan_in=spec.hidden_size, decay=False)
+            self.bias = new_parameter((num_experts,), meta, dtype=ctx.dtype, device=ctx.device)
+
+        self._state("expert_bias", torch.float32, num_experts, spec.expert_bias, saved=True)
+        self._state("tokens_since_update", torch.int64, num_experts, spec.expert_bias)
+        quantile = "quantile_balancing" in spec.balancing
+        self._state("quantile_thresholds", torch.float32, num_experts, quantile, saved=True)
+        self._state("threshold_sums", torch.float64, num_experts, quantile)
+        self._state("threshold_count", torch.float64, 1, quantile)
+        self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in spec.balancing)
+
+    def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
+        value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
+        self.register_buffer(name, value, persistent=saved)
+
+    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
+        """hidden [S, B, H] -> where its T = S * B tokens go, t = s * B + b.
+
+        `given_ids_TK` replays a choice (`Routing.chosen_TK` of the first time) with today's weights. Losses, counts and
+        metrics are made in training with gradients enabled, and only then.
+        """
+        recording = meta.training and torch.is_grad_enabled()
+        valid_T = None if meta.valid_BS is None else meta.valid_BS.t().reshape(-1)
+        logits_TE = self._logits(hidden_SBH, meta)
+        if recording:
+            logits_TE = self._attach_z_loss(logits_TE, valid_T, meta)
+        if "expert_choice" in self.spec.balancing:
+            assert given_ids_TK is None, "expert choice has no ids per token to replay"
+            routing = self._choose_tokens(logits_TE, valid_T)
+        else:
+            routing = self._choose_experts(logits_TE, valid_T, given_ids_TK, balance=recording)
+        if not recording:
+            return routing
+        routing = self._attach_balancing_losses(routing, logits_TE, valid_T, meta, hidden_SBH.shape[1])
+        self._count(routing, logits_TE, valid_T)
+        if meta.tally is not None:
+            self._record(meta.tally, routing, valid_T)
+        return routing
+
+    def _logits(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+        spec, key = self.spec, meta.random_key
+        if spec.input_jitter_eps and meta.training and key is not None:
+            hidden_SBH = jitter(hidden_SBH, spec.input_jitter_eps, (*key, "router jitter", self.layer))
+        dtype = hidden_SBH.dtype
+        if spec.dtype is not None:
+            dtype = torch.promote_types(dtype, torch.float64 if spec.dtype == "fp64" else torch.float32)
+        logits_TE = gate_product(self.kernels, hidden_SBH, self.weight, self.bias, dtype)
+        if spec.force_balancing or spec.force_biased is not None:
+            logits_TE = self._forced(logits_TE, key or (self.ctx.seed,))
+        return logits_TE
+
+    def _forced(self, logits_TE: Tensor, key: tuple[int | str, ...]) -> Tensor:
+        """Noise differs between ranks, microbatches and layers. The uneven part is common to all ranks: new in every
+        step, or one for the whole run when the given standard deviation is negative."""
+        std = self.spec.force_biased
+        fixed = std is not None and std < 0
+        bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
+        return forced_logits(
+            logits_TE,
+            (*key, "forced logits", self.layer),
+            None if std is None else abs(std),
+            (*bias_key, "forced bias", self.layer),
+        )
+
+    def _attach_z_loss(self, logits_TE: Tensor, valid_T: Tensor | None, meta: TokenMeta) -> Tensor:
+        if not self.spec.z_loss_coeff:
+            return logits_TE
+        loss = z_loss(logits_TE, valid_T)
+        if meta.tally is not None:
+            meta.tally.record("z_loss", loss, layer=self.layer)
+        return attach_loss(logits_TE, loss * self.spec.z_loss_coeff, meta.aux_scale)
+
+    def _choose_experts(
+        self, logits_TE: Tensor, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
+    ) -> Routing:
+        """Every token takes experts: `spec.topk` of them."""
+        spec, num_experts = self.spec, self.spec.num_experts
+        if "sinkhorn" in spec.balancing:
+            ids_TK, probs_TK = sinkhorn_choice(logits_TE, spec.topk, valid_T, given_ids_TK, balance=balance)
+        else:
+            if given_ids_TK is None and self.quantile_thresholds is not None:
+                given_ids_TK = quantile_choice(logits_TE, self.quantile_thresholds, spec.topk)
+            ids_TK, probs_TK = self.kernels.select_experts(logits_TE, self.expert_bias, spec, given_ids_TK)
+        if valid_T is not None:
+            ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
+            probs_TK = torch.where(valid_T[:, None], probs_TK, 0)
+        routing = Routing(
+            num_experts=num_experts,
+            ids_TK=ids_TK,
+            probs_TK=probs_TK,
+            counts_E=self.kernels.count_tokens(ids_TK, num_experts),
+            chosen_TK=ids_TK,
+        )
+        return routing if self.capacity is None else self._limit(routing, self.capacity)
+
+    def _limit(self, routing: Routing, spec: CapacitySpec) -> Routing:
+        """Drops what is beyond the experts' capacity."""
+        ids_TK, probs_TK = routing.ids_TK, routing.probs_TK
+        assert ids_TK is not None and probs_TK is not None
+        capacity = expert_capacity(len(ids_TK), self.spec.topk, self.spec.num_experts, spec.factor)
+        stays_TK = within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, spec.policy)
+        return replace(
+            routing,
+            ids_TK=ids_TK.masked_fill(~stays_TK, -1),
+            probs_TK=torch.where(stays_TK, probs_TK, 0),
+            counts_E=routing.counts_E.clamp(max=capacity),
+            capacity=capacity if spec.pad else None,
+        )
+
+    def _choose_tokens(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+        """Every expert takes tokens: as many as its capacity."""
+        spec = self.spec
+        factor = 1.0 if self.capacity is None else self.capacity.factor
+        capacity = expert_capacity(len(logits_TE), spec.topk, spec.num_experts, factor)
+        map_TE, probs_TE = expert_choice(self.kernels, logits_TE, spec, capacity, valid_T)
+        return Routing(
+            num_experts=spec.num_experts,
+            map_TE=map_TE,
+            probs_TE=probs_TE,
+            counts_E=map_TE.sum(dim=0),
+            capacity=capacity,
+        )
+
+    def _attach_balancing_losses(
+        self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None, meta: TokenMeta, batch_size: int
+    ) -> Routing:
+        coeffs = dict(zip(self.spec.balancing, self.spec.aux_loss_coeffs, strict=True))
+        wanted = [(kind, name) for kind, name in LOSS_NAMES if coeffs.get(kind)]
+        if not wanted:
+            return routing
+        scores_TE, ids_TK = self.kernels.balance_scores(logits_TE, self.spec)
+        losses = BalancingLosses(self.kernels, scores_TE, ids_TK, valid_T, batch_size)
+        weighted = []
+        for kind, name in wanted:
+            loss = self._balancing_loss(kind, losses)
+            weighted.append(coeffs[kind] * loss)
+            if meta.tally is not None:
+                meta.tally.record(name, loss, layer=self.layer)
+        assert routing.probs_TK is not None
+        return replace(routing, probs_TK=attach_loss(routing.probs_TK, torch.stack(weighted).sum(), meta.aux_scale))
+
+    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses) -> Tensor:
+        if kind == "seq_aux_loss":
+            return losses.over_sequences()
+        counts_E = losses.counts()
+        if kind == "global_aux_loss":
+            counts_E = add_global_counts_(self.global_counts, counts_E, self.ctx.group("tp_dp_cp"))
+        return losses.over_microbatch(counts_E)
+
+    def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
+        """Remembers what the update at the end of the global batch needs."""
+        if self.expert_bias is not None:
+            self.tokens_since_update += routing.counts_E
+        if self.quantile_thresholds is not None:
+            thresholds_E, counted = quantile_thresholds(logits_TE, self.quantile_thresholds, self.spec.topk, valid_T)
+            self.threshold_sums += thresholds_E
+            self.threshold_count += counted
+
+    def _record(self, tally: Tally, routing: Routing, valid_T: Tensor | None) -> None:
+        if self.expert_bias is not None:
+            metrics.record_bias(tally, self.layer, self.expert_bias)
+        if routing.map_TE is not None:
+            met_T = routing.map_TE.any(dim=1)
+            num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
+            metrics.record_load(tally, self.layer, routing.counts_E)
+            metrics.record_drops(tally, self.layer, num_tokens - met_T.sum(), num_tokens)
+            return
+        assert routing.chosen_TK is not None
+        asked_E = routing.counts_E
+        if self.capacity is not None:
+            asked_E = self.kernels.count_tokens(routing.chosen_TK, self.spec.num_experts)
+        metrics.record_load(tally, self.layer, asked_E)
+        metrics.record_drops(tally, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
+
+    def batch_sums(self) -> Tensor:
+        """See `balance.BalancedRouter`."""
+        parts = [self.weight.new_zeros(0, dtype=torch.float64)]
+        if self.expert_bias is not None:
+            parts.append(self.tokens_since_update.double())
+        if self.quantile_thresholds is not None:
+            parts += [self.threshold_sums, self.threshold_count]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
+        """See `balance.BalancedRouter`."""
+        num_experts = self.spec.num_experts
+        if self.expert_bias is not None:
+            tokens_E, sums = sums[:num_experts], sums[num_experts:]
+            move_E = self.spec.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
+            self._set(self.expert_bias, self.expert_bias + move_E, proceed)
+            self.tokens_since_update.zero_()
+        if self.quantile_thresholds is not None:
+            new_E, count = sums[:num_experts] / sums[num_experts:].clamp(min=1), sums[num_experts:]
+            ema = self.spec.quantile_ema
+            moved_E = ema * self.quantile_thresholds + (1 - ema) * new_E
+            moved_E = torch.where(count > 0, moved_E, self.quantile_thresholds)
+            self._set(self.quantile_thresholds, moved_E - moved_E.mean(), proceed)
+            self.threshold_sums.zero_()
+            self.threshold_count.zero_()
+        if "global_aux_loss" in self.spec.balancing:
+            self.global_counts.zero_()
+
+    def _set(self, state: Tensor, value: Tensor, proceed: Tensor | None) -> None:
+        state.copy_(value if proceed is None else torch.where(proceed, value.to(state.dtype), state))
+
+
+def _check(spec: RouterSpec, capacity: CapacitySpec | None) -> None:
+    """What `arguments` refuses with better words; here so that no module computes nonsense."""
+    assert 1 <= spec.topk <= spec.num_experts, f"top-{spec.topk} of {spec.num_experts} experts"
+    assert len(spec.balancing) == len(spec.aux_loss_coeffs), f"{spec.balancing} with {spec.aux_loss_coeffs}"
+    assert not spec.expert_bias or spec.score_function != "softmax", "expert bias needs sigmoid or sqrtsoftplus scores"
+    for kind in ("sinkhorn", "quantile_balancing", "expert_choice"):
+        alone = spec.balancing == (kind,) and not spec.aux_loss_coeffs[0] and not spec.expert_bias
+        assert kind not in spec.balancing or alone, f"{kind} goes with no other balancing: {spec}"
+        assert kind not in spec.balancing or not spec.group_topk, f"{kind} knows no expert groups: {spec}"
+    unlimited = {"sinkhorn", "quantile_balancing"} & set(spec.balancing)
+    assert not unlimited or capacity is None, f"{unlimited} goes with no capacity: {capacity}"
+    if "quantile_balancing" in spec.balancing:
+        assert spec.topk < spec.num_experts, f"quantile balancing needs an expert that is not chosen: {spec}"
