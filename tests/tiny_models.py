@@ -1,0 +1,125 @@
+"""Tiny model specs and microbatches for tests. Sizes differ from each other, so that mixed-up dims do not pass."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT
+from megatron_moe.model.init import init_parameters
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec
+from megatron_moe.specs.model import InitSpec, LayerSpec, ModelSpec
+from megatron_moe.specs.moe import ActivationSpec, ExpertsSpec, MLPSpec, MoESpec, RouterSpec, SharedExpertsSpec
+
+HIDDEN = 24
+VOCAB = 53
+RMS = NormSpec(kind="RMSNorm", eps=1e-6)
+SWIGLU = ActivationSpec(kind="silu", gated=True)
+UNIT_GAIN = InitSpec(method="unit_gain")
+
+
+def attention_spec(**changes: Any) -> AttentionSpec:
+    """Four query heads in two groups, rotated."""
+    core = changes.pop("core", {})
+    spec = AttentionSpec(
+        hidden_size=HIDDEN,
+        num_heads=4,
+        num_query_groups=2,
+        head_dim=6,
+        core=CoreAttentionSpec(**{"softmax_scale": 6**-0.5, **core}),
+        rope=RopeSpec(dim=6),
+        norm=RMS,
+    )
+    return replace(spec, **changes)
+
+
+def mla_spec(**changes: Any) -> MLASpec:
+    """Three heads with q and kv latents."""
+    core = changes.pop("core", {})
+    spec = MLASpec(
+        hidden_size=HIDDEN,
+        num_heads=3,
+        q_lora_rank=10,
+        kv_lora_rank=8,
+        qk_head_dim=5,
+        qk_rope_dim=4,
+        v_head_dim=7,
+        core=CoreAttentionSpec(**{"softmax_scale": 9**-0.5, **core}),
+        rope=RopeSpec(dim=4, interleaved=True),
+        qk_norm=True,
+        norm=RMS,
+    )
+    return replace(spec, **changes)
+
+
+def mlp_spec(**changes: Any) -> MLPSpec:
+    return replace(MLPSpec(hidden_size=HIDDEN, ffn_hidden_size=20, activation=SWIGLU), **changes)
+
+
+def moe_spec(**router: Any) -> MoESpec:
+    """Six experts, two per token, and a shared one."""
+    return MoESpec(
+        router=RouterSpec(**{"hidden_size": HIDDEN, "num_experts": 6, "topk": 2, **router}),
+        experts=ExpertsSpec(num_experts=6, hidden_size=HIDDEN, ffn_hidden_size=11, activation=SWIGLU),
+        shared=SharedExpertsSpec(mlp=mlp_spec(ffn_hidden_size=13)),
+    )
+
+
+def layer_spec(mixer: AttentionSpec | MLASpec | None = None, feed_forward: Any = None, **changes: Any) -> LayerSpec:
+    return LayerSpec(
+        mixer=mixer or attention_spec(), feed_forward=feed_forward or mlp_spec(), **{"norm": RMS, **changes}
+    )
+
+
+def model_spec(*layers: LayerSpec, **changes: Any) -> ModelSpec:
+    """Two dense layers unless some are given; rotary positions, untied."""
+    spec = ModelSpec(
+        hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        layers=layers or (layer_spec(), layer_spec()),
+        norm=RMS,
+        position_embedding="rope",
+        max_positions=32,
+        tied_embeddings=False,
+        init=UNIT_GAIN,
+    )
+    return replace(spec, **changes)
+
+
+def build(spec: ModelSpec, *, seed: int = 7, **stage: Any) -> GPT:
+    """A model in fp64 on the reference kernels, with the initial values of its spec."""
+    model = GPT(spec, ParallelContext.single(), reference.bundle(), **stage)
+    init_parameters(model, seed, spec.init)
+    return model
+
+
+def token_meta(batch: int, seq: int, *, positions_BS: Tensor | None = None, **changes: Any) -> TokenMeta:
+    """Positions 0 .. S-1 unless given; no dropout, no tally."""
+    if positions_BS is None:
+        positions_BS = torch.arange(seq).expand(batch, seq)
+    return TokenMeta(positions_BS=positions_BS, **changes)
+
+
+def microbatch(batch: int = 2, seq: int = 9, *, seed: int = 3, vocab: int = VOCAB, **meta: Any) -> MicroBatch:
+    """Random tokens with a few places that do not count in the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    stream = torch.randint(vocab, (batch, seq + 1), generator=generator)
+    mask = (torch.rand(batch, seq, generator=generator) > 0.2).double()
+    return MicroBatch(
+        tokens_BS=stream[:, :-1], labels_BS=stream[:, 1:], loss_mask_BS=mask, meta=token_meta(batch, seq, **meta)
+    )
+
+
+def randn(*shape: int, seed: int = 11) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By name; every parameter must have one."""
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert not missing, f"no gradient reached {missing}"
+    return {name: p.grad for name, p in model.named_parameters()}
