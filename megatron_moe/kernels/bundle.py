@@ -2,12 +2,32 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from megatron_moe.kernels.ops import Kernels
 
 OPS: tuple[str, ...] = tuple(name for name in vars(Kernels) if not name.startswith("_"))
 """Every op of the contract, in its order."""
+
+
+class Fit(IntEnum):
+    """How well a backend serves one op on one device and dtype."""
+
+    NO = 0
+    """It cannot."""
+    YES = 1
+    """It can, but plain torch is as good."""
+    BEST = 2
+    """It should: measured faster, or leaner, than plain torch."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a backend says of itself about one op."""
+
+    fit: Fit
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
     """Every kind is 0 at 0."""
     match kind:
         case "silu":
-            return x * torch.sigmoid(x)
+            return F.silu(x)
         case "gelu":
             return F.gelu(x)
         case "gelu_tanh":

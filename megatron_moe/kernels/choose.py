@@ -1,0 +1,149 @@
+"""From wishes and the device to a bundle: which backend computes which op, and why.
+
+A backend is one file in `backends/`. Its constants NAME, NEEDS (modules it imports) and PROVIDES (ops) are read without
+importing it; then its `judge(op, device, dtype) -> Judgement` says how well it serves each op. `auto` takes the best
+fit, and plain torch where none is better.
+"""
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.bundle import OPS, Bundle, Choice, Fit, Judgement
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.run import KernelSpec
+
+BACKENDS = Path(__file__).parent / "backends"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend file says about itself before it is imported."""
+
+    name: str
+    needs: tuple[str, ...]
+    provides: tuple[str, ...]
+    module: str
+
+    def missing(self) -> tuple[str, ...]:
+        """Modules that it needs and that are not installed."""
+        return tuple(name for name in self.needs if importlib.util.find_spec(name) is None)
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+def choose(spec: KernelSpec, device: torch.device, dtype: torch.dtype) -> Bundle:
+    """The bundle for a run whose parameters have `dtype` and live on `device`; `bundle.table()` explains it.
+
+    Raises `EnvironmentProblem` when a wish names an unknown op or backend, or one that cannot serve.
+    """
+    backends = {backend.name: backend for backend in discover(BACKENDS)}
+    wishes = dict(spec.per_op)
+    check_names(spec, backends)
+    functions, choices = {}, []
+    for op in OPS:
+        if op in wishes and wishes[op] != AUTO:
+            choice = grant(op, wishes[op], backends, device, dtype, required=True)
+        elif spec.backend != AUTO:
+            choice = grant(op, spec.backend, backends, device, dtype, required=False)
+        else:
+            choice = best(op, backends, device, dtype)
+        source = reference if choice.backend == reference.NAME else backends[choice.backend].load()
+        functions[op] = getattr(source, op)
+        choices.append(choice)
+    return Bundle.of(functions, tuple(choices))
+
+
+def discover(folder: Path) -> list[Backend]:
+    """Every backend file of a folder, by name. Imports none of them."""
+    paths = sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
+    return [read(path) for path in paths]
+
+
+def read(path: Path) -> Backend:
+    """Reads the constants of a backend file from its text."""
+    constants = {}
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+            if name in ("NAME", "NEEDS", "PROVIDES"):
+                constants[name] = ast.literal_eval(statement.value)
+    assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, has {sorted(constants)}"
+    unknown = set(constants["PROVIDES"]) - set(OPS)
+    assert not unknown, f"{path} provides ops that the contract does not know: {sorted(unknown)}"
+    module = f"{__package__}.backends.{path.stem}"
+    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], module)
+
+
+def best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Choice:
+    """The first backend that calls itself best; else plain torch, with the reasons of those that do not."""
+    against = []
+    for name, backend in backends.items():
+        judgement = judge(op, backend, device, dtype)
+        if judgement.fit is Fit.BEST:
+            return Choice(op, name, judgement.reason)
+        if op in backend.provides:
+            against.append(f"; {name}: {judgement.reason}")
+    return Choice(op, reference.NAME, reference.REASON + "".join(against))
+
+
+def grant(
+    op: str, wish: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
+) -> Choice:
+    """The wished backend. `required` False: the wish was for the whole bundle, and ops that the backend does not have
+    are plain torch."""
+    if wish == reference.NAME:
+        return Choice(op, wish, reference.REASON)
+    backend = backends[wish]
+    if not required and op not in backend.provides:
+        return Choice(op, reference.NAME, f"{reference.REASON}; {wish} has no {op}")
+    judgement = judge(op, backend, device, dtype)
+    if judgement.fit is Fit.NO:
+        able = [name for name, b in backends.items() if judge(op, b, device, dtype).fit is not Fit.NO]
+        raise EnvironmentProblem(
+            f"Kernel backend '{wish}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
+            f"{judgement.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}."
+        )
+    return Choice(op, wish, f"asked for; {judgement.reason}")
+
+
+def judge(op: str, backend: Backend, device: torch.device, dtype: torch.dtype) -> Judgement:
+    """What a backend says about an op; it is imported only when everything it needs is installed."""
+    if op not in backend.provides:
+        return Judgement(Fit.NO, f"it has no {op}")
+    missing = backend.missing()
+    if missing:
+        return Judgement(Fit.NO, f"it needs {', '.join(missing)}, not installed here")
+    judgement: Judgement = backend.load().judge(op, device, dtype)
+    return judgement
+
+
+def check_names(spec: KernelSpec, backends: dict[str, Backend]) -> None:
+    """Refuses wishes for ops or backends that do not exist."""
+    known = [AUTO, reference.NAME, *backends]
+    for op, wish in spec.per_op:
+        if op not in OPS:
+            raise EnvironmentProblem(f"Kernel op '{op}' does not exist; the ops are {listed(OPS)}.")
+        if wish not in known:
+            raise EnvironmentProblem(f"Kernel backend '{wish}', asked for '{op}', does not exist; use {listed(known)}.")
+    if spec.backend not in known:
+        raise EnvironmentProblem(f"Kernel backend '{spec.backend}' does not exist; use {listed(known)}.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(names: Iterable[str]) -> str:
+    """a, b or c"""
+    *most, last = dict.fromkeys(names)
+    return f"{', '.join(most)} or {last}" if most else last
