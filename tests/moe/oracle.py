@@ -1,0 +1,211 @@
+"""The MoE layer as one would work it out by hand: one token after the other, one expert after the other.
+
+Written from the formulas alone. Slow, and independent of `megatron_moe`: it shares the specs and nothing else. All
+numbers are scalars or small vectors of torch, so that autograd gives the gradients.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_moe.specs.moe import ActivationSpec, CapacitySpec, MoESpec, RouterSpec
+
+
+@dataclass
+class LoopResult:
+    """What the layer gives, and what it counts."""
+
+    output_SBH: Tensor
+    choices: list[list[int]]
+    """Experts of every token (t = s * B + b) in descending order of merit, before any drop; none for padding."""
+    visits: list[list[tuple[int, Tensor]]]
+    """(expert, weight) of every token after drops."""
+    counts: list[int]
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """Without coefficient, under the names of the log."""
+    objective: Tensor | None = None
+    """Sum of coefficient * loss: what the balancing losses add to the training objective."""
+
+
+def loop_moe(spec: MoESpec, weights: dict[str, Tensor], hidden_SBH: Tensor, valid_BS: Tensor | None) -> LoopResult:
+    """Output, choices and losses of one microbatch in training. `weights` by name below the layer."""
+    num_steps, batch, _ = hidden_SBH.shape
+    tokens = [hidden_SBH[s, b] for s in range(num_steps) for b in range(batch)]
+    sequence_of = [b for _ in range(num_steps) for b in range(batch)]
+    real = [valid_BS is None or bool(valid_BS[b, s]) for s in range(num_steps) for b in range(batch)]
+    logits = [loop_logits(token, weights) for token in tokens]
+
+    bias = [float(x) for x in weights.get("router.expert_bias", torch.zeros(spec.router.num_experts))]
+    visits: list[list[tuple[int, Tensor]]] = []
+    for t in range(len(tokens)):
+        visits.append(loop_choose(logits[t], bias, spec.router) if real[t] else [])
+    choices = [[expert for expert, _ in visit] for visit in visits]
+    if spec.capacity is not None:
+        visits = loop_drop(visits, spec.router, spec.capacity)
+
+    outputs = []
+    for t, token in enumerate(tokens):
+        out = torch.zeros_like(token)
+        for expert, weight in visits[t]:
+            out = out + weight * loop_expert(token, expert, spec, weights)
+        if spec.shared is not None:
+            out = out + loop_shared(token, spec, weights)
+        outputs.append(out)
+
+    counts = [sum(e == expert for visit in visits for e, _ in visit) for expert in range(spec.router.num_experts)]
+    result = LoopResult(torch.stack(outputs).view_as(hidden_SBH), choices, visits, counts)
+    loop_losses(
+        result,
+        [x for x, r in zip(logits, real, strict=True) if r],
+        [b for b, r in zip(sequence_of, real, strict=True) if r],
+        spec.router,
+    )
+    return result
+
+
+def loop_logits(token_H: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
+    rows = weights["router.weight"]
+    logits = [(rows[e] * token_H).sum() for e in range(len(rows))]
+    if "router.bias" in weights:
+        logits = [logit + weights["router.bias"][e] for e, logit in enumerate(logits)]
+    return logits
+
+
+# choosing
+
+
+def loop_scores(logits: list[Tensor], score_function: str) -> list[Tensor]:
+    match score_function:
+        case "softmax":
+            total = sum(torch.exp(x) for x in logits)
+            return [torch.exp(x) / total for x in logits]
+        case "sigmoid":
+            return [1 / (1 + torch.exp(-x)) for x in logits]
+        case "sqrtsoftplus":
+            return [torch.sqrt(torch.log(1 + torch.exp(x))) for x in logits]
+    raise AssertionError(score_function)
+
+
+def best(values: list[float], k: int, among: list[int]) -> list[int]:
+    """The k of `among` with the largest values; the lower index wins a tie."""
+    return sorted(among, key=lambda i: (-values[i], i))[:k]
+
+
+def loop_choose(logits: list[Tensor], bias: list[float], spec: RouterSpec) -> list[tuple[int, Tensor]]:
+    """(expert, weight) of one token."""
+    k, everyone = spec.topk, list(range(spec.num_experts))
+    softmax_last = spec.score_function == "softmax" and not spec.pre_softmax
+    scores = logits if softmax_last else loop_scores(logits, spec.score_function)
+    merit = [float(score) + b for score, b in zip(scores, bias, strict=True)]
+    if spec.group_topk:
+        size = spec.num_experts // spec.num_groups
+        groups = [everyone[g * size : (g + 1) * size] for g in range(spec.num_groups)]
+        worth = [sum(merit[e] for e in best(merit, k // spec.group_topk, group)) for group in groups]
+        everyone = [e for g in best(worth, spec.group_topk, list(range(spec.num_groups))) for e in groups[g]]
+    ids = best(merit, k, everyone)
+    if softmax_last:
+        weights = loop_scores([logits[e] for e in ids], "softmax")
+    else:
+        weights = [scores[e] for e in ids]
+        if spec.score_function != "softmax" and k > 1:
+            total = sum(weights)
+            weights = [weight / total for weight in weights]
+    factor = spec.scaling_factor or 1.0
+    return [(e, weight * factor) for e, weight in zip(ids, weights, strict=True)]
+
+
+def loop_drop(
+    visits: list[list[tuple[int, Tensor]]], spec: RouterSpec, capacity: CapacitySpec
+) -> list[list[tuple[int, Tensor]]]:
+    """Every expert in turn keeps its best, or its first, ceil(T k / E * factor) tokens."""
+    limit = math.ceil(len(visits) * spec.topk / spec.num_experts * capacity.factor)
+    kept: set[tuple[int, int]] = set()
+    for expert in range(spec.num_experts):
+        askers = [(t, float(w)) for t, visit in enumerate(visits) for e, w in visit if e == expert]
+        if capacity.policy == "probs":
+            askers.sort(key=lambda asker: (-asker[1], asker[0]))
+        kept |= {(t, expert) for t, _ in askers[:limit]}
+    return [[(e, w) for e, w in visit if (t, e) in kept] for t, visit in enumerate(visits)]
+
+
+# experts
+
+
+def loop_expert(token_H: Tensor, expert: int, spec: MoESpec, weights: dict[str, Tensor]) -> Tensor:
+    names = ("experts.linear_fc1", "experts.linear_fc2")
+    matrices = [weights[f"{name}.weight"][expert] for name in names]
+    biases = [weights[f"{name}.bias"][expert] if f"{name}.bias" in weights else None for name in names]
+    return loop_mlp(token_H, matrices, biases, spec.experts.activation)
+
+
+def loop_shared(token_H: Tensor, spec: MoESpec, weights: dict[str, Tensor]) -> Tensor:
+    matrices = [weights["shared_experts.linear_fc1.weight"], weights["shared_experts.linear_fc2.weight"]]
+    out = loop_mlp(token_H, matrices, [None, None], spec.shared.mlp.activation)
+    if spec.shared.gate:
+        out = out / (1 + torch.exp(-(weights["shared_experts.gate_weight"][0] * token_H).sum()))
+    return out
+
+
+def loop_mlp(
+    token_H: Tensor, matrices: list[Tensor], biases: list[Tensor | None], activation: ActivationSpec
+) -> Tensor:
+    wide = matrices[0] @ token_H
+    if biases[0] is not None:
+        wide = wide + biases[0]
+    assert activation.kind == "silu" and activation.clamp is None, "the loop knows SwiGLU and plain SiLU"
+    if activation.gated:
+        half = len(wide) // 2
+        gate, up = wide[:half], wide[half:]
+        inner = gate / (1 + torch.exp(-gate)) * (up + activation.linear_offset)
+    else:
+        inner = wide / (1 + torch.exp(-wide))
+    out = matrices[1] @ inner
+    return out if biases[1] is None else out + biases[1]
+
+
+# losses
+
+
+def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: list[int], spec: RouterSpec) -> None:
+    """Fills in the losses of the tokens that are not padding.
+
+    L = E / (k N^2) sum_e C_e P_e with N tokens, C_e of which have expert e among the k best scores, and P_e the sum of
+    their scores, normalised to sum to 1 per token.
+    """
+    num_experts, k = spec.num_experts, spec.topk
+    scores = []
+    for token in logits:
+        raw = loop_scores(token, spec.score_function)
+        total = sum(raw)
+        scores.append([score / total for score in raw])
+
+    def loss_over(tokens: list[int]) -> Tensor:
+        picked = [best([float(x) for x in scores[t]], k, list(range(num_experts))) for t in tokens]
+        total = torch.zeros((), dtype=torch.float64)
+        for e in range(num_experts):
+            count = sum(e in ids for ids in picked)
+            total = total + count * sum(scores[t][e] for t in tokens)
+        return num_experts / (k * len(tokens) ** 2) * total
+
+    everyone = list(range(len(scores)))
+    sequences = sorted(set(sequence_of))
+    objective = torch.zeros((), dtype=torch.float64)
+    for kind, coeff in zip(spec.balancing, spec.aux_loss_coeffs, strict=True):
+        if kind == "none" or not coeff:
+            continue
+        if kind == "seq_aux_loss":
+            parts = [loss_over([t for t in everyone if sequence_of[t] == b]) for b in sequences]
+            name, loss = "seq_load_balancing_loss", sum(parts) / len(parts)
+        else:
+            # one rank and one microbatch: the global batch is the microbatch
+            name = "load_balancing_loss" if kind == "aux_loss" else "global_load_balancing_loss"
+            loss = loss_over(everyone)
+        result.losses[name] = loss
+        objective = objective + coeff * loss
+    if spec.z_loss_coeff:
+        squares = [torch.log(sum(torch.exp(x) for x in token)) ** 2 for token in logits]
+        result.losses["z_loss"] = sum(squares) / len(squares)
+        objective = objective + spec.z_loss_coeff * result.losses["z_loss"]
+    result.objective = objective
