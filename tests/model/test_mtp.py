@@ -1,0 +1,198 @@
+"""Multi-token prediction against a loop over depths, sequences and positions written from the formula."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.logs.tally import Tally
+from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.mtp import shift
+from megatron_moe.specs.model import MTPSpec
+from tests import naive_layers
+from tests.tiny_models import build, gradients, layer_spec, microbatch, mla_spec, model_spec
+from tests.tolerances import EXACT, FP64_REF
+
+SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 1, 1]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 0, 1]])
+
+
+def ahead(document: list[int], s: int, d: int) -> int | None:
+    """The place d after s, if it is in the same document."""
+    return s + d if s + d < len(document) and document[s] == document[s + d] else None
+
+
+def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPSpec, per_token: bool) -> Tensor:
+    """The objective, with everything that multi-token prediction adds done one position at a time."""
+    spec, weights = model.spec, dict(model.named_parameters())
+    head = weights["embedding.word_embeddings.weight" if spec.tied_embeddings else "output_layer.weight"]
+    meta = model.rotations.attach(batch.meta)
+    batch_size, seq = batch.tokens_BS.shape
+    documents = torch.zeros(batch_size, seq) if meta.segments_BS is None else meta.segments_BS
+    hidden = model.decoder(model.embedding(batch.tokens_BS, meta.positions_BS, meta), meta)
+
+    def loss(x: Tensor, label: int, matrix: Tensor) -> Tensor:
+        logits = matrix @ x
+        return torch.log(torch.exp(logits).sum()) - logits[label]
+
+    def embed(token: int, position: int) -> Tensor:
+        x = weights["embedding.word_embeddings.weight"][token]
+        if spec.position_embedding == "learned_absolute":
+            x = x + weights["embedding.position_embeddings.weight"][position]
+        return x.detach() if mtp.detach_heads else x
+
+    places = [(b, s) for b in range(batch_size) for s in range(seq)]
+    tokens = batch.loss_mask_BS.sum()
+    total = sum(batch.loss_mask_BS[b, s] * loss(hidden[s, b], batch.labels_BS[b, s], head) for b, s in places)
+    result = total if per_token else total / tokens
+
+    hidden = hidden.detach() if mtp.detach_heads else hidden
+    matrix = head.detach() if mtp.detach_heads else head
+    for d in range(1, mtp.num_layers + 1):
+        name = f"mtp.layers.{0 if mtp.repeated_layer else d - 1}"
+        rows = []
+        for s in range(seq):
+            for b in range(batch_size):
+                there = ahead(documents[b].tolist(), s, d)
+                e = (
+                    embed(0, 0)
+                    if there is None
+                    else embed(batch.tokens_BS[b, there], batch.meta.positions_BS[b, there])
+                )
+                e = naive_layers.norm(e, spec.norm, weights, f"{name}.enorm")
+                h = naive_layers.norm(hidden[s, b], spec.norm, weights, f"{name}.hnorm")
+                rows.append(weights[f"{name}.eh_proj.weight"] @ torch.cat([e, h]))
+        layer = model.get_submodule(f"{name}.transformer_layer")
+        out = layer(torch.stack(rows).view(seq, batch_size, -1), meta)
+        normed = [naive_layers.norm(x, spec.norm, weights, f"{name}.final_layernorm") for x in out.flatten(0, 1)]
+        hidden = torch.stack(normed).view_as(out)
+
+        depth_sum, depth_tokens = torch.zeros(()).double(), torch.zeros(()).double()
+        for b, s in places:
+            there = ahead(documents[b].tolist(), s, d)
+            if there is not None:
+                weight = batch.loss_mask_BS[b, there]
+                depth_sum = depth_sum + weight * loss(hidden[s, b], batch.labels_BS[b, there], matrix)
+                depth_tokens = depth_tokens + weight
+        share = mtp.loss_scaling_factor / mtp.num_layers * depth_sum / depth_tokens.clamp(min=1)
+        result = result + (share * tokens if per_token else share)
+    return result
+
+
+CASES = {
+    "one depth": (MTPSpec(num_layers=1), {}, {}),
+    "three depths": (MTPSpec(num_layers=3, loss_scaling_factor=0.3), {}, {}),
+    "repeated layer": (MTPSpec(num_layers=2, repeated_layer=True), {}, {}),
+    "detached": (MTPSpec(num_layers=2, detach_heads=True), {}, {}),
+    "detached and tied": (MTPSpec(num_layers=1, detach_heads=True), {"tied_embeddings": True}, {}),
+    "tied": (MTPSpec(num_layers=2), {"tied_embeddings": True}, {}),
+    "learned positions": (MTPSpec(num_layers=2), {"position_embedding": "learned_absolute"}, {}),
+    "documents": (MTPSpec(num_layers=2), {}, {"segments_BS": SEGMENTS, "positions_BS": POSITIONS}),
+    "documents with learned positions": (
+        MTPSpec(num_layers=2),
+        {"position_embedding": "learned_absolute"},
+        {"segments_BS": SEGMENTS, "positions_BS": POSITIONS},
+    ),
+    "more depths than tokens of some documents": (
+        MTPSpec(num_layers=6),
+        {},
+        {"segments_BS": SEGMENTS, "positions_BS": POSITIONS},
+    ),
+}
+
+
+@pytest.mark.parametrize(("mtp", "changes", "meta"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_objective_equals_the_loop_in_value_and_gradients(mtp, changes, meta, per_token):
+    model = build(model_spec(layer_spec(), layer_spec(mla_spec()), mtp=mtp, **changes))
+    batch = microbatch(2, 8, **meta)
+
+    scalar, _ = objective(model(batch), batch, mtp=mtp, per_token=per_token)
+    scalar.backward()
+    actual = gradients(model)
+    model.zero_grad()
+    expected = loss_by_loop(model, batch, mtp, per_token)
+    expected.backward()
+
+    FP64_REF.check(scalar, expected, "objective")
+    FP64_REF.check_all(actual, gradients(model), "gradients")
+
+
+def test_detached_heads_leave_the_models_own_gradients_alone():
+    spec = model_spec(mtp=MTPSpec(num_layers=2, detach_heads=True))
+    model, batch = build(spec), microbatch()
+    with_mtp = objective(model(batch), batch, mtp=spec.mtp, per_token=False)[0]
+    with_mtp.backward()
+    with_mtp_grads = gradients(model)
+    model.zero_grad()
+    objective(model(batch), batch, mtp=None, per_token=False)[0].backward()
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert not any(name.startswith("mtp.") for name in own)
+    EXACT.check_all({name: with_mtp_grads[name] for name in own}, own, "gradients of the model")
+
+
+def test_a_fully_masked_microbatch_gives_zero_and_no_nan():
+    spec = model_spec(mtp=MTPSpec(num_layers=2))
+    model, batch = build(spec), microbatch()
+    batch = replace(batch, loss_mask_BS=torch.zeros_like(batch.loss_mask_BS))
+    for per_token in (False, True):
+        scalar, sums = objective(model(batch), batch, mtp=spec.mtp, per_token=per_token)
+        scalar.backward()
+        EXACT.check(torch.stack([scalar, *sums["lm loss"]]), torch.zeros(3).double(), "objective")
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_losses_of_all_depths_are_recorded():
+    spec, tally = model_spec(mtp=MTPSpec(num_layers=2)), Tally()
+    model, batch = build(spec), microbatch(tally=tally)
+    output = model(batch)
+    objective(output, batch, mtp=spec.mtp, per_token=False)
+    for depth, (loss_BS, weights_BS) in enumerate(output.mtp_losses, start=1):
+        entry = tally.entries[f"mtp_{depth} loss", None]
+        FP64_REF.check(entry.value / entry.count, (loss_BS * weights_BS).sum() / weights_BS.sum(), f"depth {depth}")
+
+
+def test_evaluation_leaves_multi_token_prediction_out():
+    model, batch = build(model_spec(mtp=MTPSpec(num_layers=2))), microbatch()
+    output = model(replace(batch, meta=replace(batch.meta, training=False)))
+    assert output.mtp_losses == ()
+    EXACT.check(output.loss_BS, model(batch).loss_BS, "loss")
+
+
+def test_every_depth_of_a_repeated_layer_has_its_own_dropout():
+    spec = model_spec(layer_spec(hidden_dropout=0.3), mtp=MTPSpec(num_layers=2, repeated_layer=True))
+    model = build(spec)
+    keys = []
+    model.mtp.layers["0"].transformer_layer.register_forward_pre_hook(lambda _, args: keys.append(args[1].random_key))
+    model(microbatch(random_key=(1, 2, 3)))
+    assert len(set(keys)) == 2, keys
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_repeated_layer_divides_its_balancing_losses_by_the_depths(repeated):
+    model = build(model_spec(mtp=MTPSpec(num_layers=4, repeated_layer=repeated)))
+    scales = []
+    for layer in model.mtp.layers.values():
+        layer.transformer_layer.register_forward_pre_hook(lambda _, args: scales.append(args[1].aux_scale))
+    model(microbatch(aux_scale=0.5))
+    assert scales == [0.125 if repeated else 0.5] * 4
+
+
+def test_padding_stays_padding_at_every_depth_and_all_true_equals_no_mask():
+    model, seen = build(model_spec(mtp=MTPSpec(num_layers=2))), []
+    for layer in model.mtp.layers.values():
+        layer.transformer_layer.register_forward_pre_hook(lambda _, args: seen.append(args[1].valid_BS[0].tolist()))
+    valid_BS = torch.tensor([[True, True, True, True, False, False]])
+    model(microbatch(1, 6, valid_BS=valid_BS))
+    assert seen == [[True] * 3 + [False] * 3, [True] * 2 + [False] * 4]
+    seen.clear()
+    model(microbatch(1, 6, valid_BS=torch.ones(1, 6, dtype=torch.bool)))
+    assert seen == [[True] * 6] * 2
+
+
+def test_shift_moves_every_document_one_place_to_the_left():
+    x_BS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]])
+    assert shift(x_BS, None).tolist() == [[2, 3, 4, 5, 6, 7, 8, 0], [12, 13, 14, 15, 16, 17, 18, 0]]
+    assert shift(x_BS, SEGMENTS, fill=9).tolist() == [[2, 3, 9, 5, 6, 7, 9, 9], [12, 13, 14, 15, 16, 9, 18, 9]]
