@@ -1,13 +1,18 @@
 """One microbatch: tokens, labels, and what travels with the activations."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from megatron_moe.data.samples import PADDING
 from megatron_moe.logs.tally import Tally
 from megatron_moe.parallel.rng import Key
 from megatron_moe.specs.attention import RopeSpec
+from megatron_moe.specs.exitcodes import DataProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +39,8 @@ class TokenMeta:
     """Where metrics are recorded; None: nowhere (evaluation, a recomputed forward)."""
     training: bool = True
     rotary: Mapping[RopeSpec, tuple[Tensor, Tensor]] | None = None
-    """cos_SBD and sin_SBD of every kind of rotation in the model, made from the positions once per microbatch. Set by the
-    model before its layers run; others leave it None."""
+    """cos_SBD and sin_SBD of every kind of rotation in the model, made from the positions once per microbatch. Set by
+    the model before its layers run; others leave it None."""
 
     def key(self, site: str) -> Key | None:
         """The key of the random draws of one site; None in evaluation."""
@@ -53,3 +58,95 @@ class MicroBatch:
     loss_mask_BS: Tensor
     """Weight of every position in the loss, in promote(fp32, params dtype)."""
     meta: TokenMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSpec:
+    """What the tokens of a sample say about loss, positions and attention."""
+
+    vocab_size: int
+    """Ids must be smaller."""
+    eod: int
+    pad: int
+    """Id that is padding; -1: none in the data."""
+    eod_mask_loss: bool = False
+    """No loss where the input is the end of a document."""
+    reset_position_ids: bool = False
+    """Positions count from 0 in every document."""
+    reset_attention_mask: bool = False
+    """Attention stays inside a document."""
+
+
+class Samples(Protocol):
+    """`DocumentSamples` or `BlendedSamples`."""
+
+    def __len__(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def tokens(self, index: int) -> np.ndarray: ...
+    def locate(self, index: int, position: int) -> str: ...
+
+
+def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskSpec, loss_dtype: torch.dtype) -> MicroBatch:
+    """The samples `indices` [B] as one microbatch in host memory.
+
+    Raises `DataProblem` for a token id outside the vocabulary, naming where in the data it stands.
+    """
+    text = np.stack([samples.tokens(int(index)) for index in indices])
+    padding = (text == PADDING) | (text == masks.pad)
+    text[padding] = 0
+    _check_ids(text, samples, indices, masks.vocab_size)
+    tokens = text[:, :-1]
+    loss_mask = ~padding[:, 1:]
+    ends = tokens == masks.eod
+    if masks.eod_mask_loss:
+        loss_mask &= ~ends
+    starts = np.zeros_like(ends)
+    starts[:, 1:] = ends[:, :-1]
+    input_padding = padding[:, :-1]
+    return MicroBatch(
+        tokens_BS=torch.from_numpy(np.ascontiguousarray(tokens)),
+        labels_BS=torch.from_numpy(np.ascontiguousarray(text[:, 1:])),
+        loss_mask_BS=torch.from_numpy(loss_mask).to(loss_dtype),
+        meta=TokenMeta(
+            positions_BS=torch.from_numpy(_positions(starts, masks.reset_position_ids)),
+            segments_BS=torch.from_numpy(np.cumsum(starts, axis=1)) if masks.reset_attention_mask else None,
+            valid_BS=torch.from_numpy(~input_padding) if input_padding.any() else None,
+        ),
+    )
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The batch on `device`; copies to a GPU go through pinned memory and do not wait."""
+    if batch.tokens_BS.device == device:
+        return batch
+
+    def moved(tensors: Any) -> Any:
+        changes = {
+            field.name: value.pin_memory().to(device, non_blocking=True)
+            for field in fields(tensors)
+            if isinstance(value := getattr(tensors, field.name), Tensor)
+        }
+        return replace(tensors, **changes)
+
+    return replace(moved(batch), meta=moved(batch.meta))
+
+
+def _positions(starts: np.ndarray, reset: bool) -> np.ndarray:
+    """int64 [B, S]: distance to the start of the document (`reset`) or of the sample."""
+    places = np.broadcast_to(np.arange(starts.shape[1], dtype=np.int64), starts.shape)
+    if not reset:
+        return places.copy()
+    return places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+
+
+def _check_ids(text: np.ndarray, samples: Samples, indices: np.ndarray, vocab_size: int) -> None:
+    if 0 <= text.min() and text.max() < vocab_size:
+        return
+    row, position = np.argwhere((text < 0) | (text >= vocab_size))[0]
+    index = int(indices[row])
+    raise DataProblem(
+        f"token id {text[row, position]} in {samples.locate(index, int(position))} (sample {index}, position "
+        f"{position}) is not in the vocabulary of {vocab_size}: the data was made with another tokenizer; "
+        f"make it again with this one, or give the tokenizer (or --vocab-size) it was made with"
+    )

@@ -1,0 +1,201 @@
+"""Several data sets as one: the grammar of `--data-path` and `--split`, and the order in which a blend takes them."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_moe.data.cache import digest_of, load_or_build
+from megatron_moe.data.samples import DocumentSamples
+from megatron_moe.specs.exitcodes import DataProblem
+
+SPLITS = ("train", "valid", "test")
+SURPLUS = 0.005
+"""Share of samples built beyond a data set's part of a blend (`--mid-level-dataset-surplus`)."""
+_MOST_DATASETS = 32767
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Prefixes of data sets, and how much of each; `weights` None: as much as there is."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.prefixes) == 1 and self.weights is None
+
+
+def parse_blend(words: Sequence[str]) -> Blend | None:
+    """One prefix, weight prefix pairs, or a list of prefixes; None when there are no words.
+
+    An even number of words is pairs when the first of every two is a number. Raises `DataProblem` for weights that are
+    not positive.
+    """
+    if not words:
+        return None
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 or None in weights:
+        return Blend(prefixes=tuple(words))
+    given = tuple(weight for weight in weights if weight is not None)
+    for weight, prefix in zip(given, words[1::2], strict=True):
+        if not (weight > 0 and math.isfinite(weight)):
+            raise DataProblem(f"--data-path gives {prefix} the weight {weight:g}; a weight must be larger than 0")
+    if len(given) >= _MOST_DATASETS:
+        raise DataProblem(f"--data-path blends {len(given):,} data sets; at most {_MOST_DATASETS - 1:,} are possible")
+    return Blend(prefixes=tuple(words[1::2]), weights=given)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights that add up to one, summed and divided by numpy so that every bit is as in Megatron."""
+    values = np.array(weights, dtype=np.float64)
+    return (values / np.sum(values)).tolist()
+
+
+def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
+    """`"969, 30, 1"`: the share of documents of train, valid and test as (begin, end); None for an empty share."""
+    numbers = [_number(number) or 0.0 for number in re.findall(r"[.0-9]+", text)]
+    if len(numbers) > len(SPLITS) or not sum(numbers) > 0:
+        raise DataProblem(
+            f'--split "{text}" must be up to three shares (train, valid, test) of which one is larger than 0, '
+            f'such as "969, 30, 1"'
+        )
+    shares = normalize(numbers + [0.0] * (len(SPLITS) - len(numbers)))
+    ends = [0.0]
+    for share in shares:
+        ends.append(ends[-1] + share)
+    return tuple(None if end <= begin else (begin, end) for begin, end in zip(ends[:-1], ends[1:], strict=True))
+
+
+def split_range(share: tuple[float, float], num_documents: int) -> range:
+    """The documents of one share of the split."""
+    begin, end = (int(round(edge * float(num_documents))) for edge in share)
+    return range(begin, end)
+
+
+def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
+    """How many samples of each data set a blend of `size` samples takes (and builds, with the surplus).
+
+    `weights` are normalised.
+    """
+    return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
+
+
+def blend_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
+    """Which data set (int16 [size]) and which of its samples (int64 [size]) every sample of a blend is.
+
+    Greedy: always the data set whose share so far is furthest behind its weight, the first of equals.
+    """
+    wanted = np.asarray(weights, dtype=np.float64)
+    used = np.zeros(len(wanted), dtype=np.float64)
+    behind = np.empty_like(used)
+    dataset = np.zeros(size, dtype=np.int16)
+    for sample in range(size):
+        np.multiply(wanted, max(sample, 1), out=behind)
+        behind -= used
+        chosen = behind.argmax()
+        dataset[sample] = chosen
+        used[chosen] += 1
+    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(wanted))}
+
+
+def exhaustive_order(sizes: Sequence[int], size: int) -> dict[str, np.ndarray]:
+    """The first `size` samples of a `blend_order` by the sizes of the data sets; none gives more than it has."""
+    counts = np.asarray(sizes, dtype=np.int64)
+    wanted = counts / np.sum(counts, dtype=np.float64)
+    used = np.zeros(len(counts), dtype=np.float64)
+    behind = np.empty_like(used)
+    dataset = np.zeros(size, dtype=np.int16)
+    spent = counts == 0
+    for sample in range(size):
+        np.multiply(wanted, max(sample, 1), out=behind)
+        behind -= used
+        behind[spent] = -np.inf
+        chosen = behind.argmax()
+        dataset[sample] = chosen
+        used[chosen] += 1
+        spent[chosen] = used[chosen] == counts[chosen]
+    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(counts))}
+
+
+def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
+    """For every entry how often its data set came before, int64."""
+    counts = np.empty(len(dataset), dtype=np.int64)
+    for chosen in range(num_datasets):
+        places = np.flatnonzero(dataset == chosen)
+        counts[places] = np.arange(len(places))
+    return counts
+
+
+class BlendedSamples:
+    """Samples of several `DocumentSamples`, interleaved by weight.
+
+    `weights` with a `size` blend by weight; `weights` None blends by the length of the data sets, `size` of them (at
+    most as many as there are) or all.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[DocumentSamples],
+        weights: Sequence[float] | None,
+        size: int | None,
+        cache_dir: Path | None,
+    ) -> None:
+        assert weights is None or size is not None, "a blend by weights needs a size"
+        self.parts = tuple(parts)
+        lengths = [len(part) for part in parts]
+        if weights is None:
+            size = sum(lengths) if size is None else min(size, sum(lengths))
+        self.inputs = {
+            "class": "BlendedDataset",
+            "datasets": [part.inputs for part in parts],
+            "weights": None if weights is None else normalize(weights),
+            "lengths": lengths if weights is None else None,
+            "size": size,
+        }
+        arrays = load_or_build(
+            cache_dir, f"BlendedDataset-{self.parts[0].inputs['index_split']}", self.inputs, self._build_order
+        )
+        self._dataset = arrays["dataset_index"]
+        self._sample = arrays["dataset_sample_index"]
+        self._check_not_exceeded()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of(self.inputs)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Sample `index` as int64 [seq_length + 1], filled up with `PADDING`."""
+        return self.parts[self._dataset[index]].tokens(int(self._sample[index]))
+
+    def locate(self, index: int, position: int) -> str:
+        """Names the file, document and place that token `position` of sample `index` comes from."""
+        return self.parts[self._dataset[index]].locate(int(self._sample[index]), position)
+
+    def _build_order(self) -> dict[str, np.ndarray]:
+        if self.inputs["weights"] is None:
+            return exhaustive_order(self.inputs["lengths"], self.inputs["size"])
+        return blend_order(self.inputs["weights"], self.inputs["size"])
+
+    def _check_not_exceeded(self) -> None:
+        taken = np.bincount(self._dataset, minlength=len(self.parts))
+        for part, count in zip(self.parts, taken, strict=True):
+            if count > len(part):
+                raise DataProblem(
+                    f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; "
+                    f"give the data sets weights in --data-path"
+                )

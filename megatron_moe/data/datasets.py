@@ -1,0 +1,233 @@
+"""From `DataSpec` to the training, validation and test samples of a run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_moe.data.batch import MaskSpec, Samples
+from megatron_moe.data.blend import (
+    SPLITS,
+    SURPLUS,
+    Blend,
+    BlendedSamples,
+    normalize,
+    parse_blend,
+    parse_split,
+    samples_per_dataset,
+    split_range,
+)
+from megatron_moe.data.indexed import IndexedTokens
+from megatron_moe.data.mock import MockTokens
+from megatron_moe.data.samples import Documents, DocumentSamples, SampleRequest
+from megatron_moe.data.tokenizer import Tokenizer
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import DataProblem, RunError
+from megatron_moe.specs.train import BatchSpec, DataSpec, LoopSpec
+
+Share = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSamples:
+    """One validation set."""
+
+    name: str
+    samples: Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """What a run reads."""
+
+    train: Samples | None
+    """None with --skip-train."""
+    valid: tuple[NamedSamples, ...]
+    """Empty without validation data."""
+    test: Samples | None
+    masks: MaskSpec
+    notes: tuple[str, ...]
+    """One line each, to be shown at the start: sizes, and splits that turned out empty."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the order or content of the training samples may change."""
+        return "none" if self.train is None else self.train.fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSizes:
+    """How many samples of every split a run takes."""
+
+    train: int
+    valid: int
+    test: int
+
+
+def split_sizes(batch: BatchSpec, loop: LoopSpec) -> SplitSizes:
+    """Training takes --train-samples or the iterations' batches; every evaluation takes `eval_iters` global batches.
+
+    There is one evaluation per `eval_interval` and one at the end.
+    """
+    evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
+    train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_size
+    one_evaluation = loop.eval_iters * batch.global_size
+    return SplitSizes(train=0 if loop.skip_train else train, valid=evaluations * one_evaluation, test=one_evaluation)
+
+
+def build_datasets(
+    spec: DataSpec, batch: BatchSpec, loop: LoopSpec, tokenizer: Tokenizer, context: ParallelContext
+) -> Datasets:
+    """The samples of every split. Every rank calls it.
+
+    Rank 0 builds the index arrays first; the others then find them in the cache. A problem that rank 0 meets is raised
+    on every rank.
+    """
+
+    def build() -> Datasets:
+        return _Builder(spec, split_sizes(batch, loop), tokenizer).build()
+
+    return build() if context.group("world").size == 1 else _first_rank_first(build, context)
+
+
+def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
+    result: Datasets | None = None
+    problem: RunError | None = None
+    if context.is_first:
+        try:
+            result = build()
+        except RunError as error:
+            problem = error
+    # world: one short object, no backward
+    problem = gather_objects(problem, context.group("world"))[0]
+    if problem is not None:
+        raise problem
+    return result if result is not None else build()
+
+
+class _Builder:
+    """Opens files and builds the samples of all splits."""
+
+    def __init__(self, spec: DataSpec, sizes: SplitSizes, tokenizer: Tokenizer) -> None:
+        self.spec = spec
+        self.sizes = sizes
+        self.tokenizer = tokenizer
+        self.notes: list[str] = []
+        self.opened: dict[str, Documents] = {}
+
+    def build(self) -> Datasets:
+        train, valid, test = self._splits()
+        self._note_sizes(train, valid, test)
+        masks = MaskSpec(
+            vocab_size=self.spec.vocab_size,
+            eod=self.tokenizer.eod,
+            pad=self.tokenizer.pad,
+            eod_mask_loss=self.spec.eod_mask_loss,
+            reset_position_ids=self.spec.reset_position_ids,
+            reset_attention_mask=self.spec.reset_attention_mask,
+        )
+        return Datasets(train=train, valid=valid, test=test, masks=masks, notes=tuple(self.notes))
+
+    def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
+        whole = (0.0, 1.0)
+        own = {name: parse_blend(getattr(self.spec, name)) for name in SPLITS}
+        if self.spec.mock or not any(own.values()):
+            shared = Blend(prefixes=("mock",)) if self.spec.mock else parse_blend(self.spec.blend)
+            if shared is None:
+                raise DataProblem("there is no training data: give --data-path, --train-data-path or --mock-data")
+            shares = dict(zip(SPLITS, parse_split(self.spec.split), strict=True))
+            blends: dict[str, Blend | None] = dict.fromkeys(SPLITS, shared)
+        else:
+            shares = dict.fromkeys(SPLITS, whole)
+            blends = own
+        return (
+            self._samples("train", blends["train"], shares["train"], self.sizes.train),
+            self._validation(blends["valid"], shares["valid"]),
+            self._samples("test", blends["test"], shares["test"], self.sizes.test),
+        )
+
+    def _validation(self, blend: Blend | None, share: Share | None) -> tuple[NamedSamples, ...]:
+        """One set, or with --multiple-validation-sets one of every prefix, each evaluated by itself."""
+        if blend is None:
+            return ()
+        if not self.spec.multiple_validation_sets:
+            named = [("validation", blend)]
+        elif blend.weights is not None:
+            raise DataProblem(
+                "--multiple-validation-sets evaluates every data set by itself and knows no weights: "
+                "list only prefixes in --valid-data-path or --data-path"
+            )
+        else:
+            names = _distinct_names(blend.prefixes)
+            named = [(name, Blend(prefixes=(prefix,))) for name, prefix in zip(names, blend.prefixes, strict=True)]
+        built = [(name, self._samples("valid", part, share, self.sizes.valid)) for name, part in named]
+        return tuple(NamedSamples(name=name, samples=samples) for name, samples in built if samples is not None)
+
+    def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int) -> Samples | None:
+        """None when the split is not wanted, or has no documents (which is an error for training)."""
+        if blend is None or share is None or size == 0:
+            if split == "train" and size > 0:
+                raise DataProblem("the train split is empty: give --train-data-path, or --split a first number above 0")
+            return None
+        empty = [prefix for prefix in blend.prefixes if not split_range(share, len(self._open(prefix)))]
+        if empty and (split == "train" or len(empty) < len(blend.prefixes)):
+            raise DataProblem(
+                f"the {split} split of {empty[0]} has none of its {len(self._open(empty[0])):,} documents; "
+                f'use more data or another --split than "{self.spec.split}"'
+            )
+        if empty:
+            documents = sum(len(self._open(prefix)) for prefix in blend.prefixes)
+            self.notes.append(f'no {split} data: --split "{self.spec.split}" gives it none of {documents:,} documents')
+            return None
+        return self._single(split, blend, share, size) if blend.is_single else self._blended(split, blend, share, size)
+
+    def _single(self, split: str, blend: Blend, share: Share, size: int | None) -> DocumentSamples:
+        prefix = blend.prefixes[0]
+        request = SampleRequest(
+            documents=split_range(share, len(self._open(prefix))),
+            split=split,
+            seq_length=self.spec.seq_length,
+            num_samples=size,
+            seed=self.spec.seed,
+            drop_last_partial=split != "valid" or self.spec.drop_last_partial_validation,
+        )
+        return DocumentSamples(self._open(prefix), prefix, request, self._cache_dir(prefix))
+
+    def _blended(self, split: str, blend: Blend, share: Share, size: int) -> BlendedSamples:
+        built: Sequence[int | None] = [None] * len(blend.prefixes)
+        weights = None
+        total = size
+        if blend.weights is not None:
+            weights = normalize(blend.weights)
+            built = samples_per_dataset(weights, size, SURPLUS)
+            total = sum(samples_per_dataset(weights, size))
+        parts = [
+            self._single(split, Blend(prefixes=(prefix,)), share, count)
+            for prefix, count in zip(blend.prefixes, built, strict=True)
+        ]
+        return BlendedSamples(parts, weights, total, self.spec.cache_dir)
+
+    def _open(self, prefix: str) -> Documents:
+        if prefix not in self.opened:
+            self.opened[prefix] = (
+                MockTokens(vocab_size=self.spec.vocab_size, eod=self.tokenizer.eod)
+                if self.spec.mock
+                else IndexedTokens(prefix, mmap=self.spec.mmap)
+            )
+        return self.opened[prefix]
+
+    def _cache_dir(self, prefix: str) -> Path | None:
+        if self.spec.mock:
+            return None
+        return self.spec.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
+
+    def _note_sizes(self, train: Samples | None, valid: tuple[NamedSamples, ...], test: Samples | None) -> None:
+        sets = [("train", train), *((each.name, each.samples) for each in valid), ("test", test)]
+        parts = [f"{name} {len(samples):,}" for name, samples in sets if samples is not None]
+        self.notes.append(f"samples of {self.spec.seq_length:,} tokens: {', '.join(parts)}")
+
+
+def _distinct_names(prefixes: Sequence[str]) -> list[str]:
+    """File names of the prefixes; the whole prefix where two are alike."""
+    short = [Path(prefix).name for prefix in prefixes]
+    return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]

@@ -1,0 +1,298 @@
+"""Token files on disk: Megatron's `<prefix>.bin` and `<prefix>.idx`, read and written.
+
+`.bin` holds the tokens of all sequences one after the other, in one dtype, without a header. `.idx` (little endian):
+
+    offset        size  content
+    0             9     magic
+    9             8     u64 version = 1
+    17            1     u8 dtype code
+    18            8     u64 S, number of sequences
+    26            8     u64 D, number of document boundaries
+    34            4 S   int32 tokens of every sequence
+    34 + 4 S      8 S   int64 byte offset of every sequence in .bin
+    34 + 12 S     8 D   int64 document boundaries as sequence numbers, from 0 to S
+
+Everything an index says is checked when it is opened, so that a broken file stops a run at its start.
+"""
+
+import os
+import struct
+import zlib
+from array import array
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import numpy as np
+
+from megatron_moe.specs.exitcodes import DataProblem
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = MappingProxyType(
+    {
+        1: np.dtype(np.uint8),
+        2: np.dtype(np.int8),
+        3: np.dtype("<i2"),
+        4: np.dtype("<i4"),
+        5: np.dtype("<i8"),
+        6: np.dtype("<f8"),
+        7: np.dtype("<f4"),
+        8: np.dtype("<u2"),
+    }
+)
+_REBUILD = "make the pair of files again with tools/preprocess_data.py, or copy it again"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest dtype Megatron's tools store ids of this vocabulary in."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedTokens:
+    """The sequences of one `<prefix>.bin/.idx` pair.
+
+    `sequence_lengths` is int32 [S] in tokens, `document_bounds` int64 [D]. Raises `DataProblem` when a file is missing
+    or the index is not exactly what the format says.
+    """
+
+    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
+        self.prefix = str(prefix)
+        self.bin_path = Path(f"{prefix}.bin")
+        self.idx_path = Path(f"{prefix}.idx")
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise DataProblem(
+                    f"data file {path} does not exist: --data-path wants the common prefix of a .bin and an .idx file, "
+                    f"as tools/preprocess_data.py writes them"
+                )
+        index = _read_index(self.idx_path, mmap)
+        self.dtype, self.sequence_lengths, self._pointers, self.document_bounds = index
+        self._bin_size = self.bin_path.stat().st_size
+        self._check_bin_size()
+        self._map: np.ndarray | None = None
+        self._file: int | None = None
+        if mmap and self._bin_size:
+            self._map = _map(self.bin_path)
+        else:
+            self._file = os.open(self.bin_path, os.O_RDONLY)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._bin_size // self.dtype.itemsize
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """What tells this data from other data at the same place: enters the names of cached indices."""
+        return {
+            "dtype": self.dtype.name,
+            "sequences": len(self),
+            "bytes": self._bin_size,
+            "lengths_crc32": zlib.crc32(np.ascontiguousarray(self.sequence_lengths)),
+        }
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of a sequence, to its end when `length` is None; a read-only [length] array
+        in the stored dtype."""
+        total = int(self.sequence_lengths[sequence])
+        count = total - offset if length is None else length
+        assert 0 <= offset and 0 <= count and offset + count <= total, f"{sequence=} {offset=} {length=} {total=}"
+        start = int(self._pointers[sequence]) + offset * self.dtype.itemsize
+        size = count * self.dtype.itemsize
+        if self._map is not None:
+            return self._map[start : start + size].view(self.dtype)
+        assert self._file is not None
+        return np.frombuffer(self._read(self._file, start, size), dtype=self.dtype)
+
+    def close(self) -> None:
+        self._map = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
+    def _read(self, file: int, start: int, size: int) -> bytes:
+        """`pread` until everything is there: it may return less, and several threads may read at once."""
+        parts = []
+        while size > 0:
+            part = os.pread(file, size, start)
+            if not part:
+                raise DataProblem(
+                    f"{self.bin_path} ends at byte {start}, where {size} more bytes should be; {_REBUILD}"
+                )
+            parts.append(part)
+            start += len(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _check_bin_size(self) -> None:
+        expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if self._bin_size != expected:
+            raise DataProblem(
+                f"{self.bin_path} has {self._bin_size:,} bytes, but {self.idx_path.name} describes {expected:,} "
+                f"({len(self):,} sequences of {self.dtype.name}); {_REBUILD}"
+            )
+
+
+def _map(path: Path) -> np.ndarray:
+    # A plain view: every slice of the memmap subclass would cost microseconds.
+    return np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+
+
+def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """dtype of the tokens, lengths [S], byte offsets [S] and document bounds [D] of a checked index."""
+    size = path.stat().st_size
+    if size < HEADER.size:
+        raise DataProblem(f"{path} has {size} bytes, at offset 0 a header of {HEADER.size} is expected; {_REBUILD}")
+    raw = _map(path) if mmap else np.fromfile(path, dtype=np.uint8)
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataProblem(
+            f"{path} is not an index of this format: offset 0 holds {magic!r}, expected {MAGIC!r}; "
+            f"give the prefix of files made by tools/preprocess_data.py"
+        )
+    if version != VERSION:
+        raise DataProblem(f"{path}: version {version} at offset 9, expected {VERSION}; {_REBUILD}")
+    if code not in DTYPES:
+        raise DataProblem(f"{path}: dtype code {code} at offset 17, expected 1 to 8; {_REBUILD}")
+    if DTYPES[code].kind == "f":
+        raise DataProblem(
+            f"{path}: dtype code {code} ({DTYPES[code].name}) at offset 17, but token ids are integers; {_REBUILD}"
+        )
+    expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if size != expected:
+        multimodal = ": it has the mode per sequence of multimodal data" if size == expected + num_sequences else ""
+        raise DataProblem(
+            f"{path} has {size:,} bytes, but its header (offsets 18 and 26: {num_sequences:,} sequences, "
+            f"{num_bounds:,} document bounds) describes {expected:,}{multimodal}; {_REBUILD}"
+        )
+    at_pointers = HEADER.size + 4 * num_sequences
+    at_bounds = at_pointers + 8 * num_sequences
+    lengths = raw[HEADER.size : at_pointers].view("<i4")
+    pointers = raw[at_pointers:at_bounds].view("<i8")
+    bounds = raw[at_bounds:].view("<i8")
+    _check_lengths(path, lengths, pointers, DTYPES[code].itemsize)
+    _check_bounds(path, bounds, num_sequences, at_bounds)
+    return DTYPES[code], lengths, pointers, bounds
+
+
+def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> None:
+    """No length is negative, and every pointer is the running sum of the lengths before it, in bytes."""
+    negative = lengths < 0
+    if negative.any():
+        first = int(negative.argmax())
+        raise DataProblem(
+            f"{path}: length {lengths[first]} of sequence {first} at offset {HEADER.size + 4 * first}, "
+            f"expected 0 or more; {_REBUILD}"
+        )
+    expected = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
+    wrong = pointers != expected * itemsize
+    if wrong.any():
+        first = int(wrong.argmax())
+        offset = HEADER.size + 4 * len(lengths) + 8 * first
+        raise DataProblem(
+            f"{path}: sequence {first} points to byte {pointers[first]} (offset {offset}), "
+            f"expected {expected[first] * itemsize}, the bytes of the sequences before it; {_REBUILD}"
+        )
+
+
+def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: int) -> None:
+    """Document bounds go from 0 to the number of sequences and never down."""
+    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != num_sequences:
+        ends = f"{bounds[0]} to {bounds[-1]}" if len(bounds) else "nothing"
+        raise DataProblem(
+            f"{path}: document bounds at offset {offset} span {ends}, expected 0 to {num_sequences}; {_REBUILD}"
+        )
+    falling = np.diff(bounds) < 0
+    if falling.any():
+        first = int(falling.argmax()) + 1
+        raise DataProblem(
+            f"{path}: document bound {first} at offset {offset + 8 * first} is {bounds[first]}, "
+            f"expected at least {bounds[first - 1]}, the one before; {_REBUILD}"
+        )
+
+
+class IndexedWriter:
+    """Writes a `.bin/.idx` pair that appears whole or not at all.
+
+    Use it as a context manager: both files are written aside and renamed at the end; after an exception nothing is
+    left. Raises `DataProblem` for an unwritable place and for ids that the dtype cannot hold.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        assert self.dtype in DTYPES.values(), f"{dtype} has no code in the format"
+        self._lengths = array("i")
+        self._bounds = array("q", [0])
+        self._aside = {suffix: Path(f"{prefix}{suffix}.writing-{os.getpid()}") for suffix in (".bin", ".idx")}
+        try:
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(self._aside[".bin"], "wb")  # noqa: SIM115  closed by __exit__
+        except OSError as error:
+            raise DataProblem(
+                f"cannot write {prefix}.bin: {error.strerror}; choose an output prefix in a folder you may write to"
+            ) from error
+
+    def add_sequence(self, tokens: np.ndarray | list[int]) -> None:
+        """Appends one sequence of ids."""
+        given = np.asarray(tokens)
+        stored = given.astype(self.dtype)
+        if given.size and not np.array_equal(stored, given):
+            raise DataProblem(
+                f"token id {int(given[stored != given][0])} of sequence {len(self._lengths)} does not fit "
+                f"{self.dtype.name}, the dtype of {self.prefix}.bin; the tokenizer's vocabulary size must cover its ids"
+            )
+        self._bin.write(stored.tobytes())
+        self._lengths.append(len(stored))
+
+    def end_document(self) -> None:
+        """The sequences added since the last call are one document."""
+        self._bounds.append(len(self._lengths))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._bin.close()
+            for path in self._aside.values():
+                path.unlink(missing_ok=True)
+
+    def _commit(self) -> None:
+        assert self._bounds[-1] == len(self._lengths), "end_document() was not called after the last sequence"
+        lengths = np.asarray(self._lengths, dtype="<i4")
+        pointers = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        with open(self._aside[".idx"], "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._bounds)))
+            for part in (lengths, pointers * self.dtype.itemsize, np.asarray(self._bounds, dtype="<i8")):
+                index.write(part.tobytes())
+            index.flush()
+            os.fsync(index.fileno())
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        # Without its index a .bin is no data set: an old index goes first and the new one comes last.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        for suffix, path in self._aside.items():
+            os.replace(path, f"{self.prefix}{suffix}")

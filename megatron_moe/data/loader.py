@@ -1,0 +1,133 @@
+"""Batches of this data-parallel rank, in order, from any number of consumed samples on."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_moe.data.batch import MaskSpec, MicroBatch, Samples, make_microbatch, to_device
+from megatron_moe.data.datasets import Datasets
+from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.specs.train import BatchSpec, DataSpec
+
+
+class TrainLoader:
+    """Gives the microbatches of one step after another.
+
+    Its whole state is the number of samples that all ranks have consumed. With `prefetch` the next step's batches are
+    made by a thread while this step runs; what they hold does not change.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        order: SampleOrder,
+        schedule: BatchSchedule,
+        masks: MaskSpec,
+        context: ParallelContext,
+        *,
+        prefetch: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.order = order
+        self.schedule = schedule
+        self.consumed = 0
+        self._masks = masks
+        self._rank = context.group("dp").rank
+        self._device = context.device
+        self._dtype = torch.promote_types(torch.float32, context.dtype)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
+        self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of the next step."""
+        return self.schedule.num_microbatches(self.consumed)
+
+    @property
+    def exhausted(self) -> bool:
+        """The next step wants more samples than there are."""
+        return not self._enough(self.consumed)
+
+    def next_step(self) -> list[MicroBatch]:
+        """This rank's microbatches of the next step, on the context's device. Raises `DataProblem` when exhausted."""
+        size = self.schedule.global_batch(self.consumed)
+        if self.exhausted:
+            raise DataProblem(
+                f"the step after {self.consumed:,} samples wants {size:,} more, but the training data has "
+                f"{self.order.end:,}; add data, shorten the run, or use --dataloader-type cyclic"
+            )
+        batches = self._take(self.consumed)
+        self.consumed += size
+        if self._pool is not None and not self.exhausted:
+            self._ahead = (self.consumed, self._pool.submit(self._make, self.consumed))
+        return [to_device(batch, self._device) for batch in batches]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: where the order stands, and which data it is an order of."""
+        return {"consumed_samples": self.consumed, "fingerprint": self.samples.fingerprint}
+
+    def restore(self, consumed: int) -> None:
+        """Goes on after `consumed` samples."""
+        self.consumed = consumed
+
+    def close(self) -> None:
+        """Ends the prefetching thread."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _enough(self, consumed: int) -> bool:
+        return self.order.end is None or consumed + self.schedule.global_batch(consumed) <= self.order.end
+
+    def _take(self, consumed: int) -> list[MicroBatch]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == consumed:
+            return ahead[1].result()
+        return self._make(consumed)
+
+    def _make(self, consumed: int) -> list[MicroBatch]:
+        positions = step_positions(consumed, self.schedule, self._rank)
+        return [
+            make_microbatch(self.samples, indices, self._masks, self._dtype)
+            for indices in self.order.indices(positions)
+        ]
+
+
+class EvalLoader:
+    """Gives the batches of every evaluation of one validation or test set.
+
+    The k-th evaluation takes the k-th stretch of `eval_iters` global batches, and starts over at the end of the data.
+    """
+
+    def __init__(
+        self, samples: Samples, batch: BatchSpec, masks: MaskSpec, context: ParallelContext, *, eval_iters: int
+    ) -> None:
+        self.samples = samples
+        self.eval_iters = eval_iters
+        self._schedule = BatchSchedule(
+            BatchSpec(micro=batch.micro, global_size=batch.global_size), context.group("dp").size
+        )
+        self._masks = masks
+        self._rank = context.group("dp").rank
+        self._device = context.device
+        self._dtype = torch.promote_types(torch.float32, context.dtype)
+
+    def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
+        """This rank's microbatches of evaluation number `evaluation`, which counts from 0."""
+        size = self._schedule.full
+        for step in range(evaluation * self.eval_iters, (evaluation + 1) * self.eval_iters):
+            for positions in step_positions(step * size, self._schedule, self._rank):
+                indices = np.remainder(positions, len(self.samples))
+                yield to_device(make_microbatch(self.samples, indices, self._masks, self._dtype), self._device)
+
+
+def train_loader(datasets: Datasets, spec: DataSpec, batch: BatchSpec, context: ParallelContext) -> TrainLoader:
+    """The loader of a run's training samples."""
+    assert datasets.train is not None, "a run that does not train has no training loader"
+    order = SampleOrder(kind=spec.dataloader, num_samples=len(datasets.train), seed=spec.seed)
+    schedule = BatchSchedule(batch, context.group("dp").size)
+    return TrainLoader(datasets.train, order, schedule, datasets.masks, context, prefetch=spec.num_workers > 0)

@@ -1,0 +1,112 @@
+"""Which samples a rank takes in which step: pure functions of the seed and of the number of samples consumed."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.train import BatchSpec
+
+
+class BatchSchedule:
+    """Consumed samples -> global batch size, with `--rampup-batch-size START INCREMENT SAMPLES`.
+
+    The batch grows from START by INCREMENT at equal distances of consumed samples, to its full size after SAMPLES.
+    Raises `EnvironmentProblem` when a size that occurs cannot be cut into microbatches of all data-parallel ranks.
+    """
+
+    def __init__(self, batch: BatchSpec, data_parallel: int) -> None:
+        self.micro = batch.micro
+        self.data_parallel = data_parallel
+        self.full = batch.global_size
+        self.start, self.increment, self.ramp_samples = batch.rampup or (batch.global_size, 1, 0)
+        self._check_ramp()
+        self.num_increments = (self.full - self.start) // self.increment
+        for size in self.sizes:
+            self._check_divides(size)
+
+    @property
+    def sizes(self) -> range:
+        """Every global batch size that occurs."""
+        return range(self.start, self.full + 1, self.increment)
+
+    @property
+    def samples_per_microstep(self) -> int:
+        """Sequences that all ranks together take in one microbatch."""
+        return self.micro * self.data_parallel
+
+    def global_batch(self, consumed: int) -> int:
+        """Sequences of the step that begins after `consumed` samples."""
+        if self.num_increments == 0 or consumed > self.ramp_samples:
+            return self.full
+        if self.ramp_samples == 0:
+            return self.start
+        increments = int(consumed / (self.ramp_samples / self.num_increments))
+        return self.start + increments * self.increment
+
+    def num_microbatches(self, consumed: int) -> int:
+        """Microbatches of every rank in the step that begins after `consumed` samples."""
+        return self.global_batch(consumed) // self.samples_per_microstep
+
+    def _check_ramp(self) -> None:
+        if self.start < 1 or self.increment < 1 or self.ramp_samples < 0 or self.start > self.full:
+            raise EnvironmentProblem(
+                f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples} must start between 1 and the "
+                f"global batch size {self.full} and grow by at least 1"
+            )
+        if (self.full - self.start) % self.increment:
+            raise EnvironmentProblem(
+                f"--rampup-batch-size cannot go from {self.start} to the global batch size {self.full} in steps of "
+                f"{self.increment}: the distance {self.full - self.start} is not a multiple of it"
+            )
+
+    def _check_divides(self, size: int) -> None:
+        if size % self.samples_per_microstep or size < 1:
+            raise EnvironmentProblem(
+                f"global batch size {size} is not a multiple of {self.samples_per_microstep} = micro batch size "
+                f"{self.micro} x data-parallel size {self.data_parallel}; change --global-batch-size, "
+                f"--micro-batch-size or the number of ranks"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """Which sample of the data set is consumed as the g-th one.
+
+    "single": the g-th. "cyclic": every pass over the data set is a new permutation, drawn from (seed, pass). Neither
+    depends on the layout, on the batch size or on where a run was resumed.
+    """
+
+    kind: Literal["single", "cyclic"]
+    num_samples: int
+    seed: int
+
+    @property
+    def end(self) -> int | None:
+        """Samples that can be consumed; None: no end."""
+        return self.num_samples if self.kind == "single" else None
+
+    def indices(self, consumed: np.ndarray) -> np.ndarray:
+        """int64 sample indices of the positions `consumed` (int64, any shape) in the order."""
+        if self.kind == "single":
+            return consumed
+        passes, places = np.divmod(consumed, self.num_samples)
+        out = np.empty_like(consumed)
+        for number in np.unique(passes):
+            here = passes == number
+            out[here] = self._permutation(int(number))[places[here]]
+        return out
+
+    def _permutation(self, number: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, number]).permutation(self.num_samples)
+
+
+def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
+    """int64 [microbatches, micro]: positions in the sample order that data-parallel rank `rank` takes in a step.
+
+    Every micro step takes the next micro * dp positions, of which rank r has the r-th slice.
+    """
+    shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
+    positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)
+    return positions.reshape(shape)[:, rank]

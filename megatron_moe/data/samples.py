@@ -1,0 +1,208 @@
+"""Fixed-length samples cut from a shuffled stream of documents, in Megatron's order.
+
+Three index arrays say which tokens sample i has:
+
+    document_index [epochs * documents]  the documents in the order they are laid end to end
+    sample_index   [n + 1, 2]            where every sample starts: place in document_index, token within the document
+    shuffle_index  [n]                   which of these samples is the i-th
+
+A sample has seq_length + 1 tokens, inputs and labels overlapping; the next one starts at its last token. All draws
+come from one numpy RandomState, in a fixed order, so the arrays depend on nothing but documents, seed and length.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron_moe.data.cache import digest_of, load_or_build
+from megatron_moe.specs.exitcodes import DataProblem
+
+_SEPARATE_BELOW = 0.80
+"""Share of an epoch's samples below which the last, incomplete epoch is shuffled by itself."""
+PADDING = -1
+"""What fills the end of a sample that the documents do not: no vocabulary has this id."""
+
+
+class Documents(Protocol):
+    """Where tokens come from: `indexed.IndexedTokens` or `mock.MockTokens`."""
+
+    sequence_lengths: np.ndarray
+
+    @property
+    def identity(self) -> dict[str, str | int]: ...
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """Which samples are wanted of one set of documents."""
+
+    documents: range
+    """The split's sequences."""
+    split: str
+    seq_length: int
+    num_samples: int | None
+    """At least so many, over as many epochs as that takes; None: one epoch."""
+    seed: int
+    drop_last_partial: bool = True
+    """Leave out the tokens after the last full sample."""
+
+
+class DocumentSamples:
+    """The samples of one split of one data set.
+
+    Raises `DataProblem` when the split holds too few tokens for one sample.
+    """
+
+    def __init__(self, source: Documents, name: str, request: SampleRequest, cache_dir: Path | None) -> None:
+        self.source = source
+        self.name = name
+        self.seq_length = request.seq_length
+        span = request.documents
+        self.inputs = {
+            "class": "GPTDataset",
+            "dataset": name,
+            "data": source.identity,
+            "documents": [span.start, span.stop],
+            "index_split": request.split,
+            "num_samples": request.num_samples,
+            "sequence_length": request.seq_length,
+            "random_seed": request.seed,
+            "drop_last_partial": request.drop_last_partial,
+        }
+        arrays = load_or_build(
+            cache_dir, f"GPTDataset-{request.split}", self.inputs, lambda: build_indices(source, name, request)
+        )
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def __len__(self) -> int:
+        return len(self.sample_index) - 1
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of(self.inputs)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Sample `index` as int64 [seq_length + 1], filled up with `PADDING`."""
+        out = np.full(self.seq_length + 1, PADDING, dtype=np.int64)
+        place = 0
+        for document, offset, length in self._pieces(index):
+            piece = self.source.get(document, offset, length)
+            out[place : place + len(piece)] = piece
+            place += len(piece)
+        return out
+
+    def locate(self, index: int, position: int) -> str:
+        """Names the file, document and place that token `position` of sample `index` comes from."""
+        for document, offset, length in self._pieces(index):
+            if position < length:
+                return f"{self.name}, document {document}, token {offset + position}"
+            position -= length
+        raise AssertionError(f"sample {index} has no token at {position} past its end")
+
+    def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """(document, offset, length) of every stretch of tokens in sample `index`."""
+        row = int(self.shuffle_index[index])
+        (first, start), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
+        for place in range(first, last + 1):
+            document = int(self.document_index[place])
+            offset = start if place == first else 0
+            # The last stretch includes the token that the next sample starts with.
+            stop = end + 1 if place == last else int(self.source.sequence_lengths[document])
+            yield document, offset, stop - offset
+
+
+def build_indices(source: Documents, name: str, request: SampleRequest) -> dict[str, np.ndarray]:
+    """The three arrays of `request`."""
+    documents = np.arange(request.documents.start, request.documents.stop, dtype=np.int32)
+    lengths = np.asarray(source.sequence_lengths)
+    per_epoch = int(lengths[documents].sum(dtype=np.int64))
+    if per_epoch < 2 or (
+        per_epoch - 1 < request.seq_length and request.num_samples is None and request.drop_last_partial
+    ):
+        raise DataProblem(
+            f"the {request.split} split of {name} has {per_epoch:,} tokens in {len(documents):,} documents, too few "
+            f"for one sample of {request.seq_length:,} + 1; use more data, another --split or a shorter --seq-length"
+        )
+    epochs = num_epochs(per_epoch, request.seq_length, request.num_samples)
+    separate, before_last = _separate_final_epoch(per_epoch, epochs, request)
+    rng = np.random.RandomState(request.seed)
+    document_index = _shuffled_documents(documents, epochs, rng, separate)
+    sample_index = build_sample_index(
+        lengths, document_index, request.seq_length, drop_last_partial=request.drop_last_partial
+    )
+    count = len(sample_index) - 1
+    shuffle_index = _shuffled_range(before_last if separate else count, count, rng)
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
+
+
+def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
+    """The fewest passes over the documents that give `num_samples` samples; one when None."""
+    if num_samples is None:
+        return 1
+    return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+
+
+def build_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, seq_length: int, *, drop_last_partial: bool
+) -> np.ndarray:
+    """[n + 1, 2]: where sample k starts, that is at token k * seq_length of the documents laid end to end.
+
+    int32 when both columns fit, else int64.
+    """
+    ordered = lengths[document_index]
+    ends = np.cumsum(ordered, dtype=np.int64)
+    num_tokens = int(ends[-1])
+    full, rest = divmod(num_tokens - 1, seq_length)
+    count = full + (1 if rest and not drop_last_partial else 0)
+    starts = np.arange(count + 1, dtype=np.int64) * seq_length
+    starts[-1] = min(starts[-1], num_tokens - 1)
+    # The first document that ends after the token; empty documents end where they start and are passed over.
+    place = np.searchsorted(ends, starts, side="right")
+    offset = starts - (ends - ordered)[place]
+    if count > full:
+        # The end of an incomplete sample is the last document, even when that one is empty.
+        place[-1], offset[-1] = len(document_index) - 1, ordered[-1] - 1
+    place[0], offset[0] = 0, 0
+    largest = max(len(document_index), int(lengths.max()))
+    dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    return np.stack([place, offset], axis=1).astype(dtype)
+
+
+def _separate_final_epoch(per_epoch: int, epochs: int, request: SampleRequest) -> tuple[bool, int]:
+    """Whether the last epoch is shuffled by itself, and the number of samples before it.
+
+    It is when fewer than 80 % of its samples are wanted: shuffled together, some documents would be seen once more than
+    others.
+    """
+    if epochs == 1:
+        return False, 0
+    assert request.num_samples is not None
+    before_last = ((epochs - 1) * per_epoch - 1) // request.seq_length
+    from_last = request.num_samples - before_last
+    in_one_epoch = (per_epoch - 1) // request.seq_length
+    assert 0 <= from_last <= in_one_epoch + 1, f"{from_last=} {in_one_epoch=}"
+    return from_last < int(_SEPARATE_BELOW * in_one_epoch), before_last
+
+
+def _shuffled_documents(documents: np.ndarray, epochs: int, rng: np.random.RandomState, separate: bool) -> np.ndarray:
+    parts = [np.tile(documents, epochs - 1), documents.copy()] if separate else [np.tile(documents, epochs)]
+    for part in parts:
+        rng.shuffle(part)
+    return np.concatenate(parts)
+
+
+def _shuffled_range(first: int, total: int, rng: np.random.RandomState) -> np.ndarray:
+    """0 … total - 1, the first `first` and the others shuffled among themselves."""
+    dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
+    parts = [np.arange(first, dtype=dtype)]
+    if first != total:
+        parts.append(np.arange(first, total, dtype=dtype))
+    for part in parts:
+        rng.shuffle(part)
+    return np.concatenate(parts)

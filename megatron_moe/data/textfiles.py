@@ -1,0 +1,119 @@
+"""Text files as documents: JSONL and plain text, plain or compressed with gzip or Zstandard."""
+
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
+
+TEXT_SEPARATOR = "<|endoftext|>"
+"""A line that holds only this ends a document of a plain text file."""
+Format = Literal["jsonl", "text"]
+
+
+def format_of(path: Path) -> Format:
+    """By the name without the suffix of the compression: `.txt` is plain text, everything else JSONL."""
+    name = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    return "text" if name.suffix == ".txt" else "jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of JSONL, or one document of plain text."""
+
+    path: Path
+    line: int
+    """Number of its first line, from 1."""
+    content: bytes
+
+
+class BadLine(ValueError):
+    """A line that is no document; the message says why, without the place."""
+
+
+def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
+    """The texts of one record, one per key. Raises `BadLine`."""
+    if format_of(record.path) == "text":
+        return [_decoded(record.content)]
+    try:
+        entry = json.loads(_decoded(record.content))
+    except json.JSONDecodeError as error:
+        raise BadLine(f"not JSON ({error})") from error
+    if not isinstance(entry, dict):
+        raise BadLine(f"a JSON {type(entry).__name__} where an object is expected")
+    for key in keys:
+        if not isinstance(entry.get(key), str):
+            raise BadLine(f'no text under the key "{key}" (the line has {", ".join(entry) or "no key"})')
+    return [entry[key] for key in keys]
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of one file. Raises `DataProblem` when it cannot be read to its end."""
+    with _opened(path) as stream:
+        if format_of(path) == "jsonl":
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield Record(path, number, line)
+            return
+        begin, lines = 1, []
+        for number, line in enumerate(stream, start=1):
+            if line.strip() != TEXT_SEPARATOR.encode():
+                lines.append(line)
+                continue
+            yield Record(path, begin, b"".join(lines))
+            begin, lines = number + 1, []
+        if lines:
+            yield Record(path, begin, b"".join(lines))
+
+
+def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
+    """The text of every document of the files. Raises `DataProblem` for the first line that is none."""
+    for path in paths:
+        for record in read_records(path):
+            try:
+                yield parse_record(record, [key])[0]
+            except BadLine as error:
+                raise DataProblem(f"{record.path}, line {record.line}: {error}") from error
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8 (byte {error.start}: {error.reason})") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The decompressed bytes of a file; damage found anywhere in it is a `DataProblem`."""
+    zstandard: Any = _zstandard() if path.suffix == ".zst" else None
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
+    try:
+        with open(path, "rb") as raw:
+            if path.suffix == ".gz":
+                yield gzip.open(raw)
+            elif zstandard is not None:
+                damage += (zstandard.ZstdError,)
+                yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+            else:
+                yield raw
+    except OSError as error:
+        raise DataProblem(f"cannot read {path}: {error.strerror or error}; check --input") from error
+    except damage as error:
+        raise DataProblem(f"{path} is damaged or cut short ({error}); copy it again") from error
+
+
+def _zstandard() -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"reading .zst files needs the package zstandard ({error}); run pip install zstandard, or decompress them"
+        ) from error

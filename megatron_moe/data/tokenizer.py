@@ -1,0 +1,312 @@
+"""Tokenizers behind one small interface. Kinds have Megatron's names; nothing is ever downloaded.
+
+`load_tokenizer` raises `DataProblem` when a model file is missing, is of another kind, or has no token that ends a
+document, and `EnvironmentProblem` when the package that reads it is not installed.
+"""
+
+import base64
+import hashlib
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Protocol
+
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
+from megatron_moe.specs.train import TokenizerSpec
+
+NO_TOKEN = -1
+"""In the place of an id that a tokenizer does not have."""
+_END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_TIKTOKEN_PATTERNS = MappingProxyType(
+    {
+        # Words split at letters, every digit by itself.
+        "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        # As v1, and words split where lower case becomes upper case.
+        "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1."""
+        ...
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+        ...
+
+    @property
+    def pad(self) -> int:
+        """Id of padding, -1 when there is none or when it also means something else."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the ids of a text may change."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer of `spec`, ready for use."""
+    if spec.kind == "NullTokenizer":
+        if spec.vocab_size is None or spec.vocab_size < 2:
+            raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {spec.vocab_size}")
+        return NullTokenizer(spec.vocab_size)
+    if spec.kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if spec.model is None:
+        raise DataProblem(f"--tokenizer-type {spec.kind} needs --tokenizer-model")
+    if not spec.model.exists():
+        raise DataProblem(f"tokenizer model {spec.model} does not exist; give a local path, nothing is downloaded")
+    if spec.kind == "SentencePieceTokenizer":
+        return SentencePieceTokenizer(spec.model)
+    if spec.kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(spec.model)
+    return TikTokenizer(spec)
+
+
+class NullTokenizer:
+    """Text is ids separated by spaces; the last id of the vocabulary ends a document."""
+
+    pad = NO_TOKEN
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+        self.fingerprint = f"NullTokenizer-{vocab_size}"
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataProblem(f"NullTokenizer reads ids separated by spaces, not {text[:40]!r}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(number) for number in ids)
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8; 256 ends a document."""
+
+    vocab_size = 257
+    eod = 256
+    pad = NO_TOKEN
+    fingerprint = "ByteTokenizer"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(number for number in ids if number < 256).decode(errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. Its end-of-sentence piece ends a document."""
+
+    def __init__(self, path: Path) -> None:
+        package = _package("sentencepiece")
+        content = _read(path)
+        self._processor = package.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+        except RuntimeError as error:
+            raise DataProblem(f"{path} is not a SentencePiece model ({error}); check --tokenizer-type") from error
+        self.fingerprint = _fingerprint("SentencePieceTokenizer", content)
+        self.vocab_size = self._processor.get_piece_size()
+        self.eod = self._find_end(path)
+        specials = (self._processor.bos_id(), self._processor.eos_id(), self._processor.unk_id(), self.eod)
+        self.pad = _unambiguous(self._processor.pad_id(), specials)
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(list(ids))
+
+    def _find_end(self, path: Path) -> int:
+        end = self._processor.eos_id()
+        if end >= 0:
+            return end
+        unknown = self._processor.unk_id()
+        for name in _END_NAMES:
+            if (found := self._processor.piece_to_id(name)) != unknown:
+                return found
+        raise _no_end(path)
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, or the folder that holds one; the folder's `tokenizer_config.json` names the special tokens.
+
+    Encoding adds the special tokens that the tokenizer itself adds, as in Megatron.
+    """
+
+    def __init__(self, path: Path) -> None:
+        package = _package("tokenizers")
+        file = path / "tokenizer.json" if path.is_dir() else path
+        content = _read(file)
+        model = _json(file, content).get("model")
+        if not isinstance(model, dict) or "vocab" not in model:
+            raise DataProblem(
+                f"{file} has no model with a vocabulary, so it is no tokenizer.json; check --tokenizer-type"
+            )
+        self._tokenizer = package.Tokenizer.from_str(content.decode())
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        beside = file.with_name("tokenizer_config.json")
+        config = _json(beside, _read(beside)) if beside.is_file() else {}
+        self.fingerprint = _fingerprint("HuggingFaceTokenizer", content, json.dumps(config, sort_keys=True).encode())
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.eod = self._find_end(file, config)
+        specials = [self._named(config, f"{name}_token") for name in ("bos", "eos", "unk", "sep", "cls")]
+        self.pad = _unambiguous(self._named(config, "pad_token"), (*specials, self.eod))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _named(self, config: dict[str, Any], key: str) -> int:
+        """Id of the token that tokenizer_config.json gives this role; a token is a string or {"content": string}."""
+        entry = config.get(key)
+        name = entry.get("content") if isinstance(entry, dict) else entry
+        found = None if name is None else self._tokenizer.token_to_id(name)
+        return NO_TOKEN if found is None else found
+
+    def _find_end(self, path: Path, config: dict[str, Any]) -> int:
+        for key in ("eos_token", "sep_token"):
+            if (end := self._named(config, key)) >= 0:
+                return end
+        for name in _END_NAMES:
+            if (found := self._tokenizer.token_to_id(name)) is not None:
+                return found
+        raise _no_end(path)
+
+
+class TikTokenizer:
+    """A JSON list of {rank, token_bytes (base64), token_str}, or a `.tiktoken` file of "base64 rank" lines.
+
+    The first `num_special_tokens` ids are special: <unk>, <s>, </s>, … and fillers; ranks follow after them.
+    `vocab_size` of the spec cuts the list of ranks.
+    """
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        assert spec.model is not None
+        package = _package("tiktoken")
+        content = _read(spec.model)
+        num_special = spec.num_special_tokens
+        ranks = _tiktoken_ranks(spec.model, content)
+        if spec.vocab_size is not None:
+            ranks = ranks[: max(0, spec.vocab_size - num_special)]
+        names = _tiktoken_specials(spec)
+        pattern = spec.tiktoken_pattern or "v2"
+        if pattern not in _TIKTOKEN_PATTERNS:
+            raise DataProblem(f"--tiktoken-pattern must be v1 or v2, not {pattern}")
+        self._encoding = package.Encoding(
+            name=spec.model.stem,
+            pat_str=_TIKTOKEN_PATTERNS[pattern],
+            mergeable_ranks={token: number + num_special for number, token in enumerate(ranks)},
+            special_tokens={name: number for number, name in enumerate(names)},
+        )
+        self.fingerprint = _fingerprint("TikTokenizer", content, repr((pattern, names, len(ranks))).encode())
+        self.vocab_size = num_special + len(ranks)
+        self.eod = names.index("</s>")
+        self.pad = names.index("<pad>")
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode(text, allowed_special="all")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+
+def _tiktoken_specials(spec: TokenizerSpec) -> list[str]:
+    names = list(spec.special_tokens or _TIKTOKEN_SPECIALS)
+    missing = [name for name in _TIKTOKEN_SPECIALS if name not in names]
+    if missing or len(set(names)) != len(names) or len(names) > spec.num_special_tokens:
+        raise DataProblem(
+            f"--tokenizer-special-tokens {' '.join(names)} must be different names, include "
+            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {spec.num_special_tokens}"
+        )
+    return names + [f"<SPECIAL_{number}>" for number in range(len(names), spec.num_special_tokens)]
+
+
+def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
+    """The bytes of every token, by rank."""
+    try:
+        if path.suffix == ".tiktoken":
+            pairs = [line.split() for line in content.splitlines() if line.strip()]
+            entries = [(int(rank), base64.b64decode(token, validate=True)) for token, rank in pairs]
+        else:
+            entries = [
+                (entry["rank"], base64.b64decode(entry["token_bytes"], validate=True)) for entry in json.loads(content)
+            ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataProblem(
+            f'{path} is neither a JSON list of {{rank, token_bytes, token_str}} nor lines of "base64 rank" '
+            f"({type(error).__name__}: {error}); check --tokenizer-type"
+        ) from error
+    entries.sort(key=lambda entry: entry[0])
+    tokens = [token for _, token in entries]
+    if [rank for rank, _ in entries] != list(range(len(entries))) or len(set(tokens)) != len(tokens):
+        raise DataProblem(f"{path}: ranks must be 0, 1, 2, … and every token different; the file is damaged")
+    return tokens
+
+
+def _package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"this tokenizer needs the package {name} ({error}); run pip install {name}"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataProblem(
+            f"cannot read tokenizer model {path}: {error.strerror}; give the file (or, for HuggingFaceTokenizer, the "
+            f"folder with tokenizer.json) as --tokenizer-model"
+        ) from error
+
+
+def _json(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise DataProblem(f"{path} is not JSON ({error}); check --tokenizer-type and --tokenizer-model") from error
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _fingerprint(kind: str, *contents: bytes) -> str:
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
+    return f"{kind}-{digest.hexdigest()[:16]}"
+
+
+def _unambiguous(pad: int, others: Sequence[int]) -> int:
+    """A pad id that is also another special token says nothing about padding."""
+    return NO_TOKEN if pad in others else pad
+
+
+def _no_end(path: Path) -> DataProblem:
+    return DataProblem(
+        f"tokenizer {path} has no token that ends a document (an end-of-sentence token, or one of "
+        f"{' '.join(_END_NAMES)}); add one, since --append-eod and --eod-mask-loss mean it"
+    )

@@ -1,0 +1,110 @@
+"""Makes a corpus of real text that every machine has: the standard library of this Python.
+
+    python tools/make_corpus.py --output-dir data/quickstart
+
+writes `corpus.jsonl`, one {"text": ...} per source or documentation file, and with --text also `corpus.txt`. Test
+packages are left out. The order depends on the file names only and is shuffled, so that any stretch of it is a fair
+sample.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, RunError
+
+TEXT_SEPARATOR = "<|endoftext|>"
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_SUFFIXES = frozenset({".py", ".rst", ".txt"})
+_LEAST_BYTES = 1_000_000
+"""A standard library with less text than this has no sources: it was stripped, or is a zip file."""
+
+
+def corpus_files(library: Path) -> list[Path]:
+    """Sources and documentation below `library`, in an order that depends on their relative paths alone."""
+    found = []
+    for folder, folders, files in os.walk(library):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        for name in files:
+            generated = name.startswith("_sysconfigdata")
+            if not generated and (Path(name).suffix in _SUFFIXES or name.startswith("LICENSE")):
+                found.append(Path(folder, name))
+    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file; Python sources by their own coding line. None when it is not text or is empty."""
+    content = path.read_bytes()
+    try:
+        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0] if path.suffix == ".py" else "utf-8"
+        text = content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError):
+        return None
+    return text if text.strip() else None
+
+
+def documents(library: Path) -> Iterator[str]:
+    """The text of every file of the corpus."""
+    for path in corpus_files(library):
+        text = read_text(path)
+        if text is not None:
+            yield text
+
+
+def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[Path, int]:
+    """Writes the corpus; returns the size of every file written, in bytes. A file appears whole or not at all."""
+    texts = list(documents(library))
+    size = sum(len(text.encode()) for text in texts)
+    if size < _LEAST_BYTES:
+        raise EnvironmentProblem(
+            f"the standard library at {library} has {size:,} bytes of text in {len(texts)} files, too few for a corpus; "
+            f"use a Python whose sources are installed, or bring a text of your own to tools/preprocess_data.py"
+        )
+    print(f"{len(texts):,} documents, {size / 1e6:.1f} MB of text from {library}")
+    contents = {"corpus.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts)}
+    if plain_text:
+        contents["corpus.txt"] = "".join(f"{text.rstrip()}\n{TEXT_SEPARATOR}\n" for text in texts)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    sizes = {}
+    for name, content in contents.items():
+        aside = output_dir / f"{name}.writing-{os.getpid()}"
+        try:
+            aside.write_text(content, encoding="utf-8")
+            os.replace(aside, output_dir / name)
+        finally:
+            aside.unlink(missing_ok=True)
+        sizes[output_dir / name] = len(content.encode())
+    return sizes
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder to write into; made when missing")
+    parser.add_argument("--text", action="store_true", help="write corpus.txt as well")
+    args = parser.parse_args(argv)
+    try:
+        sizes = write_corpus(Path(sysconfig.get_path("stdlib")), args.output_dir, plain_text=args.text)
+    except OSError as error:
+        print(
+            DataProblem(f"cannot write {args.output_dir}: {error.strerror}; choose another --output-dir"),
+            file=sys.stderr,
+        )
+        return DataProblem.code
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.code
+    for path, size in sizes.items():
+        print(f"{path}: {size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

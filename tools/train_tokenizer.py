@@ -1,0 +1,145 @@
+"""Trains a SentencePiece tokenizer.
+
+    python tools/train_tokenizer.py --input data/corpus.jsonl --vocab-size 4096 --output data/tokenizer.model
+
+The tokenizer loses nothing: white space stays as it is and characters without a piece of their own become bytes. Id 0 is
+<unk>, id 1 is <eod>, the end of a document. The same input gives the same model.
+"""
+
+import argparse
+import importlib
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_moe.data.textfiles import read_documents
+from megatron_moe.data.tokenizer import SentencePieceTokenizer
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, RunError
+
+_NUM_THREADS = 2
+"""Fixed, because the sums of the training depend on it."""
+_LONGEST_LINE = 4000
+"""In bytes: SentencePiece passes over longer lines."""
+_NUM_SPECIAL = 2 + 256
+"""<unk>, <eod> and the bytes."""
+
+
+def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
+    """Lines of the documents, evenly spread, of about `limit` bytes together."""
+    total = sum(len(text.encode()) for text in read_documents(paths, key))
+    if total == 0:
+        raise DataProblem(
+            f"{', '.join(map(str, paths))}: no text to train a tokenizer on; check --input and --json-key"
+        )
+    seen = taken = 0
+    for text in read_documents(paths, key):
+        for line in text.splitlines():
+            size = len(line.encode()) + 1
+            seen += size
+            # Take a line when the share taken so far falls behind the share wanted.
+            if size <= _LONGEST_LINE and taken * total <= seen * limit:
+                taken += size
+                yield line
+
+
+def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
+    """The serialised model. Raises `DataProblem` when the text does not give that many pieces."""
+    try:
+        sentencepiece = importlib.import_module("sentencepiece")
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"training needs the package sentencepiece ({error}); run pip install sentencepiece"
+        ) from error
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            unk_id=0,
+            eos_id=1,
+            eos_piece="<eod>",
+            bos_id=-1,
+            pad_id=-1,
+            num_threads=_NUM_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise DataProblem(
+            f"SentencePiece could not make {vocab_size} pieces of this text ({error}); "
+            f"use a smaller --vocab-size or more text"
+        ) from error
+    return model.getvalue()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes aside and renames."""
+    aside = path.with_name(f"{path.name}.writing-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    except OSError as error:
+        raise DataProblem(f"cannot write {path}: {error.strerror}; choose another --output") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def report(path: Path, text: str) -> str:
+    """One line on what the tokenizer does to `text`."""
+    tokenizer = SentencePieceTokenizer(path)
+    num_tokens = len(tokenizer.encode(text))
+    return f"{path}: {tokenizer.vocab_size} pieces, <eod> is {tokenizer.eod}, {len(text.encode()) / num_tokens:.2f} bytes per token"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL or plain text, also .gz and .zst")
+    parser.add_argument("--json-key", default="text", help="key of the text in JSONL (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="the model file to write")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="number of pieces (default: %(default)s)")
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(default: %(default)s)")
+    parser.add_argument(
+        "--sample-mb",
+        type=float,
+        default=4.0,
+        help="text to train on, evenly spread lines, in MB (default: %(default)s)",
+    )
+    args = parser.parse_args(argv)
+    if args.vocab_size <= _NUM_SPECIAL:
+        parser.error(f"--vocab-size {args.vocab_size} must be larger than {_NUM_SPECIAL}: <unk>, <eod> and 256 bytes")
+    if args.sample_mb <= 0:
+        parser.error(f"--sample-mb {args.sample_mb:g} must be larger than 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    args = parse(argv)
+    begin = time.perf_counter()
+    try:
+        model = train(
+            sample_lines(args.input, args.json_key, int(args.sample_mb * 1e6)), args.vocab_size, args.model_type
+        )
+        write(args.output, model)
+        first = next(read_documents(args.input, args.json_key))
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.code
+    print(f"{report(args.output, first)} (made in {time.perf_counter() - begin:.0f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
