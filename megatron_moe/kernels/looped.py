@@ -1,0 +1,39 @@
+"""Grouped products as a loop of plain ones, with whatever backend computes those."""
+
+from torch import Tensor
+
+from megatron_moe.kernels.bundle import OPS, Bundle, Choice
+from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.kernels.reference import plain, slices
+
+REASON = "loop over experts"
+
+
+def looped(kernels: Kernels) -> Bundle:
+    """The bundle with its grouped products made of its linear ones, expert by expert. Reads offsets on the host."""
+
+    def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+        out_RO = plain(rows).new_zeros(plain(rows).shape[0], plain(weight).shape[1])
+        for expert, held in enumerate(slices(offsets_e)):
+            out_RO[held] = kernels.linear_forward(_part(rows, held), _part(weight, expert), None)
+        return out_RO
+
+    def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+        out_RI = plain(grad).new_zeros(plain(grad).shape[0], plain(weight).shape[2])
+        for expert, held in enumerate(slices(offsets_e)):
+            out_RI[held] = kernels.linear_input_grad(_part(grad, held), _part(weight, expert))
+        return out_RI
+
+    def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+        for expert, held in enumerate(slices(offsets_e)):
+            kernels.linear_weight_grad(_part(grad, held), _part(rows, held), out[expert], accumulate)
+
+    loops = {f.__name__: f for f in (grouped_forward, grouped_input_grad, grouped_weight_grad)}
+    functions = {op: loops.get(op, getattr(kernels, op)) for op in OPS}
+    choices = tuple(Choice(op, "looped", REASON) for op in loops)
+    return Bundle.of(functions, choices)
+
+
+def _part(operand: Operand, held: slice | int) -> Operand:
+    """Some rows, or one matrix of a stack."""
+    return Operand(data=plain(operand)[held])

@@ -1,0 +1,108 @@
+"""The routed experts: one MLP each, over rows sorted by expert."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.kernels import autograd
+from megatron_moe.kernels.looped import looped
+from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.moe.dispatch.contract import Rows
+from megatron_moe.moe.permute import expert_of_rows
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.specs.moe import ExpertsSpec
+from megatron_moe.specs.params import ParamMeta
+
+
+class Experts(nn.Module):
+    """fc2_e(p * act(fc1_e(x))) for every row x with probability p of every expert e.
+
+    The probability stands before the second matrix, so that combining is a plain sum and the result of the second
+    matrix need not be kept for the backward (memory-efficient permutation); a bias of the second matrix is multiplied
+    by it. With `probs_on_input` it multiplies x instead, and nothing else.
+
+    All experts share two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2` [e, H, F], multiplied
+    as one grouped product or one by one. An expert without rows gets a gradient of zero.
+    """
+
+    def __init__(self, spec: ExpertsSpec, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kernels = kernels if spec.grouped else looped(kernels)
+        fan = spec.activation.fan
+        self.linear_fc1 = ExpertStack(
+            spec, spec.hidden_size, fan * spec.ffn_hidden_size, ctx, self.kernels, tp_dim=0, splits=fan
+        )
+        self.linear_fc2 = ExpertStack(
+            spec, spec.ffn_hidden_size, spec.hidden_size, ctx, self.kernels, tp_dim=1, init="output"
+        )
+
+    def forward(self, rows: Rows) -> Rows:
+        """Rows of tokens to rows of results; rows that hold nothing are undefined in the result."""
+        data_RH, probs_R, offsets_e = rows.data.data, rows.probs_R, rows.offsets_e
+        probs: Tensor | None = probs_R
+        if self.spec.probs_on_input:
+            data_RH, probs = _scale(data_RH, probs_R), None
+        ffn_RF = self.linear_fc1(data_RH, offsets_e)
+        act_RF = self.kernels.activation(ffn_RF, probs, self.spec.activation)
+        out_RH = self.linear_fc2(act_RF, offsets_e, probs)
+        return replace(rows, data=Operand(data=out_RH))
+
+
+class ExpertStack(nn.Module):
+    """One matrix per expert: y = x W_e^T + b_e with `weight` [e, outputs, inputs] and `bias` [e, outputs]."""
+
+    bias: Parameter | None
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        inputs: int,
+        outputs: int,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        *,
+        tp_dim: Literal[0, 1],
+        splits: int = 1,
+        init: Literal["normal", "output"] = "normal",
+    ) -> None:
+        """`splits`: number of parts of the outputs that tensor parallelism cuts one by one (gate and up)."""
+        super().__init__()
+        self.kernels = kernels
+        num = spec.num_experts
+        parts = (outputs // splits,) * splits if tp_dim == 0 else ()
+        weight_meta = ParamMeta(
+            role="matrix", grid="expert", init=init, fan_in=inputs, num_experts=num, tp_dim=tp_dim, splits=parts
+        )
+        self.weight = new_parameter((num, outputs, inputs), weight_meta, dtype=ctx.dtype, device=ctx.device)
+        self.bias = None
+        if spec.bias:
+            cut = 0 if tp_dim == 0 else None
+            bias_meta = ParamMeta(
+                role="bias", grid="expert", init="zeros", num_experts=num, tp_dim=cut, splits=parts, decay=False
+            )
+            self.bias = new_parameter((num, outputs), bias_meta, dtype=ctx.dtype, device=ctx.device)
+
+    def forward(self, rows_RI: Tensor, offsets_e: Tensor, probs_R: Tensor | None = None) -> Tensor:
+        """[R, I] -> [R, O]; `probs_R` multiplies the bias."""
+        out_RO = autograd.grouped_linear(self.kernels, rows_RI, self.weight, offsets_e)
+        if self.bias is None:
+            return out_RO
+        bias_RO = _bias_of_rows(self.bias, offsets_e, len(rows_RI))
+        return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)
+
+
+def _bias_of_rows(bias_eO: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
+    """[R, O] in the internal dtype, in which the gradient of a bias is then summed; 0 past the last offset."""
+    wide_eO = bias_eO.to(internal_dtype(bias_eO.dtype))
+    with_none = torch.cat([wide_eO, wide_eO.new_zeros(1, wide_eO.shape[1])])
+    return with_none.index_select(0, expert_of_rows(offsets_e, num_rows))
+
+
+def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+    """Rows times their probability, in the internal dtype."""
+    wide = internal_dtype(rows_RH.dtype)
+    return (rows_RH.to(wide) * probs_R.to(wide)[:, None]).to(rows_RH.dtype)

@@ -1,0 +1,99 @@
+"""The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.moe.dispatch.contract import Dispatcher, Routing, Rows
+from megatron_moe.moe.dispatch.local import LocalDispatcher
+from megatron_moe.moe.experts import Experts
+from megatron_moe.moe.latent import latent_projections
+from megatron_moe.moe.linear import Linear
+from megatron_moe.moe.router import Router
+from megatron_moe.moe.shared import SharedExperts
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.moe import MoESpec
+
+
+class MoELayer(nn.Module):
+    """A sparse feed-forward block: each token visits a few of many experts.
+
+    For the tokens x_t of a microbatch:
+
+    1. route    The router scores all experts for x_t, chooses K of them, and gives each choice a weight p. Choices
+                beyond an expert's capacity are dropped.
+    2. dispatch x_t (its latent projection, if there is one) is copied once per choice into rows sorted by expert, and p
+                goes with it.
+    3. compute  Every expert turns its rows into fc2(p * act(fc1(x))).
+    4. combine  The rows of a token are added up: sum over its choices of p * expert(x_t).
+    5. post     The latent projection is undone, and the shared experts' output of x_t is added.
+
+    Each is a method, and `forward` calls them in this order, so that a schedule can run them apart. Between dispatch
+    and combine all sizes are known to the host, and with the local dispatcher nothing waits for the device.
+    """
+
+    fc1_latent_proj: Linear | None
+    fc2_latent_proj: Linear | None
+    shared_experts: SharedExperts | None
+
+    def __init__(self, spec: MoESpec, layer: int, ctx: ParallelContext, kernels: Kernels) -> None:
+        """`layer` is the global index, under which metrics are reported."""
+        super().__init__()
+        hidden_size = spec.router.hidden_size
+        expert_width = spec.latent_size or hidden_size
+        assert spec.experts.hidden_size == expert_width, f"experts of width {spec.experts.hidden_size}: {expert_width}"
+        assert spec.experts.num_experts == spec.router.num_experts, f"{spec.router.num_experts} experts routed"
+        assert not spec.experts.probs_on_input or spec.router.topk == 1, "probabilities on the input need k = 1"
+        self.router = Router(spec.router, spec.capacity, layer, ctx, kernels)
+        self.experts = Experts(spec.experts, ctx, kernels)
+        self.shared_experts = None if spec.shared is None else SharedExperts(spec.shared, ctx, kernels)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if spec.latent_size is not None:
+            projections = latent_projections(hidden_size, spec.latent_size, ctx, kernels)
+            self.fc1_latent_proj, self.fc2_latent_proj = projections
+        self.dispatcher = make_dispatcher(spec, ctx, kernels)
+
+    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Tensor:
+        """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
+        routing = self.route(hidden_SBH, meta, given_ids_TK)
+        rows, ticket = self.dispatch(hidden_SBH, routing)
+        rows = self.compute(rows)
+        routed_TH = self.combine(rows, ticket)
+        return self.post(hidden_SBH, routed_TH)
+
+    def route(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
+        """Where each of the T = S * B tokens goes, t = s * B + b."""
+        routing: Routing = self.router(hidden_SBH, meta, given_ids_TK)
+        return routing
+
+    def dispatch(self, hidden_SBH: Tensor, routing: Routing) -> tuple[Rows, Any]:
+        """Takes tokens to their experts; the ticket is for `combine`."""
+        if self.fc1_latent_proj is not None:
+            hidden_SBH = self.fc1_latent_proj(hidden_SBH)
+        pending = self.dispatcher.start_dispatch(hidden_SBH.flatten(0, 1), routing)
+        return self.dispatcher.finish_dispatch(pending)
+
+    def compute(self, rows: Rows) -> Rows:
+        """Runs the experts."""
+        result: Rows = self.experts(rows)
+        return result
+
+    def combine(self, rows: Rows, ticket: Any) -> Tensor:
+        """[T, H], or [T, L] in a latent space: every token's sum."""
+        return self.dispatcher.finish_combine(self.dispatcher.start_combine(rows, ticket))
+
+    def post(self, hidden_SBH: Tensor, routed_TH: Tensor) -> Tensor:
+        """Back to [S, B, H], with the shared experts' output of `hidden_SBH` added."""
+        if self.fc2_latent_proj is not None:
+            routed_TH = self.fc2_latent_proj(routed_TH)
+        routed_SBH = routed_TH.view_as(hidden_SBH)
+        return routed_SBH if self.shared_experts is None else routed_SBH + self.shared_experts(hidden_SBH)
+
+
+def make_dispatcher(spec: MoESpec, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:
+    """The dispatcher of the spec. Over one rank every kind is the local one."""
+    num_ranks = ctx.group("etp_ep").size
+    assert num_ranks == 1, f"dispatcher '{spec.dispatcher}' over {num_ranks} ranks"
+    return LocalDispatcher(kernels)

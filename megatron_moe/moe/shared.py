@@ -1,0 +1,42 @@
+"""Shared experts: an ordinary gated MLP that every token visits (DeepSeekMoE, arXiv 2401.06066 section 3.2)."""
+
+from torch import Tensor, nn
+
+from megatron_moe.kernels import autograd
+from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.moe.linear import Linear
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.specs.moe import SharedExpertsSpec
+from megatron_moe.specs.params import ParamMeta
+
+
+class SharedExperts(nn.Module):
+    """fc2(act(fc1(x))), times sigmoid(x w^T) per token when gated (Qwen2-MoE).
+
+    Several shared experts are one MLP of their joint width. Parameters: `linear_fc1.weight` [F or 2F, H] with the
+    gate's rows first, `linear_fc2.weight` [H, F], and `gate_weight` [1, H].
+    """
+
+    gate_weight: Parameter | None
+
+    def __init__(self, spec: SharedExpertsSpec, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        assert not spec.mlp.bias, "shared experts have no biases"
+        self.activation = spec.mlp.activation
+        self.kernels = kernels
+        hidden, ffn, fan = spec.mlp.hidden_size, spec.mlp.ffn_hidden_size, spec.mlp.activation.fan
+        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, tp_dim=0, splits=(ffn,) * fan)
+        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, tp_dim=1, init="output")
+        self.gate_weight = None
+        if spec.gate:
+            meta = ParamMeta(role="gate", fan_in=hidden)
+            self.gate_weight = new_parameter((1, hidden), meta, dtype=ctx.dtype, device=ctx.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        out = self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.activation))
+        if self.gate_weight is None:
+            return out
+        logit = autograd.linear(self.kernels, hidden, self.gate_weight)
+        return (out * logit.to(internal_dtype(logit.dtype)).sigmoid()).to(out.dtype)
