@@ -1,0 +1,59 @@
+"""Routers and microbatch descriptions for tests of `megatron_moe/moe`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels import reference
+from megatron_moe.moe.router import Router
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.moe import CapacitySpec, RouterSpec
+
+HIDDEN, EXPERTS = 4, 8
+
+
+def make_router(
+    *,
+    seed: int = 1,
+    capacity: CapacitySpec | None = None,
+    ctx: ParallelContext | None = None,
+    layer: int = 3,
+    **fields: Any,
+) -> Router:
+    """A router of 8 experts, top-2 unless told otherwise, with random weights, in fp64 unless the context says so."""
+    fields = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **fields}
+    router = Router(RouterSpec(**fields), capacity, layer, ctx or ParallelContext.single(), reference.bundle())
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
+    return router
+
+
+def make_hidden(steps: int = 5, batch: int = 2, *, seed: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[S, B, H] random numbers that want a gradient."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(steps, batch, HIDDEN, generator=draw, dtype=torch.float64).to(dtype)
+    return hidden.requires_grad_()
+
+
+def make_meta(hidden_SBH: Tensor, **fields: Any) -> TokenMeta:
+    steps, batch, _ = hidden_SBH.shape
+    return TokenMeta(positions_BS=torch.arange(steps).expand(batch, steps), **fields)
+
+
+def sees_logits(**fields: Any) -> Router:
+    """A router whose logits are its input: the hidden size is the number of experts, the weight is the identity."""
+    num_experts = fields.get("num_experts", EXPERTS)
+    router = make_router(**{**fields, "hidden_size": num_experts})
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(num_experts))
+    return router
+
+
+def logits_as_hidden(logits: list[list[float]], batch: int = 1) -> Tensor:
+    """Logits [T, E] as the input [S, B, E] of a router that `sees_logits`, t = s * B + b."""
+    wide = torch.tensor(logits, dtype=torch.float64)
+    return wide.view(-1, batch, wide.shape[1]).requires_grad_()
