@@ -1,0 +1,204 @@
+"""Weights from a local Hugging Face folder: config.json beside safetensors files, one or many with an index.
+
+Everything is checked before the first number is copied: names, shapes, dtypes. Then one tensor at a time goes from the
+file into its parameter. Pickled files (.bin) are not read and no code of the folder is run.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from megatron_moe.checkpoint import names
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.model import ModelSpec
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_SHARED_COPIES = frozenset(("embed_tokens.weight", "shared_head.head.weight"))
+"""Multi-token prediction layers repeat the embedding and the head, which are shared."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder. Raises CheckpointProblem when it is missing or not JSON."""
+    config = _read_json(folder / "config.json")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointProblem(
+            f"{folder} holds weights quantised by {method}; convert them to bf16 first (save them dequantised)."
+        )
+    return config
+
+
+@torch.no_grad()
+def load_hf(folder: Path, model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Fills every parameter and expert bias of `model`, whose spec is `spec`, from the folder.
+
+    Returns notes worth showing: where `spec` differs from the folder's config in what the weights mean, and what was
+    left out. Raises CheckpointProblem, before anything is changed, with the full list of tensors that are missing,
+    left over, of another shape or not floating point.
+    """
+    config = read_config(folder)
+    published = model_spec_from_hf(config, mtp=spec.mtp is not None)
+    targets = _targets(model)
+    counterparts, unknown = names.map_names(config["model_type"], targets, spec, published)
+    with ExitStack() as stack:
+        source = _Source(folder, stack)
+        wanted = {name for counterpart in counterparts for name in counterpart.theirs}
+        ignored = [name for name in source.names() if name not in wanted and _ignorable(name, spec, published)]
+        problems = _vocabulary_problems(spec, published)
+        problems += [f"no counterpart: {name}" for name in unknown]
+        problems += [f"missing: {name}" for name in sorted(wanted - source.names())]
+        problems += [f"left over: {name}" for name in sorted(source.names() - wanted - set(ignored))]
+        problems += _misshaped(counterparts, targets, source)
+        if problems:
+            raise CheckpointProblem(
+                f"{folder} does not fit this model ({len(problems)} problems); compare the model flags with its "
+                "config.json:\n  " + "\n  ".join(problems)
+            )
+        for counterpart in counterparts:
+            tensors = [source.tensor(name) for name in counterpart.theirs]
+            _slice(targets, counterpart).copy_(counterpart.transform.to_ours(tensors))
+    return _notes(spec, published, ignored)
+
+
+def hf_tensors(model: nn.Module, spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors by Hugging Face name, one at a time: what `load_hf` reads. Detached views or copies in the
+    model's dtype."""
+    published = model_spec_from_hf(config, mtp=spec.mtp is not None)
+    targets = _targets(model)
+    counterparts, unknown = names.map_names(config["model_type"], targets, spec, published)
+    if unknown:
+        raise CheckpointProblem(
+            f"Model type {config['model_type']} has no place for {', '.join(unknown)}; export another model type."
+        )
+    for counterpart in counterparts:
+        yield from zip(counterpart.theirs, counterpart.transform.to_theirs(_slice(targets, counterpart)), strict=True)
+
+
+class _Source:
+    """The tensors of a folder by name, each read when asked for."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._files: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
+            self._files.update((name, handle) for name in handle.keys())
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        return str(self._files[name].get_slice(name).get_dtype())
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the index names, or the single file."""
+    if (folder / _INDEX).is_file():
+        files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+        absent = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
+        if absent or not files:
+            listed = ", ".join(absent) or "no file at all"
+            raise CheckpointProblem(
+                f"{folder / _INDEX} names {listed}, not found beside it; download the folder again."
+            )
+        return [folder / name for name in files]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    remedy = "only pickled .bin weights, which are not read for safety; convert them to safetensors"
+    state = remedy if any(folder.glob("*.bin")) else f"neither {_SINGLE} nor {_INDEX}; download the folder again"
+    raise CheckpointProblem(f"{folder} has {state}.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointProblem(f"{path} does not exist; give a local folder as written by save_pretrained.") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointProblem(
+            f"{path} holds a {type(content).__name__} where an object is expected; download it again."
+        )
+    return content
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and the expert biases among the buffers. Other buffers are state of the training, not weights."""
+    targets: dict[str, Tensor] = dict(model.named_parameters())
+    targets.update((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
+    return targets
+
+
+def _slice(targets: Mapping[str, Tensor], counterpart: names.Counterpart) -> Tensor:
+    target = targets[counterpart.ours].detach()
+    return target if counterpart.expert is None else target[counterpart.expert]
+
+
+def _vocabulary_problems(spec: ModelSpec, published: ModelSpec) -> list[str]:
+    if published.vocab_size <= spec.vocab_size:
+        return []
+    return [f"vocabulary: {published.vocab_size} words do not fit in the model's {spec.vocab_size} rows"]
+
+
+def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, Tensor], source: _Source) -> list[str]:
+    """Tensors that are there but do not make up the parameter. Shapes go through the transforms on the meta device."""
+    problems = []
+    for counterpart in counterparts:
+        if not source.names().issuperset(counterpart.theirs):
+            continue
+        odd = [f"{name} is {source.dtype(name)}" for name in counterpart.theirs if source.dtype(name) not in _FLOATS]
+        problems += [f"not a plain floating-point tensor: {each}" for each in odd]
+        shapes = [source.shape(name) for name in counterpart.theirs]
+        try:
+            made = tuple(counterpart.transform.to_ours([torch.empty(shape, device="meta") for shape in shapes]).shape)
+        except RuntimeError:
+            made = None
+        expected = tuple(_slice(targets, counterpart).shape)
+        if made != expected:
+            listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(counterpart.theirs, shapes, strict=True))
+            problems.append(f"another shape: {counterpart.ours} {list(expected)} from {listed}")
+    return problems
+
+
+def _ignorable(name: str, spec: ModelSpec, published: ModelSpec) -> bool:
+    """Tensors without a parameter of ours that change nothing: derived, repeated, or of a training objective not used."""
+    if _ROTARY_BUFFER.fullmatch(name):
+        return True
+    if name == "lm_head.weight":
+        return published.tied_embeddings
+    match = _LAYER.fullmatch(name)
+    if match is None or int(match[1]) < len(published.layers):
+        return False
+    return spec.mtp is None or match[2] in _SHARED_COPIES
+
+
+def _notes(spec: ModelSpec, published: ModelSpec, ignored: Sequence[str]) -> list[str]:
+    notes = [f"differs from the published model: {line}" for line in differences(spec, published)]
+    if ignored:
+        notes.append(f"{len(ignored)} tensors not used: {', '.join(ignored[:3])}{' …' if len(ignored) > 3 else ''}")
+    padding = spec.vocab_size - published.vocab_size
+    if padding:
+        notes.append(f"{padding} padding rows of the vocabulary start at zero")
+    return notes

@@ -1,0 +1,302 @@
+"""Our parameter names and layouts <-> those of Hugging Face, as data.
+
+A rule names one parameter of a layer (or of the model's ends), the tensors it consists of on the other side, and the
+transform between the two. Which rules apply follows from the parameters that a model has: nothing here knows families
+beyond their tables, and every rule works in both directions.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_moe.specs.attention import AttentionSpec
+from megatron_moe.specs.model import LayerSpec, ModelSpec
+from megatron_moe.specs.moe import MoESpec
+
+
+class Transform(Protocol):
+    """Between one tensor of ours and the tensors it consists of. `to_theirs` undoes `to_ours` exactly."""
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor: ...
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The same tensor under another name."""
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        return theirs[0]
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return [ours]
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """gate [F, ...] and up [F, ...] <-> [2F, ...], gate rows first."""
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(theirs))
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return list(ours.chunk(2))
+
+
+@dataclass(frozen=True)
+class QueryKeyValue:
+    """q [N D, ...], k [G D, ...], v [G D, ...] <-> rows grouped by query group: its q heads, its k, its v."""
+
+    num_groups: int
+    heads_per_group: int
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        parts = [part.reshape(self.num_groups, -1, *part.shape[1:]) for part in theirs]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        groups = ours.reshape(self.num_groups, self.heads_per_group + 2, -1, *ours.shape[1:])
+        q, k, v = groups.split([self.heads_per_group, 1, 1], dim=1)
+        return [part.flatten(0, 2) for part in (q, k, v)]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Stacks of matrices [E, I, O] <-> [E, O, I]."""
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        return theirs[0].transpose(1, 2)
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return [ours.transpose(1, 2)]
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """GPT-OSS: gate and up alternate along the last dim, and weights are transposed besides. Weights [E, H, 2F] <->
+    [E, 2F, H], biases [E, 2F] <-> [E, 2F], with the gate half first on our side."""
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        halves = torch.cat([theirs[0][..., 0::2], theirs[0][..., 1::2]], dim=-1)
+        return halves.transpose(1, 2) if halves.dim() == 3 else halves
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        halves = ours.transpose(1, 2) if ours.dim() == 3 else ours
+        return [torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)]
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """The true vocabulary <-> our table with padding rows at its end, which are zero."""
+
+    true_rows: int
+    padded_rows: int
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        table = theirs[0]
+        return torch.cat([table, table.new_zeros(self.padded_rows - self.true_rows, *table.shape[1:])])
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return [ours[: self.true_rows]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter of a layer. `{e}` in `theirs` is the expert: then the transform works on one expert's slice of our
+    stack. `transform` None stands for the interleaving of q, k and v, whose sizes come from the model."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform | None = Copy()
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """One parameter, or one expert's slice of it, and the tensors it consists of on the other side."""
+
+    ours: str
+    expert: int | None
+    theirs: tuple[str, ...]
+    transform: Transform
+
+
+def _same(suffixes: Iterable[str], ours: str, *theirs: str, transform: Transform | None = Copy()) -> tuple[Rule, ...]:
+    """The same rule for weight and bias."""
+    return tuple(Rule(f"{ours}.{s}", tuple(f"{name}.{s}" for name in theirs), transform) for s in suffixes)
+
+
+_BOTH = ("weight", "bias")
+
+_NORMS = (
+    Rule("input_layernorm.weight", ("input_layernorm.weight",)),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+)
+
+_GROUPED_QUERY = (
+    *_same(_BOTH, "self_attention.linear_qkv", *(f"self_attn.{part}_proj" for part in "qkv"), transform=None),
+    *_same(_BOTH, "self_attention.linear_proj", "self_attn.o_proj"),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+    Rule("self_attention.sinks", ("self_attn.sinks",)),
+)
+
+_LATENT = (
+    Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",)),
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",)),
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",)),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+)
+
+
+def _mlp(ours: str, theirs: str) -> tuple[Rule, ...]:
+    gate, up, down = (f"{theirs}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return (
+        Rule(f"{ours}.linear_fc1.weight", (gate, up), GateUp()),
+        Rule(f"{ours}.linear_fc2.weight", (down,)),
+    )
+
+
+_DENSE = _mlp("mlp", "mlp")
+_EXPERTS = (Rule("mlp.router.weight", ("mlp.gate.weight",)), *_mlp("mlp.experts", "mlp.experts.{e}"))
+_SHARED_AND_BIAS = (
+    *_mlp("mlp.shared_experts", "mlp.shared_experts"),
+    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
+)
+
+_MIXTRAL = (
+    *_NORMS,
+    *_GROUPED_QUERY,
+    Rule("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
+    Rule(
+        "mlp.experts.linear_fc1.weight",
+        ("block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"),
+        GateUp(),
+    ),
+    Rule("mlp.experts.linear_fc2.weight", ("block_sparse_moe.experts.{e}.w2.weight",)),
+)
+_QWEN_AND_OLMOE = (
+    *_NORMS,
+    *_GROUPED_QUERY,
+    *_DENSE,
+    *_EXPERTS,
+    *_mlp("mlp.shared_experts", "mlp.shared_expert"),
+    Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
+)
+_GLM = (*_NORMS, *_GROUPED_QUERY, *_DENSE, *_EXPERTS, *_SHARED_AND_BIAS)
+_DEEPSEEK = (*_NORMS, *_LATENT, *_DENSE, *_EXPERTS, *_SHARED_AND_BIAS)
+_GPT_OSS = (
+    *_NORMS,
+    *_GROUPED_QUERY,
+    *_same(_BOTH, "mlp.router", "mlp.router"),
+    Rule("mlp.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",), Alternating()),
+    Rule("mlp.experts.linear_fc1.bias", ("mlp.experts.gate_up_proj_bias",), Alternating()),
+    Rule("mlp.experts.linear_fc2.weight", ("mlp.experts.down_proj",), Transposed()),
+    Rule("mlp.experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",)),
+)
+
+_LAYERS = (
+    ("mixtral", _MIXTRAL),
+    ("qwen2_moe", _QWEN_AND_OLMOE),
+    ("qwen3_moe", _QWEN_AND_OLMOE),
+    ("olmoe", _QWEN_AND_OLMOE),
+    ("gpt_oss", _GPT_OSS),
+    ("glm4_moe", _GLM),
+    ("deepseek_v2", _DEEPSEEK),
+    ("deepseek_v3", _DEEPSEEK),
+    ("kimi_k2", _DEEPSEEK),
+)
+"""Rules of one layer by `model_type` of config.json."""
+
+_ENDS = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Rule("output_layer.weight", ("lm_head.weight",)),
+)
+_VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
+
+_MTP = (
+    Rule("enorm.weight", ("enorm.weight",)),
+    Rule("hnorm.weight", ("hnorm.weight",)),
+    Rule("eh_proj.weight", ("eh_proj.weight",)),
+    Rule("final_layernorm.weight", ("shared_head.norm.weight",)),
+)
+"""Of one depth of multi-token prediction beside its layer (DeepSeek-V3, GLM-4.5): their layer `num_layers + depth`."""
+
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")
+_MTP_NAME = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+
+
+def map_names(
+    model_type: str, ours: Iterable[str], model: ModelSpec, published: ModelSpec
+) -> tuple[list[Counterpart], list[str]]:
+    """Where each of our parameters and buffers comes from, and the names that have no counterpart.
+
+    `model` is the spec of the model that has the names; `published` the spec of the folder, whose vocabulary is not
+    padded.
+    """
+    rules = next(table for name, table in _LAYERS if name == model_type)
+    by_suffix = {rule.ours: rule for rule in rules}
+    counterparts: list[Counterpart] = []
+    unknown: list[str] = []
+    for name in ours:
+        found = _find(name, by_suffix, len(published.layers))
+        if found is None:
+            unknown.append(name)
+        else:
+            counterparts += _expand(name, *found, model, published)
+    return counterparts, unknown
+
+
+def _find(name: str, layer_rules: dict[str, Rule], num_layers: int) -> tuple[Rule, str, int] | None:
+    """The rule of a name, the prefix of its counterparts, and the layer it stands for."""
+    for pattern, rules, offset in (
+        (_LAYER_NAME, layer_rules, 0),
+        (_MTP_LAYER_NAME, layer_rules, num_layers),
+        (_MTP_NAME, {rule.ours: rule for rule in _MTP}, num_layers),
+    ):
+        match = pattern.fullmatch(name)
+        if match and match[2] in rules:
+            layer = int(match[1]) + offset
+            return rules[match[2]], f"model.layers.{layer}.", layer
+    ends = {rule.ours: rule for rule in _ENDS}
+    return (ends[name], "", 0) if name in ends else None
+
+
+def _expand(name: str, rule: Rule, prefix: str, layer: int, model: ModelSpec, published: ModelSpec) -> list[Counterpart]:
+    transform = rule.transform or _query_key_value(model, layer)
+    if name in _VOCABULARY:
+        transform = PaddedRows(published.vocab_size, model.vocab_size)
+    whole = Counterpart(name, None, tuple(prefix + part for part in rule.theirs), transform)
+    if "{e}" not in rule.theirs[0]:
+        return [whole]
+    return [
+        replace(whole, expert=expert, theirs=tuple(part.replace("{e}", str(expert)) for part in whole.theirs))
+        for expert in range(_num_experts(model, layer))
+    ]
+
+
+def _query_key_value(model: ModelSpec, layer: int) -> QueryKeyValue:
+    mixer = _layer(model, layer).mixer
+    assert isinstance(mixer, AttentionSpec), f"layer {layer} has no q, k and v: {mixer}"
+    return QueryKeyValue(mixer.num_query_groups, mixer.num_heads // mixer.num_query_groups)
+
+
+def _num_experts(model: ModelSpec, layer: int) -> int:
+    feed_forward = _layer(model, layer).feed_forward
+    assert isinstance(feed_forward, MoESpec), f"layer {layer} has no experts: {feed_forward}"
+    return feed_forward.experts.num_experts
+
+
+def _layer(model: ModelSpec, layer: int) -> LayerSpec:
+    """Layers past the last are those of multi-token prediction, which are like it."""
+    return model.layers[min(layer, len(model.layers) - 1)]

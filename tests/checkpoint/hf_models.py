@@ -1,0 +1,250 @@
+"""Tiny random models of every family we read, made with transformers from config classes alone (no download).
+
+Weights have unit gain (std 1 / sqrt(fan-in)), norms, biases and router biases are random: with the usual 0.02 the MoE
+output is so small that mistakes in it stay below single precision.
+
+How transformers is asked to compute, so that it can be an oracle in fp32:
+- attention "eager": the other implementations leave out the sinks of GPT-OSS or sum in another order;
+- experts "eager": the loop over experts; the grouped one may pad and sum in another order;
+- `output_router_logits` off, or the loss would contain the family's auxiliary loss;
+- no cache, no dropout, `eval()`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCAB = 61
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MLA: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    # Other than 1e-6, which transformers uses for the norms of compressed q and kv whatever this says.
+    "rms_norm_eps": 1e-4,
+}
+# The base is small for these few pairs of dims to turn between beta_slow and beta_fast times in the original context.
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}
+
+
+def configs() -> dict[str, transformers.PretrainedConfig]:
+    """One or more configurations of every family, by a name for test ids."""
+    return {
+        "mixtral": transformers.MixtralConfig(
+            **{**_COMMON, "num_experts_per_tok": 2},
+            num_key_value_heads=2,
+            num_local_experts=4,
+            intermediate_size=24,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        "mixtral with a window": transformers.MixtralConfig(
+            **{**_COMMON, "num_experts_per_tok": 2},
+            num_key_value_heads=2,
+            head_dim=12,
+            num_local_experts=4,
+            intermediate_size=24,
+            sliding_window=5,
+        ),
+        "qwen2_moe": transformers.Qwen2MoeConfig(
+            **{**_COMMON, "num_hidden_layers": 3},
+            num_key_value_heads=2,
+            num_experts=8,
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=20,
+            norm_topk_prob=False,
+            mlp_only_layers=[1],
+        ),
+        "qwen3_moe": transformers.Qwen3MoeConfig(
+            **_COMMON,
+            num_key_value_heads=1,
+            head_dim=16,
+            num_experts=8,
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+        ),
+        "qwen3_moe tied, linear rope": transformers.Qwen3MoeConfig(
+            **{**_COMMON, "tie_word_embeddings": True},
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=8,
+            moe_intermediate_size=12,
+            norm_topk_prob=False,
+            attention_bias=True,
+            rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+        ),
+        "olmoe": transformers.OlmoeConfig(
+            **_COMMON, num_key_value_heads=2, num_experts=8, intermediate_size=12, norm_topk_prob=False
+        ),
+        "olmoe, llama3 rope": transformers.OlmoeConfig(
+            **_COMMON,
+            num_key_value_heads=4,
+            num_experts=8,
+            intermediate_size=12,
+            norm_topk_prob=True,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        # The same factor on cos and sin as 0.1 ln(factor) + 1 would not do: mscale / mscale_all_dim decides, and
+        # mscale_all_dim enters the softmax scale (versions before 5 left that out for V2).
+        "deepseek_v2 lite, yarn": transformers.DeepseekV2Config(
+            **{**_COMMON, **_MLA},
+            q_lora_rank=None,
+            topk_method="greedy",
+            rope_parameters={**_YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
+        ),
+        "deepseek_v2 with q latent": transformers.DeepseekV2Config(
+            **{**_COMMON, **_MLA}, q_lora_rank=16, routed_scaling_factor=4.0
+        ),
+        # Only when group_topk equals topk does the best expert alone score a group in our (Megatron's) rule as well.
+        "deepseek_v2, groups": transformers.DeepseekV2Config(
+            **{**_COMMON, **_MLA, "num_experts_per_tok": 2},
+            q_lora_rank=16,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+        ),
+        "deepseek_v3, yarn": transformers.DeepseekV3Config(
+            **{**_COMMON, **_MLA, "num_experts_per_tok": 4},
+            q_lora_rank=16,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        # mscale alone is ignored by transformers: the concentration is 0.1 ln(factor) + 1.
+        "deepseek_v3, no groups, half-split rope": transformers.DeepseekV3Config(
+            **{**_COMMON, **_MLA},
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            rope_interleave=False,
+            rope_parameters={**_YARN, "mscale": 2.0},
+        ),
+        "gpt_oss, yarn": transformers.GptOssConfig(
+            **_COMMON,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=8,
+            intermediate_size=12,
+            sliding_window=5,
+            # So that the clamp bites at all.
+            swiglu_limit=1.5,
+            rope_parameters={**_YARN, "truncate": False},
+        ),
+        "glm4_moe": transformers.Glm4MoeConfig(
+            **{**_COMMON, "num_hidden_layers": 3},
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        ),
+        "glm4_moe air": transformers.Glm4MoeConfig(
+            **_COMMON,
+            num_key_value_heads=4,
+            head_dim=8,
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            use_qk_norm=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+    }
+
+
+def hf_model(config: transformers.PretrainedConfig, seed: int = 7) -> transformers.PreTrainedModel:
+    """The model in fp32 with unit-gain weights."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    fill(model, seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" in name:
+            continue
+        mean, std = _distribution(name, tensor, isinstance(model, transformers.GptOssForCausalLM))
+        tensor.copy_(mean + std * torch.randn(tensor.shape, generator=generator))
+
+
+def _distribution(name: str, tensor: Tensor, transposed_experts: bool) -> tuple[float, float]:
+    if tensor.dim() == 1 and "norm" in name:
+        return 1.0, 0.1
+    if name.endswith("bias"):
+        return 0.0, 0.1
+    if "embed_tokens" in name or name.endswith("sinks"):
+        return 0.0, 1.0
+    # GPT-OSS keeps its expert matrices as [experts, inputs, outputs], everybody else inputs last.
+    inputs = 1 if transposed_experts and tensor.dim() == 3 else -1
+    return 0.0, float(tensor.shape[inputs]) ** -0.5
+
+
+def saved(model: transformers.PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def saved_gradients(model: transformers.PreTrainedModel, folder: Path) -> Path:
+    """The gradients in the files and under the names that the weights would have: the same rules then read them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    return saved(model, folder)
+
+
+def tokens(batch: int = 2, length: int = 24) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,130 @@
+"""Our model against the transformers model with the same weights: fp32 logits at all positions, and the gradient of the
+mean cross-entropy for every parameter.
+
+The bar is relative to the largest value of each tensor. What transformers does in its own way, and what follows for
+our specs, is told beside the configurations in hf_models.py and in specs/families.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from megatron_moe.checkpoint.huggingface import load_hf, read_config
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels.reference import bundle
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.model import ModelSpec
+from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved, saved_gradients, tokens
+from tests.tolerances import EXACT, FP32_MODEL
+
+CONFIGS = configs()
+
+
+def ours(spec: ModelSpec, folder: Path) -> GPT:
+    model = GPT(spec, ParallelContext.single(dtype=torch.float32), bundle())
+    load_hf(folder, model, spec)
+    return model
+
+
+def our_logits(model: GPT, tokens_BS: Tensor) -> Tensor:
+    """[B, S, V]"""
+    positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    return model.logits(tokens_BS, TokenMeta(positions_BS=positions_BS)).transpose(0, 1)
+
+
+def mean_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
+    """Of predicting the next token."""
+    return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
+
+
+def spec_of(config: transformers.PretrainedConfig, folder: Path) -> tuple[transformers.PreTrainedModel, ModelSpec]:
+    """The transformers model, written to the folder, and the spec read from there."""
+    published = hf_model(config)
+    saved(published, folder)
+    return published, model_spec_from_hf(read_config(folder))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path):
+    published, spec = spec_of(CONFIGS[name], tmp_path / "weights")
+    model = ours(spec, tmp_path / "weights")
+    tokens_BS = tokens()
+
+    expected, actual = published(tokens_BS).logits, our_logits(model, tokens_BS)
+    FP32_MODEL.check(actual, expected, "logits")
+
+    mean_loss(expected, tokens_BS).backward()
+    mean_loss(actual, tokens_BS).backward()
+    gradients = ours(spec, saved_gradients(published, tmp_path / "gradients"))
+    FP32_MODEL.check_all(
+        {parameter: value.grad for parameter, value in model.named_parameters()},
+        {parameter: value.detach() for parameter, value in gradients.named_parameters()},
+        "gradients",
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3, yarn", "gpt_oss, yarn"])
+def test_every_expert_and_every_parameter_takes_part_in_the_comparison(name: str, tmp_path: Path):
+    _, spec = spec_of(CONFIGS[name], tmp_path)
+    model, tokens_BS = ours(spec, tmp_path), tokens()
+    mean_loss(our_logits(model, tokens_BS), tokens_BS).backward()
+    for parameter, value in model.named_parameters():
+        per_expert = value.grad.flatten(1) if value.meta.num_experts else value.grad.reshape(1, -1)
+        assert per_expert.abs().amax(dim=1).min() > 1e-5, parameter
+
+
+def deep_replace(spec: Any, path: str, value: Any) -> Any:
+    head, _, rest = path.partition(".")
+    return replace(spec, **{head: deep_replace(getattr(spec, head), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize(
+    "name, field, value",
+    [
+        ("mixtral", "norm.eps", 1e-3),
+        ("mixtral", "mixer.rope.base", 10000.0),
+        ("mixtral with a window", "mixer.core.window", (5, 0)),
+        ("qwen2_moe", "feed_forward.router.pre_softmax", False),
+        ("qwen3_moe", "mixer.norm.eps", 1e-3),
+        ("olmoe, llama3 rope", "mixer.rope.low_freq_factor", 2.0),
+        ("deepseek_v2 lite, yarn", "mixer.rope.mscale", 1.0),
+        ("deepseek_v2 lite, yarn", "mixer.core.softmax_scale", 16**-0.5),
+        ("deepseek_v2 with q latent", "mixer.norm.eps", 1e-4),
+        ("deepseek_v3, yarn", "mixer.rope.interleaved", False),
+        ("deepseek_v3, yarn", "mixer.rope.beta_fast", 32.0),
+        ("deepseek_v3, yarn", "feed_forward.router.expert_bias", False),
+        ("deepseek_v3, yarn", "feed_forward.router.num_groups", 2),
+        ("deepseek_v3, yarn", "feed_forward.router.scaling_factor", None),
+        ("gpt_oss, yarn", "mixer.rope.truncate", True),
+        ("gpt_oss, yarn", "mixer.rope.concentration", 1.0),
+        ("gpt_oss, yarn", "feed_forward.experts.activation.clamp", None),
+        ("gpt_oss, yarn", "feed_forward.experts.activation.linear_offset", 0.0),
+        ("glm4_moe", "mixer.rope.dim", 16),
+    ],
+)
+def test_a_spec_that_is_wrong_in_one_field_of_one_layer_does_not_agree(
+    name: str, field: str, value: Any, tmp_path: Path
+):
+    """The comparison can fail: each of these mistakes moves the logits past the bar."""
+    published, spec = spec_of(CONFIGS[name], tmp_path)
+    wrong = replace(spec, layers=(*spec.layers[:-1], deep_replace(spec.layers[-1], field, value)))
+    model = GPT(wrong, ParallelContext.single(dtype=torch.float32), bundle())
+    right = dict(ours(spec, tmp_path).state_dict())
+    model.load_state_dict({key: right[key] for key in model.state_dict()})
+    expected = published(tokens()).logits
+    assert FP32_MODEL.problem(our_logits(model, tokens()), expected, "logits") is not None
+
+
+def test_padding_the_vocabulary_leaves_the_logits_of_true_words_as_they_are(tmp_path: Path):
+    published, spec = spec_of(CONFIGS["mixtral"], tmp_path)
+    padded = our_logits(ours(replace(spec, vocab_size=96), tmp_path), tokens())
+    FP32_MODEL.check(padded[..., :VOCAB], published(tokens()).logits, "logits")
+    EXACT.check(padded[..., VOCAB:], torch.zeros(2, 24, 96 - VOCAB), "logits of padding rows")
