@@ -1,7 +1,7 @@
 """Averages over the steps between two reports, from host numbers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Protocol
 
@@ -53,13 +53,16 @@ class Interval:
         self,
         *,
         consumed_samples: int,
-        flops_per_step: float,
+        flops_of: Callable[[int], float],
         metrics: Mapping[str, Metric],
         num_zeros: int | None = None,
         params_norm: float | None = None,
         when: datetime | None = None,
     ) -> StepReport:
-        """The report of all readings since the last one; starts anew. At least one reading is needed."""
+        """The report of all readings since the last one; starts anew. At least one reading is needed.
+
+        `flops_of`: FLOPs of a step, given its number of sequences.
+        """
         readings, self._readings = self._readings, []
         assert readings, "a report needs at least one step"
         applied = [reading.loss for reading in readings if reading.proceed]
@@ -83,6 +86,6 @@ class Interval:
             skipped_iterations=len(readings) - len(applied),
             nan_iterations=sum(not math.isfinite(reading.loss) for reading in readings),
             world_size=self.world_size,
-            flops_per_step=flops_per_step,
+            flops_per_step=flops_of(last.num_samples),
             peak_flops=self.peak_flops,
         )

@@ -183,6 +183,13 @@ def validation_lines(report: ValidationReport) -> list[str]:
     return [ruler, line, ruler]
 
 
+def short_validation_line(report: ValidationReport) -> str:
+    """The same for people."""
+    place = " ".join(word for word in (report.where or f"on {report.split} set", report.data_set) if word)
+    losses = ", ".join(f"{name} {value:.4f} (ppl {perplexity(value):.2f})" for name, value in report.losses.items())
+    return f"{report.iteration} {place}: {losses}"
+
+
 def arguments_dump(values: Mapping[str, object]) -> list[str]:
     """Megatron's list of arguments, sorted by name."""
     rows = [f"  {name} {'.' * (_DUMP_COLUMNS - len(name))} {value}" for name, value in sorted(values.items())]

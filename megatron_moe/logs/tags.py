@@ -9,7 +9,7 @@ from megatron_moe.specs.train import LoggingSpec
 
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
 TIMER_TAGS = ("iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu")
-NO_SAMPLES_VARIANT = ("batch-size", "skipped-train-samples", *MEMORY_TAGS)
+_ONLY_BY_ITERATION = ("mem-", "moe/", "throughput", "tokens-per-second-per-gpu", "mfu", "skipped-train-samples")
 
 
 def step_tags(report: StepReport) -> dict[str, float]:
@@ -71,6 +71,11 @@ def wanted_tags(tags: Mapping[str, float], spec: LoggingSpec) -> dict[str, float
     }
 
 
+def has_samples_variant(tag: str) -> bool:
+    """The tag is also drawn over consumed samples, as `{tag} vs samples`."""
+    return not tag.startswith(_ONLY_BY_ITERATION)
+
+
 def step_record(report: StepReport) -> dict[str, Any]:
     """The line of metrics.jsonl: all tags, layers and per-expert vectors included."""
     return {
@@ -83,3 +88,8 @@ def step_record(report: StepReport) -> dict[str, Any]:
         "nan-iterations": report.nan_iterations,
         **layer_tags(report.metrics),
     }
+
+
+def validation_record(report: ValidationReport) -> dict[str, Any]:
+    """The line of metrics.jsonl for a validation."""
+    return {"iteration": report.iteration, "samples": report.consumed_samples, **validation_tags(report)}

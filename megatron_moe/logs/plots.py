@@ -1,0 +1,141 @@
+"""plots/loss.png and plots/expert_load.png, drawn from metrics.jsonl."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.logs.metrics import Record, read_metrics
+
+_TRAIN, _VALIDATION, _INK, _GRID = "#2f6db3", "#d1603d", "#333333", "#dddddd"
+_LAYER_LOAD = re.compile(r"moe/tokens_per_expert_layer_(\d+)$")
+_MOST_LABELLED_CELLS = 160
+_END_OF_SCALE = 4.0
+
+
+def draw_plots(run_folder: Path) -> list[Path]:
+    """Draws what the run's metrics allow; the files drawn. Raises OSError when they cannot be read or written."""
+    path = run_folder / "metrics.jsonl"
+    records = read_metrics(path) if path.exists() else []
+    folder = run_folder / "plots"
+    folder.mkdir(exist_ok=True)
+    drawn = []
+    if any("lm loss" in record for record in records):
+        drawn.append(draw_loss(records, folder / "loss.png", run_folder.name))
+    if latest_loads(records):
+        drawn.append(draw_expert_load(records, folder / "expert_load.png", run_folder.name))
+    return drawn
+
+
+def draw_loss(records: list[Record], path: Path, title: str) -> Path:
+    """Training and validation loss over iterations, with the tokens seen on top."""
+    figure, axes = _new_figure(8.0, 4.8)
+    steps = [record for record in records if "lm loss" in record]
+    iterations = [record["iteration"] for record in steps]
+    losses = [_number(record["lm loss"]) for record in steps]
+    axes.plot(iterations, losses, color=_TRAIN, linewidth=1.6, label="training")
+    held_out = [(r["iteration"], _number(r["lm loss validation"])) for r in records if "lm loss validation" in r]
+    if held_out:
+        x, y = zip(*held_out, strict=True)
+        axes.plot(x, y, color=_VALIDATION, linewidth=1.2, marker="o", markersize=4.5, label="validation")
+        axes.annotate(
+            f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(0, 9), textcoords="offset points", color=_VALIDATION, ha="right"
+        )
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(f"{title}: loss", loc="left", fontweight="bold", color=_INK, pad=12)
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.legend(frameon=False)
+    _tokens_on_top(axes, steps)
+    figure.savefig(path)
+    return path
+
+
+def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
+    """Load of every expert in every MoE layer over the last report, relative to an even spread."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    loads, iteration = latest_loads(records), max(r["iteration"] for r in records if _has_load(r))
+    relative = [[_relative(tokens, vector) for tokens in vector] for vector in loads.values()]
+    num_layers, num_experts = len(loads), len(relative[0])
+    largest = max(map(max, relative))
+    scale_end = min(max(2.0, largest), _END_OF_SCALE)
+    labelled = num_layers * num_experts <= _MOST_LABELLED_CELLS
+    cell_width, cell_height = (0.6, 0.45) if labelled else (0.04, 0.14)
+    figure, axes = _new_figure(max(6.0, 2.0 + cell_width * num_experts), max(2.4, 1.2 + cell_height * num_layers))
+    image = axes.imshow(relative, cmap="RdBu_r", norm=TwoSlopeNorm(1.0, 0.0, scale_end), aspect="auto")
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.set_yticks(range(0, num_layers, 1 + num_layers // 40), list(loads)[:: 1 + num_layers // 40])
+    if labelled:
+        axes.set_xticks(range(num_experts))
+        _write_cells(axes, relative, scale_end)
+    axes.spines[:].set_visible(False)
+    axes.set_title(f"{title}: expert load at iteration {iteration}", loc="left", fontweight="bold", color=_INK, pad=10)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=24, extend="max" if largest > scale_end else "neither")
+    bar.set_label("relative load (1 = even)")
+    bar.set_ticks([0.0, 0.5, 1.0, *(tick for tick in (1.5, 2.0, 3.0, 4.0) if tick <= scale_end)])
+    bar.ax.set_yscale("linear")
+    bar.outline.set_visible(False)
+    figure.savefig(path)
+    return path
+
+
+def latest_loads(records: list[Record]) -> dict[int, list[float]]:
+    """Tokens per expert by layer, from the last record that has them."""
+    for record in reversed(records):
+        if _has_load(record):
+            found = [(int(match[1]), value) for key, value in record.items() if (match := _LAYER_LOAD.match(key))]
+            return dict(sorted(found))
+    return {}
+
+
+def _has_load(record: Record) -> bool:
+    return any(_LAYER_LOAD.match(key) for key in record)
+
+
+def _relative(tokens: float, vector: list[float]) -> float:
+    total = sum(vector)
+    return tokens * len(vector) / total if total else 0.0
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure of its own canvas: nothing is kept in pyplot's global list."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=9)
+    return figure, axes
+
+
+def _tokens_on_top(axes: Any, steps: list[Record]) -> None:
+    """A second scale: tokens seen at each iteration, when every step has as many."""
+    from matplotlib.ticker import EngFormatter
+
+    last = steps[-1]
+    per_iteration = last.get("tokens", 0) / last["iteration"]
+    if per_iteration <= 0:
+        return
+    top = axes.secondary_xaxis("top", functions=(lambda x: x * per_iteration, lambda t: t / per_iteration))
+    top.xaxis.set_major_formatter(EngFormatter(sep=""))
+    top.set_xlabel("tokens", fontsize=9)
+    top.tick_params(colors=_INK, labelsize=8)
+    top.spines["top"].set_visible(False)
+
+
+def _write_cells(axes: Any, relative: list[list[float]], scale_end: float) -> None:
+    for row, values in enumerate(relative):
+        for column, value in enumerate(values):
+            strong = value < 0.35 or value > 1.0 + 0.65 * (scale_end - 1.0)
+            axes.text(
+                column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if strong else _INK
+            )

@@ -1,0 +1,223 @@
+"""The Reporter: takes what the loop knows and tells everyone who listens. Nothing it does can stop training."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+import yaml
+
+from megatron_moe.logs.console import Console, make_console
+from megatron_moe.logs.interval import Interval, Reading
+from megatron_moe.logs.line import (
+    StepReport,
+    ValidationReport,
+    arguments_dump,
+    short_validation_line,
+    step_line,
+    validation_lines,
+)
+from megatron_moe.logs.memory import memory_line, memory_tags
+from megatron_moe.logs.metrics import truncate_metrics
+from megatron_moe.logs.plots import draw_plots
+from megatron_moe.logs.run_folder import prepare_run_folder, write_provenance
+from megatron_moe.logs.sinks import Entry, Guard, JsonLines, LogFile, Sink, TensorBoard, WandB
+from megatron_moe.logs.tags import layer_tags, step_record, step_tags, validation_record, validation_tags, wanted_tags
+from megatron_moe.logs.tally import Metric
+from megatron_moe.logs.timers import timer_lines
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.count_flops import flops_per_step, peak_flops
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.run import RunPlan
+
+_EVERY_STEP = ("learning-rate", "batch-size", "lm loss", "grad-norm")
+
+
+class Reporter:
+    """Owns console, log.txt, metrics.jsonl, TensorBoard and W&B of a run.
+
+    1. made before anything expensive: proves that the run folder can be written and that wandb is there if asked for;
+    2. `begin`: the iteration to start from is known;
+    3. `observe` every step, `step` when a report is `due`, `validation`, `note`;
+    4. `close`: last records, plots.
+
+    The last rank reports losses, as in Megatron; the first writes notes and what the run was started with. Every rank
+    may call everything.
+    """
+
+    def __init__(self, plan: RunPlan, context: ParallelContext, *, sinks: Sequence[Sink] | None = None) -> None:
+        """`sinks` stand in for metrics.jsonl, TensorBoard and W&B.
+
+        Raises EnvironmentProblem when the run folder cannot be written or a package that was asked for is missing.
+        """
+        self.spec = plan.logging
+        self.context = context
+        self._plan = plan
+        self._refuse_missing_packages()
+        if self.spec.run_dir is not None:
+            prepare_run_folder(self.spec.run_dir, context.rank)
+            if context.is_first:
+                write_provenance(
+                    self.spec.run_dir,
+                    run_yaml=plan.resolved_yaml,
+                    command_line=plan.command_line,
+                    device=context.device,
+                )
+        self.interval = Interval(
+            train_iters=plan.loop.train_iters,
+            seq_length=plan.data.seq_length,
+            world_size=context.group("world").size,
+            peak_flops=_device_peak(plan, context),
+        )
+        self._sinks = sinks
+        self._guard = Guard(self._tell)
+        self._console: Console = make_console(
+            wants_bar=self.spec.progress_bar and context.is_last,
+            train_iters=plan.loop.train_iters,
+            seq_length=plan.data.seq_length,
+        )
+        self._log_file = LogFile(self.spec.run_dir / "log.txt") if self.spec.run_dir is not None else None
+        self._samples = 0
+        self._has_reported = False
+
+    def begin(self, *, iteration: int, consumed_samples: int) -> None:
+        """Starts after `iteration`, which is 0 in a new run. Later records of an interrupted run are dropped."""
+        self._samples = consumed_samples
+        if self._sinks is None:
+            self._sinks = self._make_sinks(iteration) if self.context.is_last else ()
+        self._guard.run("console", partial(self._console.start, iteration))
+
+    def due(self, iteration: int) -> bool:
+        """A report follows this iteration: every `--log-interval`, and the first and the last of a run."""
+        return iteration % self.spec.log_interval == 0 or iteration in (1, self._plan.loop.train_iters)
+
+    def observe(self, reading: Reading) -> None:
+        """Takes the results of every step: for the averages, the bar, and curves with a point per step."""
+        self.interval.add(reading)
+        self._samples += reading.num_samples
+        if not self.context.is_last:
+            return
+        self._guard.run("console", partial(self._console.progress, reading))
+        if reading.iteration % self.spec.tensorboard_interval == 0:
+            values = (reading.learning_rate, reading.num_samples, reading.loss, reading.norms["all"])
+            self._log(reading.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
+
+    def summary(
+        self, metrics: Mapping[str, Metric], *, num_zeros: int | None = None, params_norm: float | None = None
+    ) -> StepReport:
+        """The report of all steps observed since the last one. `metrics`: what `Tally.take` gave, on every rank."""
+        return self.interval.report(
+            consumed_samples=self._samples,
+            flops_of=partial(flops_per_step, self._plan.model, seq_length=self._plan.data.seq_length),
+            metrics=metrics,
+            num_zeros=num_zeros,
+            params_norm=params_norm,
+        )
+
+    def step(self, report: StepReport, timings: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Prints and records a report. `timings`: milliseconds per rank, from `Timers.take`."""
+        if self.context.is_last:
+            self.write(step_line(report, self.spec))
+            for line in timer_lines(timings or {}, self.spec.timing_option):
+                self.write(line)
+            tags: dict[str, Any] = {**step_tags(report), **memory_tags(self.context.device)}
+            if self.spec.per_layer_moe:
+                tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
+            if report.iteration % self.spec.tensorboard_interval == 0:
+                # `observe` drew these for every step; the averages of the report stay in metrics.jsonl.
+                tags = {tag: value for tag, value in tags.items() if tag not in _EVERY_STEP}
+            record = {**step_record(report), **memory_tags(self.context.device)}
+            if timings:
+                record |= {f"timers/{name}": max(ranks) for name, ranks in timings.items()}
+            self._log(report.iteration, wanted_tags(tags, self.spec), record)
+        if not self._has_reported and self.context.group("dp").rank == 0:
+            self.write(memory_line(self.context.rank, report.iteration, self.context.device))
+        self._has_reported = True
+
+    def validation(self, report: ValidationReport) -> None:
+        """Prints and records a validation loss."""
+        if not self.context.is_last:
+            return
+        for line in [short_validation_line(report)] if self.spec.style == "short" else validation_lines(report):
+            self.write(line)
+        self._log(report.iteration, wanted_tags(validation_tags(report), self.spec), validation_record(report))
+
+    def note(self, text: str) -> None:
+        """Prints a line of text once per run, from the first rank."""
+        if self.context.is_first:
+            self.write(text)
+
+    def arguments(self) -> None:
+        """Prints Megatron's list of arguments."""
+        values = _flat_values(self._plan.resolved_yaml)
+        for line in arguments_dump(values) if values else ():
+            self.note(line)
+
+    def write(self, line: str) -> None:
+        """Prints a line from this rank, on the console and in log.txt."""
+        self._guard.run("console", partial(self._console.write, line))
+        if self._log_file is not None:
+            self._guard.run("log.txt", partial(self._log_file.write, line))
+
+    def close(self) -> None:
+        """Sends what is left and draws the plots."""
+        self._guard.run("console", self._console.close)
+        for sink in self._sinks or ():
+            self._guard.run(sink.name, sink.close)
+        if self.spec.plots and self.spec.run_dir is not None and self.context.is_last:
+            self._guard.run("plots", partial(draw_plots, self.spec.run_dir))
+        if self._log_file is not None:
+            self._guard.run("log.txt", self._log_file.close)
+
+    def _log(self, iteration: int, tags: Mapping[str, float], record: dict[str, Any] | None = None) -> None:
+        entry = Entry(iteration=iteration, samples=self._samples, tags=tags, record=record)
+        for sink in self._sinks or ():
+            self._guard.run(sink.name, partial(sink.log, entry), sink.rest_seconds)
+
+    def _make_sinks(self, iteration: int) -> tuple[Sink, ...]:
+        folder = self.spec.run_dir
+        sinks: list[Sink] = []
+        if folder is not None:
+            path = folder / "metrics.jsonl"
+            self._guard.run("metrics.jsonl", partial(truncate_metrics, path, iteration))
+            sinks.append(JsonLines(path))
+        directory = self.spec.tensorboard_dir or (folder / "tensorboard" if folder else None)
+        if directory is not None:
+            sinks.append(TensorBoard(directory, iteration))
+        if self.spec.wandb_project:
+            sinks.append(WandB(self.spec, _flat_values(self._plan.resolved_yaml)))
+        return tuple(sinks)
+
+    def _refuse_missing_packages(self) -> None:
+        if not self.spec.wandb_project:
+            return
+        if importlib.util.find_spec("wandb") is None:
+            raise EnvironmentProblem("--wandb-project was given, but wandb is not installed; run: pip install wandb")
+        if not self.spec.wandb_exp_name:
+            raise EnvironmentProblem("--wandb-project was given without --wandb-exp-name; give the run a name")
+
+    def _tell(self, text: str) -> None:
+        """Tells of a failure without being able to fail."""
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            if self._log_file is not None:
+                self._log_file.write(text)
+
+
+def _device_peak(plan: RunPlan, context: ParallelContext) -> float | None:
+    if context.device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(context.device), plan.precision.params)
+
+
+def _flat_values(resolved_yaml: str) -> dict[str, Any]:
+    """The values of run.yaml by name, without its groups."""
+    content = yaml.safe_load(resolved_yaml) if resolved_yaml else None
+    values: dict[str, Any] = {}
+    for name, value in (content if isinstance(content, dict) else {}).items():
+        values |= value if isinstance(value, dict) else {name: value}
+    return values

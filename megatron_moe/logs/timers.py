@@ -1,0 +1,76 @@
+"""Named timers with Megatron's levels and texts. On a GPU they mark the stream and wait only when read."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.context import ParallelContext
+
+Option = Literal["max", "minmax", "all"]
+_NAME_COLUMNS = 48
+
+
+class Timers:
+    """Time spent in named spans since the last `take`. Spans above the run's `--timing-log-level` cost nothing."""
+
+    def __init__(self, level: int, device: torch.device) -> None:
+        self._level = level
+        self._device = device
+        self._seconds: dict[str, float] = {}
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def span(self, name: str, level: int) -> Iterator[None]:
+        """Times the body: by the wall clock on a CPU, on the current stream on a GPU."""
+        if level > self._level:
+            yield
+        elif self._device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            try:
+                yield
+            finally:
+                end.record()
+                self._marks.append((name, start, end))
+        else:
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
+        """Milliseconds per step of each span on every rank, and a new start. Waits for the marked spans.
+
+        Gathers over "world", a few hundred bytes per rank; every rank must call it.
+        """
+        marks, self._marks = self._marks, []
+        seconds, self._seconds = self._seconds, {}
+        for name, start, end in marks:
+            end.synchronize()
+            seconds[name] = seconds.get(name, 0.0) + start.elapsed_time(end) / 1e3
+        ranks = gather_objects(seconds, context.group("world")) if self._level else [seconds]
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        return {name: [rank.get(name, 0.0) * 1e3 / num_steps for rank in ranks] for name in names}
+
+
+def timer_lines(timings: Mapping[str, Sequence[float]], option: Option) -> list[str]:
+    """Megatron's timer lines from milliseconds per rank; none without timings."""
+    if not timings:
+        return []
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, ranks in timings.items():
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(ranks)]
+        return lines
+    padded = {name: f"{name} ".ljust(_NAME_COLUMNS, ".") for name in timings}
+    if option == "max":
+        rows = [f"    {padded[name]}: {max(ranks):.2f}" for name, ranks in timings.items()]
+        return ["max time across ranks (ms):", *rows]
+    rows = [f"    {padded[name]}: ({min(ranks):.2f}, {max(ranks):.2f})" for name, ranks in timings.items()]
+    return ["(min, max) time across ranks (ms):", *rows]
