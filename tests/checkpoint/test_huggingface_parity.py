@@ -99,7 +99,7 @@ def deep_replace(spec: Any, path: str, value: Any) -> Any:
         ("deepseek_v2 lite, yarn", "mixer.core.softmax_scale", 16**-0.5),
         ("deepseek_v2 with q latent", "mixer.norm.eps", 1e-4),
         ("deepseek_v3, yarn", "mixer.rope.interleaved", False),
-        ("deepseek_v3, yarn", "mixer.rope.beta_fast", 32.0),
+        ("deepseek_v3, yarn", "mixer.rope.beta_slow", 0.1),
         ("deepseek_v3, yarn", "feed_forward.router.expert_bias", False),
         ("deepseek_v3, yarn", "feed_forward.router.num_groups", 2),
         ("deepseek_v3, yarn", "feed_forward.router.scaling_factor", None),
