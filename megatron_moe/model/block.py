@@ -1,4 +1,12 @@
-"""One transformer layer, as a chain of nodes that a schedule may run apart."""
+"""One transformer layer, as a chain of nodes that a schedule may run apart.
+
+A dense layer is attention | feed-forward; an MoE layer is attention + router | dispatch | experts | combine | post.
+What travels between two nodes is a `Flow`; a schedule that overlaps layers detaches its tensors there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -8,51 +16,125 @@ from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.mlp import MLP
 from megatron_moe.model.norm import Norm
+from megatron_moe.moe.dispatch.contract import Routing, Rows
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import MLASpec
+from megatron_moe.specs.attention import AttentionSpec, MLASpec
 from megatron_moe.specs.model import LayerSpec
+from megatron_moe.specs.moe import MoESpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """What one node leaves for the next ones; None where nobody needs it any more, or yet."""
+
+    hidden_SBH: Tensor
+    """The residual stream."""
+    normed_SBH: Tensor | None = None
+    """Its norm, the input of router, experts and shared experts."""
+    routing: Routing | None = None
+    rows: Rows | None = None
+    ticket: Any = None
+    """The dispatcher's; takes the rows back to their tokens."""
+    routed_TH: Tensor | None = None
+    """The sum of every token's experts."""
+
+
+Node = Callable[[Flow, TokenMeta], Flow]
 
 
 class Block(nn.Module):
-    """hidden + mixer(norm(hidden)), then the same with the feed-forward block.
+    """hidden + mixer(norm(hidden)), then the same with the feed-forward block of the subclass.
 
-    `layer` is the global index, under which an MoE layer reports its metrics; `site` is the module's path in the model,
-    which names its dropout.
+    `site` is the module's path in the model; it names the dropout of both residual connections.
     """
 
-    def __init__(self, spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, spec: LayerSpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
         self.site = site
-        mixer, hidden = spec.mixer, spec.mixer.hidden_size
-        attention_site = f"{site}.self_attention"
-        self.input_layernorm = Norm(spec.norm, hidden, ctx, kernels)
-        self.self_attention: MLA | Attention
-        if isinstance(mixer, MLASpec):
-            self.self_attention = MLA(mixer, attention_site, ctx, kernels)
-        else:
-            self.self_attention = Attention(mixer, attention_site, ctx, kernels)
-        self.pre_mlp_layernorm = Norm(spec.norm, hidden, ctx, kernels)
-        self.mlp: MoELayer | MLP
-        if spec.is_moe:
-            self.mlp = MoELayer(spec.feed_forward, layer, ctx, kernels)
-        else:
-            self.mlp = MLP(spec.feed_forward, ctx, kernels)
+        self.input_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
+        self.self_attention = _make_mixer(spec.mixer, f"{site}.self_attention", ctx, kernels)
+        self.pre_mlp_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        raise NotImplementedError
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-        """[S, B, H] -> [S, B, H]"""
-        hidden_SBH = self.attend(hidden_SBH, meta)
-        normed_SBH = self.pre_mlp_layernorm(hidden_SBH)
-        out_SBH = self.mlp(normed_SBH, meta) if self.spec.is_moe else self.mlp(normed_SBH)
-        return self._add(hidden_SBH, out_SBH, "mlp", meta)
+        """[S, B, H] -> [S, B, H]: the nodes in order."""
+        flow = Flow(hidden_SBH=hidden_SBH)
+        for node in self.nodes:
+            flow = node(flow, meta)
+        return flow.hidden_SBH
 
-    def attend(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-        """hidden + attention of its norm."""
-        out_SBH = self.self_attention(self.input_layernorm(hidden_SBH), meta)
-        return self._add(hidden_SBH, out_SBH, "attention", meta)
+    def attend(self, flow: Flow, meta: TokenMeta) -> Flow:
+        """Attention and its residual connection, and the norm of what follows."""
+        out_SBH = self.self_attention(self.input_layernorm(flow.hidden_SBH), meta)
+        hidden_SBH = self.add(flow.hidden_SBH, out_SBH, "attention", meta)
+        return Flow(hidden_SBH=hidden_SBH, normed_SBH=self.pre_mlp_layernorm(hidden_SBH))
 
-    def _add(self, hidden_SBH: Tensor, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
+    def add(self, hidden_SBH: Tensor, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         """The residual connection, with dropout on what is added."""
         return hidden_SBH + rng.dropout(out_SBH, self.spec.hidden_dropout, meta.key(f"{self.site}.{part}_residual"))
+
+
+class DenseBlock(Block):
+    """A layer whose feed-forward block is one MLP."""
+
+    def __init__(self, spec: LayerSpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__(spec, site, ctx, kernels)
+        assert not isinstance(spec.feed_forward, MoESpec), f"{site} is an MoE layer"
+        self.mlp = MLP(spec.feed_forward, ctx, kernels)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.attend, self.feed_forward)
+
+    def feed_forward(self, flow: Flow, meta: TokenMeta) -> Flow:
+        return Flow(hidden_SBH=self.add(flow.hidden_SBH, self.mlp(flow.normed_SBH), "mlp", meta))
+
+
+class MoEBlock(Block):
+    """A layer whose feed-forward block is a mixture of experts. `layer` is the index under which it reports metrics."""
+
+    def __init__(self, spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__(spec, site, ctx, kernels)
+        assert isinstance(spec.feed_forward, MoESpec), f"{site} is a dense layer"
+        self.mlp = MoELayer(spec.feed_forward, layer, ctx, kernels)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.attend_and_route, self.dispatch, self.experts, self.combine, self.post)
+
+    def attend_and_route(self, flow: Flow, meta: TokenMeta) -> Flow:
+        flow = self.attend(flow, meta)
+        return replace(flow, routing=self.mlp.route(flow.normed_SBH, meta))
+
+    def dispatch(self, flow: Flow, meta: TokenMeta) -> Flow:
+        rows, ticket = self.mlp.dispatch(flow.normed_SBH, flow.routing)
+        return replace(flow, routing=None, rows=rows, ticket=ticket)
+
+    def experts(self, flow: Flow, meta: TokenMeta) -> Flow:
+        return replace(flow, rows=self.mlp.compute(flow.rows))
+
+    def combine(self, flow: Flow, meta: TokenMeta) -> Flow:
+        return replace(flow, rows=None, ticket=None, routed_TH=self.mlp.combine(flow.rows, flow.ticket))
+
+    def post(self, flow: Flow, meta: TokenMeta) -> Flow:
+        out_SBH = self.mlp.post(flow.normed_SBH, flow.routed_TH)
+        return Flow(hidden_SBH=self.add(flow.hidden_SBH, out_SBH, "mlp", meta))
+
+
+def make_block(spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels) -> Block:
+    """The layer of the spec. `layer` is its global index, `site` its path in the model."""
+    if spec.is_moe:
+        return MoEBlock(spec, layer, site, ctx, kernels)
+    return DenseBlock(spec, site, ctx, kernels)
+
+
+def _make_mixer(spec: AttentionSpec | MLASpec, site: str, ctx: ParallelContext, kernels: Kernels) -> nn.Module:
+    if isinstance(spec, MLASpec):
+        return MLA(spec, site, ctx, kernels)
+    return Attention(spec, site, ctx, kernels)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.model.block import Block
+from megatron_moe.model.block import make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.head import Head
 from megatron_moe.model.mtp import MTP
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, layers: range, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
-        blocks = {str(i): Block(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels) for i in layers}
+        blocks = {str(i): make_block(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels) for i in layers}
         self.layers = nn.ModuleDict(blocks)
         self.final_layernorm = None
         if len(spec.layers) - 1 in layers:

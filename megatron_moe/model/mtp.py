@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.model.block import Block
+from megatron_moe.model.block import make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.linear import Linear
 from megatron_moe.model.norm import Norm
@@ -45,7 +45,7 @@ class MTPLayer(nn.Module):
         self.hnorm = Norm(spec.norm, hidden, ctx, kernels)
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
         layer = len(spec.layers) + depth
-        self.transformer_layer = Block(spec.layers[-1], layer, f"{site}.transformer_layer", ctx, kernels)
+        self.transformer_layer = make_block(spec.layers[-1], layer, f"{site}.transformer_layer", ctx, kernels)
         self.final_layernorm = Norm(spec.norm, hidden, ctx, kernels)
 
     def forward(self, hidden_SBH: Tensor, embedding_SBH: Tensor, meta: TokenMeta) -> Tensor:

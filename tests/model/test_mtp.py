@@ -69,7 +69,7 @@ def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPSpec, per_token: bool) -
         normed = [naive_layers.norm(x, spec.norm, weights, f"{name}.final_layernorm") for x in out.flatten(0, 1)]
         hidden = torch.stack(normed).view_as(out)
 
-        depth_sum, depth_tokens = torch.zeros(()).double(), torch.zeros(()).double()
+        depth_sum, depth_tokens = 0 * hidden.sum(), torch.zeros(()).double()
         for b, s in places:
             there = ahead(documents[b].tolist(), s, d)
             if there is not None:

@@ -1,0 +1,301 @@
+"""The whole model: names, gradients, stages, packing, dropout, and that every part of it matters."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT, LossOutput, objective
+from megatron_moe.model.init import init_parameters
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import NormSpec
+from megatron_moe.specs.count import count_parameters
+from megatron_moe.specs.model import ModelSpec, MTPSpec
+from tests.tiny_models import (
+    VOCAB,
+    attention_spec,
+    build,
+    gradients,
+    layer_spec,
+    microbatch,
+    mla_spec,
+    mlp_spec,
+    model_spec,
+    moe_spec,
+    token_meta,
+)
+from tests.tolerances import EXACT, FP64_LAYOUT, FP64_REF
+
+MTP = MTPSpec(num_layers=1, loss_scaling_factor=1.0)
+DENSE = model_spec(layer_spec(), layer_spec(mla_spec(), norm=NormSpec(kind="LayerNorm")), mtp=MTP)
+MOE = model_spec(
+    layer_spec(mla_spec()),
+    layer_spec(mla_spec(), moe_spec(score_function="sigmoid", expert_bias=True)),
+    mtp=MTP,
+)
+MIXED = model_spec(layer_spec(), *[layer_spec(attention_spec(), moe_spec()), layer_spec()] * 2)
+
+
+def loss_of(model: GPT, batch: MicroBatch) -> Tensor:
+    return objective(model(batch), batch, mtp=model.spec.mtp, per_token=False)[0]
+
+
+def gradients_of(model: GPT, batch: MicroBatch) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss_of(model, batch).backward()
+    return gradients(model)
+
+
+def mla_names(prefix: str) -> list[str]:
+    inside = ["q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj"]
+    norms = ["q_layernorm", "kv_layernorm"]
+    return [f"{prefix}.self_attention.{n}.weight" for n in [f"linear_{m}" for m in inside] + norms]
+
+
+def moe_names(prefix: str) -> list[str]:
+    parts = ["router", "experts.linear_fc1", "experts.linear_fc2"]
+    parts += ["shared_experts.linear_fc1", "shared_experts.linear_fc2"]
+    return [f"{prefix}.mlp.{part}.weight" for part in parts]
+
+
+def layer_names(prefix: str) -> list[str]:
+    return [f"{prefix}.input_layernorm.weight", *mla_names(prefix), f"{prefix}.pre_mlp_layernorm.weight"]
+
+
+def test_parameters_have_megatrons_names():
+    dense = ["decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"]
+    mtp = [f"mtp.layers.0.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")]
+    expected = [
+        "embedding.word_embeddings.weight",
+        *layer_names("decoder.layers.0"),
+        *dense,
+        *layer_names("decoder.layers.1"),
+        *moe_names("decoder.layers.1"),
+        "decoder.final_layernorm.weight",
+        *layer_names("mtp.layers.0.transformer_layer"),
+        *moe_names("mtp.layers.0.transformer_layer"),
+        *mtp,
+        "output_layer.weight",
+    ]
+    model = build(MOE)
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(expected)
+    saved = sorted(set(model.state_dict()) - set(expected))
+    routers = ("decoder.layers.1.mlp", "mtp.layers.0.transformer_layer.mlp")
+    assert saved == [f"{mlp}.router.expert_bias" for mlp in routers]
+
+
+def test_optional_parameters_have_megatrons_names():
+    mixer = attention_spec(qkv_bias=True, out_bias=True, qk_norm="per_head", core={"sinks": True})
+    layer = layer_spec(mixer, mlp_spec(bias=True), norm=NormSpec(kind="LayerNorm"))
+    model = build(model_spec(layer, position_embedding="learned_absolute", head_bias=True))
+    attention = ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_proj.bias"]
+    attention += ["q_layernorm.weight", "k_layernorm.weight", "sinks"]
+    norms = [f"{norm}.{kind}" for norm in ("input_layernorm", "pre_mlp_layernorm") for kind in ("weight", "bias")]
+    mlp = [f"mlp.{matrix}.{kind}" for matrix in ("linear_fc1", "linear_fc2") for kind in ("weight", "bias")]
+    inside = [*norms, *mlp, *(f"self_attention.{name}" for name in attention)]
+    expected = [f"decoder.layers.0.{name}" for name in inside]
+    expected += ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight"]
+    expected += ["decoder.final_layernorm.weight", "output_layer.weight", "output_layer.bias"]
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(expected)
+
+
+COUNTED = {
+    "MoE with MLA and MTP": MOE,
+    "mixed": MIXED,
+    "dense": DENSE,
+    "tied, learned positions": replace(DENSE, tied_embeddings=True, position_embedding="learned_absolute"),
+    "repeated MTP layer": replace(DENSE, mtp=MTPSpec(num_layers=3, repeated_layer=True)),
+    "everything optional": model_spec(
+        layer_spec(
+            attention_spec(qkv_bias=True, out_bias=True, qk_norm="full", output_gate=True, core={"sinks": True}),
+            mlp_spec(bias=True),
+            norm=NormSpec(kind="LayerNorm"),
+        ),
+        head_bias=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("spec", COUNTED.values(), ids=COUNTED.keys())
+def test_the_built_model_has_as_many_parameters_as_its_spec_says(spec):
+    assert sum(p.numel() for p in build(spec).parameters()) == count_parameters(spec).total
+
+
+@pytest.mark.parametrize("spec", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
+def test_every_sub_layer_matters_with_unit_gain_values(spec):
+    model, batch = build(spec), microbatch()
+    with torch.no_grad():
+        usual = loss_of(model, batch)
+        for name, parameter in model.named_parameters():
+            if parameter.meta.role in ("norm", "bias"):
+                continue
+            kept = parameter.clone()
+            parameter.zero_()
+            assert abs(loss_of(model, batch) - usual) > 1e-3, f"zeroing {name} changes nothing"
+            parameter.copy_(kept)
+
+
+@pytest.mark.parametrize("spec", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
+def test_every_parameter_gets_the_gradient_of_a_finite_difference(spec):
+    model, batch = build(spec), microbatch()
+    grads = gradients_of(model, batch)
+    step, generator = 1e-6, torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            direction = torch.randn(parameter.shape, generator=generator).double()
+            direction /= direction.norm()
+            losses = []
+            for sign in (1, -2):
+                parameter.add_(direction, alpha=sign * step)
+                losses.append(loss_of(model, batch))
+            parameter.add_(direction, alpha=step)
+            slope = (losses[0] - losses[1]) / (2 * step)
+            assert abs(slope - (grads[name] * direction).sum()) < 1e-6 * max(1, abs(slope)), name
+
+
+def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
+    batch = microbatch()
+    for mtp in (None, MTPSpec(num_layers=2)):
+        tied = build(model_spec(tied_embeddings=True, mtp=mtp))
+        untied = build(model_spec(mtp=mtp))
+        untied.load_state_dict({**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight})
+        one, two = gradients_of(tied, batch), gradients_of(untied, batch)
+        both = two.pop("output_layer.weight") + two["embedding.word_embeddings.weight"]
+        FP64_LAYOUT.check_all(one, {**two, "embedding.word_embeddings.weight": both}, "gradients")
+
+
+def run_stages(stages: list[GPT], batch: MicroBatch) -> LossOutput:
+    hidden = None
+    for stage in stages:
+        hidden = stage(batch, hidden)
+    return hidden
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
+def test_stages_in_a_row_equal_the_whole_model(spec, tied):
+    spec, batch = replace(spec, tied_embeddings=tied), microbatch(segments_BS=torch.tensor([[0] * 4 + [1] * 5] * 2))
+    whole = build(spec)
+    stages = [
+        build(spec, first=True, last=False, layers=range(1)),
+        build(spec, first=False, last=False, layers=range(1, 2)),
+        build(spec, first=False, last=True, layers=range(2, 2)),
+    ]
+    scalar = objective(run_stages(stages, batch), batch, mtp=spec.mtp, per_token=False)[0]
+    EXACT.check(scalar, loss_of(whole, batch), "objective")
+    scalar.backward()
+    summed: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, grad in gradients(stage).items():
+            summed[name] = summed.get(name, 0) + grad
+    FP64_LAYOUT.check_all(summed, gradients_of(whole, batch), "gradients, copies of the embedding summed")
+
+
+def test_packed_documents_equal_separate_sequences():
+    model, lengths = build(model_spec(layer_spec(), layer_spec(mla_spec()))), (4, 1, 3)
+    batch = microbatch(1, 8)
+    positions_BS = torch.cat([torch.arange(n) for n in lengths])[None]
+    segments_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    packed = replace(batch, meta=token_meta(1, 8, positions_BS=positions_BS, segments_BS=segments_BS))
+    apart, start = [], 0
+    for n in lengths:
+        part = slice(start, start + n)
+        tokens_BS, labels_BS = batch.tokens_BS[:, part], batch.labels_BS[:, part]
+        apart.append(model(replace(batch, tokens_BS=tokens_BS, labels_BS=labels_BS, meta=token_meta(1, n))).loss_BS)
+        start += n
+    FP64_REF.check(model(packed).loss_BS, torch.cat(apart, dim=1), "losses")
+
+
+def test_packed_boundaries_without_segments_are_refused():
+    model, batch = build(model_spec()), microbatch(1, 8)
+    meta = replace(batch.meta, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
+    with pytest.raises(AssertionError, match="need their segments"):
+        model(replace(batch, meta=meta))
+
+
+def test_logits_are_those_of_the_loss():
+    model, batch = build(model_spec()), microbatch()
+    logits_SBV = model.logits(batch.tokens_BS, batch.meta)
+    assert logits_SBV.shape == (9, 2, VOCAB)
+    loss = torch.nn.functional.cross_entropy(logits_SBV.permute(1, 2, 0), batch.labels_BS, reduction="none")
+    FP64_REF.check(model(batch).loss_BS, loss, "losses")
+
+
+def test_the_default_objective_is_the_mean_over_tokens_and_per_token_is_the_sum():
+    model, batch = build(model_spec()), microbatch()
+    output, weights = model(batch), batch.loss_mask_BS
+    total, tokens = (output.loss_BS * weights).sum(), weights.sum()
+    for per_token, expected in ((False, total / tokens), (True, total)):
+        scalar, sums = objective(output, batch, mtp=None, per_token=per_token)
+        FP64_REF.check(scalar, expected, "objective")
+        FP64_REF.check(torch.stack(sums["lm loss"]), torch.stack([total, tokens]), "reported sums")
+
+
+def test_dropout_follows_the_key_of_the_microbatch_and_is_off_in_evaluation():
+    dropping = replace(attention_spec(), core=replace(attention_spec().core, dropout=0.1))
+    layer = layer_spec(dropping, hidden_dropout=0.1)
+    model = build(model_spec(layer, layer, embedding_dropout=0.1, mtp=MTPSpec(num_layers=1)))
+    plain = build(model_spec(layer_spec(), layer_spec(), mtp=MTPSpec(num_layers=1)))
+
+    def loss(**meta) -> Tensor:
+        return loss_of(model, microbatch(**meta))
+
+    EXACT.check(loss(random_key=(1, 5, 0)), loss(random_key=(1, 5, 0)), "same key")
+    assert loss(random_key=(1, 5, 0)) != loss(random_key=(1, 5, 1))
+    EXACT.check(loss(), loss_of(plain, microbatch()), "no key")
+    evaluated = loss(random_key=(1, 5, 0), training=False)
+    EXACT.check(evaluated, loss_of(plain, microbatch(training=False)), "evaluation")
+
+
+def test_nothing_is_read_by_the_host():
+    """On the meta device there are no values: reading one, or asking for a shape that depends on one, raises."""
+    spec = replace(DENSE, mtp=MTPSpec(num_layers=2, repeated_layer=True), position_embedding="learned_absolute")
+    model = GPT(spec, ParallelContext.single(device="meta"), reference.bundle())
+    batch = microbatch(segments_BS=torch.zeros(2, 9, dtype=torch.int64), valid_BS=torch.ones(2, 9, dtype=torch.bool))
+    meta = replace(
+        batch.meta,
+        positions_BS=batch.meta.positions_BS.to("meta"),
+        segments_BS=batch.meta.segments_BS.to("meta"),
+        valid_BS=batch.meta.valid_BS.to("meta"),
+    )
+    batch = MicroBatch(
+        tokens_BS=batch.tokens_BS.to("meta"),
+        labels_BS=batch.labels_BS.to("meta"),
+        loss_mask_BS=batch.loss_mask_BS.to("meta"),
+        meta=meta,
+    )
+    loss_of(model, batch).backward()
+
+
+@pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
+def test_a_bf16_model_keeps_bf16_between_layers_and_fp32_losses(spec):
+    model = GPT(spec, ParallelContext.single(dtype=torch.bfloat16), reference.bundle())
+    init_parameters(model, 7, spec.init)
+    seen = []
+    for block in model.decoder.layers.values():
+        block.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    batch = microbatch()
+    batch = replace(batch, loss_mask_BS=batch.loss_mask_BS.float())
+    output = model(batch)
+    assert seen == [torch.bfloat16] * 2
+    assert output.loss_BS.dtype == torch.float32
+    objective(output, batch, mtp=spec.mtp, per_token=False)[0].backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_layers_follow_their_pattern():
+    kinds = [type(block.mlp).__name__ for block in build(MIXED).decoder.layers.values()]
+    assert kinds == ["MLP", "MoELayer", "MLP", "MoELayer", "MLP"]
+
+
+def whole(spec: ModelSpec) -> GPT:
+    return GPT(spec, ParallelContext.single(), reference.bundle())
+
+
+def test_loading_is_by_name_whatever_the_order_of_construction():
+    first, second = build(DENSE, seed=1), whole(DENSE)
+    second.load_state_dict(dict(reversed(first.state_dict().items())))
+    EXACT.check(loss_of(second, microbatch()), loss_of(first, microbatch()), "loss")

@@ -1,0 +1,118 @@
+"""Initial values depend on seed, name and expert id alone."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT
+from megatron_moe.model.init import init_parameters, initial_values, standard_deviation
+from megatron_moe.parallel import rng
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import NormSpec
+from megatron_moe.specs.model import InitSpec, MTPSpec
+from megatron_moe.specs.params import ParamMeta
+from tests.tiny_models import attention_spec, build, layer_spec, mla_spec, mlp_spec, model_spec, moe_spec
+from tests.tolerances import EXACT
+
+LAYER_NORM = NormSpec(kind="LayerNorm")
+EVERYTHING = model_spec(
+    layer_spec(attention_spec(qkv_bias=True, qk_norm="per_head", core={"sinks": True}), norm=LAYER_NORM),
+    layer_spec(mla_spec(), moe_spec(score_function="sigmoid", expert_bias=True)),
+    mtp=MTPSpec(num_layers=1),
+    position_embedding="learned_absolute",
+)
+
+
+def values(model: GPT) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def test_every_stage_draws_the_values_of_the_whole_model():
+    whole = values(build(EVERYTHING))
+    stages = [build(EVERYTHING, first=True, last=False, layers=range(1))]
+    stages += [build(EVERYTHING, first=False, last=True, layers=range(1, 2))]
+    seen = set()
+    for stage in stages:
+        EXACT.check_all(values(stage), {name: whole[name] for name in values(stage)}, "stage")
+        seen |= values(stage).keys()
+    assert seen == whole.keys()
+
+
+def test_values_change_with_the_seed_and_between_parameters():
+    first, second = (dict(build(EVERYTHING, seed=seed).named_parameters()) for seed in (1, 2))
+    assert not [name for name in first if torch.equal(first[name], second[name])]
+    same_shape = [p for p in first.values() if p.shape == (24,)]
+    assert len({tuple(p.tolist()) for p in same_shape}) == len(same_shape) > 5
+
+
+def test_every_dtype_holds_the_same_draws():
+    models = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        models[dtype] = GPT(EVERYTHING, ParallelContext.single(dtype=dtype), reference.bundle())
+        init_parameters(models[dtype], 7, EVERYTHING.init)
+    for name, wide in models[torch.float64].named_parameters():
+        EXACT.check(models[torch.float32].get_parameter(name), wide, name)
+        EXACT.check(models[torch.bfloat16].get_parameter(name), wide.bfloat16(), name)
+
+
+def test_each_expert_is_drawn_by_its_own_id():
+    meta = ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=9)
+    stack = initial_values((4, 5, 9), meta, "experts.linear_fc1.weight", 7, InitSpec(std=0.5))
+    for expert in range(4):
+        generator = rng.generator((7, "experts.linear_fc1.weight", expert))
+        EXACT.check(stack[expert], 0.5 * torch.randn(5, 9, generator=generator), f"expert {expert}")
+
+
+@pytest.mark.parametrize(
+    ("init", "std"), [("normal", 0.02), ("output", 0.005), ("embedding", 0.3), ("zeros", 0.0), ("ones", 0.0)]
+)
+def test_standard_deviations_follow_the_kind_of_parameter(init, std):
+    spec = InitSpec(std=0.02, output_std=0.005, embedding_std=0.3)
+    drawn = initial_values((100, 100), ParamMeta(role="matrix", init=init), "w", 7, spec)
+    assert drawn.mean().item() == pytest.approx(1.0 if init == "ones" else 0.0, abs=4 * std / 100)
+    assert drawn.std().item() == pytest.approx(std, rel=0.03)
+
+
+def test_embeddings_use_the_common_std_unless_they_have_their_own():
+    meta = ParamMeta(role="embedding", init="embedding")
+    assert standard_deviation(meta, InitSpec(std=0.02)) == 0.02
+    assert standard_deviation(meta, InitSpec(std=0.02, embedding_std=1.0)) == 1.0
+
+
+def test_plain_initial_values_of_a_model():
+    spec = InitSpec(std=0.02, output_std=0.001)
+    model = build(model_spec(*EVERYTHING.layers, layer_spec(feed_forward=mlp_spec(bias=True)), init=spec))
+    for name, p in model.named_parameters():
+        if p.meta.role == "norm":
+            EXACT.check(p, torch.ones_like(p), name)
+        elif name.endswith(".bias"):
+            EXACT.check(p, torch.zeros_like(p), name)
+        elif p.numel() > 50:
+            writes = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            assert p.std().item() == pytest.approx(0.001 if writes else 0.02, rel=0.5), name
+    assert not model.get_buffer("decoder.layers.1.mlp.router.expert_bias").any()
+
+
+def test_unit_gain_keeps_the_size_of_activations_and_makes_everything_matter():
+    model = build(EVERYTHING)
+    for name, p in model.named_parameters():
+        if p.meta.role == "norm":
+            assert 0.02 < (p - 1).std() < 0.2, name
+        elif p.meta.role == "bias":
+            assert 0.02 < p.std() < 0.2, name
+        elif p.meta.role != "sink":
+            assert p.std().item() == pytest.approx(1 / math.sqrt(p.meta.fan_in), rel=0.3), name
+    assert model.get_buffer("decoder.layers.1.mlp.router.expert_bias").std() > 0.02
+
+
+def test_every_matrix_knows_how_many_inputs_it_sums():
+    for name, p in build(EVERYTHING).named_parameters():
+        if p.meta.role in ("matrix", "head", "router"):
+            assert p.meta.fan_in == p.shape[-1], name
+
+
+def test_only_matrices_and_embeddings_decay():
+    for name, p in build(EVERYTHING).named_parameters():
+        assert p.meta.decay == (p.meta.role not in ("norm", "bias", "sink")), name
