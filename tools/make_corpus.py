@@ -18,9 +18,9 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, RunError
+from megatron_moe.data.textfiles import TEXT_SEPARATOR, write_whole
+from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError
 
-TEXT_SEPARATOR = "<|endoftext|>"
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _SUFFIXES = frozenset({".py", ".rst", ".txt"})
 _LEAST_BYTES = 1_000_000
@@ -64,24 +64,16 @@ def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[P
     size = sum(len(text.encode()) for text in texts)
     if size < _LEAST_BYTES:
         raise EnvironmentProblem(
-            f"the standard library at {library} has {size:,} bytes of text in {len(texts)} files, too few for a corpus; "
-            f"use a Python whose sources are installed, or bring a text of your own to tools/preprocess_data.py"
+            f"the standard library at {library} has {size:,} bytes of text in {len(texts)} files, too few for a "
+            f"corpus; use a Python whose sources are installed, or bring a text of your own to tools/preprocess_data.py"
         )
     print(f"{len(texts):,} documents, {size / 1e6:.1f} MB of text from {library}")
     contents = {"corpus.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts)}
     if plain_text:
         contents["corpus.txt"] = "".join(f"{text.rstrip()}\n{TEXT_SEPARATOR}\n" for text in texts)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    sizes = {}
     for name, content in contents.items():
-        aside = output_dir / f"{name}.writing-{os.getpid()}"
-        try:
-            aside.write_text(content, encoding="utf-8")
-            os.replace(aside, output_dir / name)
-        finally:
-            aside.unlink(missing_ok=True)
-        sizes[output_dir / name] = len(content.encode())
-    return sizes
+        write_whole(output_dir / name, content.encode())
+    return {output_dir / name: len(content.encode()) for name, content in contents.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,12 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         sizes = write_corpus(Path(sysconfig.get_path("stdlib")), args.output_dir, plain_text=args.text)
-    except OSError as error:
-        print(
-            DataProblem(f"cannot write {args.output_dir}: {error.strerror}; choose another --output-dir"),
-            file=sys.stderr,
-        )
-        return DataProblem.code
     except RunError as error:
         print(error, file=sys.stderr)
         return error.code

@@ -2,20 +2,20 @@
 
     python tools/train_tokenizer.py --input data/corpus.jsonl --vocab-size 4096 --output data/tokenizer.model
 
-The tokenizer loses nothing: white space stays as it is and characters without a piece of their own become bytes. Id 0 is
-<unk>, id 1 is <eod>, the end of a document. The same input gives the same model.
+The tokenizer loses nothing: white space stays as it is and characters without a piece of their own become bytes.
+Id 0 is <unk>, id 1 is <eod>, the end of a document. The same input gives the same model.
 """
 
 import argparse
 import importlib
 import io
-import os
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_moe.data.textfiles import read_documents
+from megatron_moe.data.textfiles import read_documents, write_whole
 from megatron_moe.data.tokenizer import SentencePieceTokenizer
 from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, RunError
 
@@ -23,6 +23,7 @@ _NUM_THREADS = 2
 """Fixed, because the sums of the training depend on it."""
 _LONGEST_LINE = 4000
 """In bytes: SentencePiece passes over longer lines."""
+_REPORT_DOCUMENTS = 50
 _NUM_SPECIAL = 2 + 256
 """<unk>, <eod> and the bytes."""
 
@@ -31,9 +32,7 @@ def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
     """Lines of the documents, evenly spread, of about `limit` bytes together."""
     total = sum(len(text.encode()) for text in read_documents(paths, key))
     if total == 0:
-        raise DataProblem(
-            f"{', '.join(map(str, paths))}: no text to train a tokenizer on; check --input and --json-key"
-        )
+        raise DataProblem(f"no text to train a tokenizer on in {', '.join(map(str, paths))}; check --input")
     seen = taken = 0
     for text in read_documents(paths, key):
         for line in text.splitlines():
@@ -50,9 +49,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
     try:
         sentencepiece = importlib.import_module("sentencepiece")
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"training needs the package sentencepiece ({error}); run pip install sentencepiece"
-        ) from error
+        raise EnvironmentProblem(f"this tool needs sentencepiece ({error}); run pip install sentencepiece") from error
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -83,24 +80,16 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
     return model.getvalue()
 
 
-def write(path: Path, content: bytes) -> None:
-    """Writes aside and renames."""
-    aside = path.with_name(f"{path.name}.writing-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(content)
-        os.replace(aside, path)
-    except OSError as error:
-        raise DataProblem(f"cannot write {path}: {error.strerror}; choose another --output") from error
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def report(path: Path, text: str) -> str:
-    """One line on what the tokenizer does to `text`."""
+def report(path: Path, texts: Iterator[str]) -> str:
+    """One line on the tokenizer and what it does to the first texts."""
     tokenizer = SentencePieceTokenizer(path)
-    num_tokens = len(tokenizer.encode(text))
-    return f"{path}: {tokenizer.vocab_size} pieces, <eod> is {tokenizer.eod}, {len(text.encode()) / num_tokens:.2f} bytes per token"
+    sample = list(itertools.islice(texts, _REPORT_DOCUMENTS))
+    num_bytes = sum(len(text.encode()) for text in sample)
+    num_tokens = sum(len(tokenizer.encode(text)) for text in sample)
+    return (
+        f"{path}: {tokenizer.vocab_size} pieces, <eod> is {tokenizer.eod}, "
+        f"{num_bytes / max(1, num_tokens):.2f} bytes per token over {len(sample)} documents"
+    )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -129,15 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     begin = time.perf_counter()
     try:
-        model = train(
-            sample_lines(args.input, args.json_key, int(args.sample_mb * 1e6)), args.vocab_size, args.model_type
-        )
-        write(args.output, model)
-        first = next(read_documents(args.input, args.json_key))
+        lines = sample_lines(args.input, args.json_key, int(args.sample_mb * 1e6))
+        write_whole(args.output, train(lines, args.vocab_size, args.model_type))
+        seconds = time.perf_counter() - begin
+        print(f"{report(args.output, read_documents(args.input, args.json_key))}, made in {seconds:.0f} s")
     except RunError as error:
         print(error, file=sys.stderr)
         return error.code
-    print(f"{report(args.output, first)} (made in {time.perf_counter() - begin:.0f} s)")
     return 0
 
 

@@ -4,6 +4,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,18 @@ def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
                 yield parse_record(record, [key])[0]
             except BadLine as error:
                 raise DataProblem(f"{record.path}, line {record.line}: {error}") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file aside and renames it. Raises `DataProblem` when it cannot be written."""
+    aside = path.with_name(f"{path.name}.writing-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise DataProblem(f"cannot write {path}: {error.strerror}; choose another place for the output") from error
 
 
 def _decoded(content: bytes) -> str:

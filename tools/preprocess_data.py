@@ -1,0 +1,249 @@
+"""Turns text into token files for training.
+
+    python tools/preprocess_data.py --input data/corpus.jsonl --output-prefix data/corpus \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model --append-eod --workers 2
+
+reads JSONL, or plain text whose documents are separated by lines that hold only <|endoftext|> (files ending in .txt),
+also compressed (.gz, .zst), and writes `<prefix>_<key>_document.bin` and `.idx`. Give that name, without the ending, to
+--data-path. The output does not depend on the number of workers, and appears whole or not at all.
+"""
+
+import argparse
+import functools
+import multiprocessing
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, get_args, get_type_hints
+
+import numpy as np
+
+from megatron_moe.data.indexed import IndexedWriter, token_dtype
+from megatron_moe.data.textfiles import BadLine, Record, format_of, parse_record, read_records
+from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, ExitCode, RunError
+from megatron_moe.specs.train import TokenizerSpec
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_AHEAD = 4
+"""Chunks per worker that are read before their results are written."""
+_SHOWN_BAD_LINES = 20
+_BAR_REFRESH_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker must know."""
+
+    tokenizer: TokenizerSpec
+    keys: tuple[str, ...]
+    append_eod: bool
+
+
+@dataclass
+class Encoded:
+    """A chunk of documents as ids."""
+
+    num_bytes: int = 0
+    documents: list[list[np.ndarray]] = field(default_factory=list)
+    """For every document the ids of every key."""
+    bad: list[str] = field(default_factory=list)
+    """"file, line n: reason" of every line that is no document."""
+
+
+@functools.cache
+def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
+    """One tokenizer per process."""
+    return load_tokenizer(spec)
+
+
+def encode(job: Job, chunk: Sequence[Record]) -> Encoded:
+    """Runs in a worker: parses and tokenizes the records of a chunk, in their order."""
+    tokenizer = tokenizer_of(job.tokenizer)
+    end = [tokenizer.eod] if job.append_eod else []
+    encoded = Encoded(num_bytes=sum(len(record.content) for record in chunk))
+    for record in chunk:
+        try:
+            texts = parse_record(record, job.keys)
+        except BadLine as error:
+            encoded.bad.append(f"{record.path}, line {record.line}: {error}")
+            continue
+        ids = [tokenizer.encode(text) for text in texts]
+        encoded.documents.append([np.array(each + end if each else each, dtype=np.int32) for each in ids])
+    return encoded
+
+
+def chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Runs of records of about a megabyte."""
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += len(record.content)
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def map_in_order(
+    executor: Executor | None, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
+) -> Iterator[Result]:
+    """Results in the order of the items, with at most `ahead` items under way; without an executor one by one."""
+    if executor is None:
+        yield from map(function, items)
+        return
+    pending: deque[Future[Result]] = deque()
+    for item in items:
+        pending.append(executor.submit(function, item))
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+class Progress:
+    """Documents and bytes done, as a bar on a terminal and as lines elsewhere."""
+
+    def __init__(self, log_interval: int) -> None:
+        self.documents = self.tokens = self.empty = self.num_bytes = self.bad = 0
+        self._interval = log_interval
+        self._begin = time.perf_counter()
+        self._next_line = log_interval
+        self._status = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("reading", refresh_per_second=1 / _BAR_REFRESH_SECONDS)
+            self._status.start()
+
+    def __str__(self) -> str:
+        seconds = max(time.perf_counter() - self._begin, 1e-9)
+        rates = f"{self.documents / seconds:,.0f} docs/s, {self.num_bytes / 1e6 / seconds:.2f} MB/s"
+        return f"{self.documents:,} documents, {self.tokens:,} tokens ({rates})"
+
+    def show(self) -> None:
+        if self._status is not None:
+            self._status.update(f"processed {self}")
+        elif self.documents >= self._next_line:
+            print(f"processed {self}", file=sys.stderr, flush=True)
+            self._next_line = self.documents - self.documents % self._interval + self._interval
+
+    def stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def write_documents(
+    results: Iterable[Encoded], writers: Sequence[IndexedWriter], progress: Progress, on_bad: str
+) -> None:
+    """Writes every document to the writer of every key; empty texts are left out."""
+    for encoded in results:
+        for reason in encoded.bad:
+            if on_bad == "fail":
+                raise DataProblem(f"{reason}; repair the line, or leave such lines out with --on-bad-line skip")
+            progress.bad += 1
+            if progress.bad <= _SHOWN_BAD_LINES:
+                print(f"skipped {reason}", file=sys.stderr)
+        for document in encoded.documents:
+            for ids, writer in zip(document, writers, strict=True):
+                progress.empty += not len(ids)
+                if len(ids):
+                    writer.add_sequence(ids)
+                    writer.end_document()
+                    progress.tokens += len(ids)
+            progress.documents += 1
+        progress.num_bytes += encoded.num_bytes
+        progress.show()
+
+
+def preprocess(args: argparse.Namespace) -> Progress:
+    """The whole work of the tool."""
+    model = args.tokenizer_model
+    spec = TokenizerSpec(
+        kind=args.tokenizer_type,
+        model=model,
+        vocab_size=args.vocab_size,
+        tiktoken_pattern=args.tiktoken_pattern,
+        num_special_tokens=args.tiktoken_num_special_tokens,
+    )
+    job = Job(tokenizer=spec, keys=tuple(args.json_keys), append_eod=args.append_eod)
+    dtype = token_dtype(tokenizer_of(spec).vocab_size)
+    records = (record for path in args.input for record in read_records(path))
+    with ExitStack() as stack:
+        pool = None
+        if args.workers > 1:
+            # Spawned, not forked: nothing of this process's threads and locks goes along.
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(args.workers, mp_context=context))
+        progress = Progress(args.log_interval)
+        stack.callback(progress.stop)
+        prefixes = [f"{args.output_prefix}_{key}_document" for key in job.keys]
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+        ahead = _CHUNKS_AHEAD * args.workers
+        try:
+            results = map_in_order(pool, functools.partial(encode, job), chunks(records), ahead)
+            write_documents(results, writers, progress, args.on_bad_line)
+        except BrokenProcessPool as error:
+            raise EnvironmentProblem("a worker died, most likely for want of memory; use fewer --workers") from error
+        except OSError as error:
+            raise DataProblem(f"cannot write {args.output_prefix}: {error.strerror}; choose another place") from error
+        if progress.tokens == 0:
+            raise DataProblem(f"no text in {', '.join(map(str, args.input))}; check --input and --json-keys")
+    return progress
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    kinds = get_args(get_type_hints(TokenizerSpec)["kind"])
+    add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
+    add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
+    add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files each")
+    add("--tokenizer-type", choices=kinds, required=True)
+    add("--tokenizer-model", type=Path, help="file, or for HuggingFaceTokenizer the folder, of the tokenizer")
+    add("--vocab-size", type=int, help="of NullTokenizer; for TikTokenizer the size to cut to")
+    add("--tiktoken-pattern", choices=("v1", "v2"))
+    add("--tiktoken-num-special-tokens", type=int, default=1000)
+    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add("--workers", type=int, default=1, help="processes that tokenize (default: %(default)s)")
+    add("--log-interval", type=int, default=1000, help="documents between two lines of progress off a terminal")
+    add("--on-bad-line", choices=("fail", "skip"), default="fail", help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.workers < 1 or args.log_interval < 1:
+        parser.error("--workers and --log-interval must be at least 1")
+    if len(args.json_keys) > 1 and any(format_of(path) == "text" for path in args.input):
+        parser.error("plain text has no keys: give one --json-keys")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    args = parse(argv)
+    try:
+        progress = preprocess(args)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    left_out = [f"{progress.bad:,} malformed lines"] if progress.bad else []
+    left_out += [f"{progress.empty:,} empty texts"] if progress.empty else []
+    print(f"wrote {progress}" + (f"; left out {' and '.join(left_out)}" if left_out else ""))
+    for key in args.json_keys:
+        print(f"--data-path {args.output_prefix}_{key}_document")
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
