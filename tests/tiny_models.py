@@ -11,30 +11,20 @@ from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec
+from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, RopeSpec
 from megatron_moe.specs.model import InitSpec, LayerSpec, ModelSpec
-from megatron_moe.specs.moe import ActivationSpec, ExpertsSpec, MLPSpec, MoESpec, RouterSpec, SharedExpertsSpec
+from megatron_moe.specs.moe import MLPSpec, MoESpec, SharedExpertsSpec
+from tests import tiny
 
-HIDDEN = 24
-VOCAB = 53
-RMS = NormSpec(kind="RMSNorm", eps=1e-6)
-SWIGLU = ActivationSpec(kind="silu", gated=True)
+RMS = tiny.NORM
+HIDDEN, VOCAB, SWIGLU = tiny.HIDDEN, tiny.VOCAB, tiny.SWIGLU
 UNIT_GAIN = InitSpec(method="unit_gain")
 
 
 def attention_spec(**changes: Any) -> AttentionSpec:
-    """Four query heads in two groups, rotated."""
-    core = changes.pop("core", {})
-    spec = AttentionSpec(
-        hidden_size=HIDDEN,
-        num_heads=4,
-        num_query_groups=2,
-        head_dim=6,
-        core=CoreAttentionSpec(**{"softmax_scale": 6**-0.5, **core}),
-        rope=RopeSpec(dim=6),
-        norm=RMS,
-    )
-    return replace(spec, **changes)
+    """Six query heads in two groups, rotated. `core` changes fields of the core attention."""
+    core = replace(tiny.attention().core, **changes.pop("core", {}))
+    return tiny.attention(**{"num_heads": 6, "core": core, **changes})
 
 
 def mla_spec(**changes: Any) -> MLASpec:
@@ -61,12 +51,9 @@ def mlp_spec(**changes: Any) -> MLPSpec:
 
 
 def moe_spec(**router: Any) -> MoESpec:
-    """Six experts, two per token, and a shared one."""
-    return MoESpec(
-        router=RouterSpec(**{"hidden_size": HIDDEN, "num_experts": 6, "topk": 2, **router}),
-        experts=ExpertsSpec(num_experts=6, hidden_size=HIDDEN, ffn_hidden_size=11, activation=SWIGLU),
-        shared=SharedExpertsSpec(mlp=mlp_spec(ffn_hidden_size=13)),
-    )
+    """Eight experts, two per token, and a shared one; no balancing loss."""
+    router = {"balancing": ("none",), "aux_loss_coeffs": (0.0,), **router}
+    return tiny.moe(tiny.router(**router), shared=SharedExpertsSpec(mlp=mlp_spec(ffn_hidden_size=13)))
 
 
 def layer_spec(mixer: AttentionSpec | MLASpec | None = None, feed_forward: Any = None, **changes: Any) -> LayerSpec:
@@ -77,17 +64,7 @@ def layer_spec(mixer: AttentionSpec | MLASpec | None = None, feed_forward: Any =
 
 def model_spec(*layers: LayerSpec, **changes: Any) -> ModelSpec:
     """Two dense layers unless some are given; rotary positions, untied."""
-    spec = ModelSpec(
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-        layers=layers or (layer_spec(), layer_spec()),
-        norm=RMS,
-        position_embedding="rope",
-        max_positions=32,
-        tied_embeddings=False,
-        init=UNIT_GAIN,
-    )
-    return replace(spec, **changes)
+    return tiny.model(layers=layers or (layer_spec(), layer_spec()), **changes)
 
 
 def build(spec: ModelSpec, *, seed: int = 7, **stage: Any) -> GPT:

@@ -1,7 +1,7 @@
 """One transformer layer, as a chain of nodes that a schedule may run apart.
 
 A dense layer is attention | feed-forward; an MoE layer is attention + router | dispatch | experts | combine | post.
-What travels between two nodes is a `Flow`; a schedule that overlaps layers detaches its tensors there.
+What travels between two nodes stands in one object per boundary; a schedule that overlaps layers detaches its tensors.
 """
 
 from collections.abc import Callable
@@ -25,23 +25,41 @@ from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flow:
-    """What one node leaves for the next ones; None where nobody needs it any more, or yet."""
+@dataclass(frozen=True)
+class Attended:
+    """What the attention node leaves."""
 
     hidden_SBH: Tensor
     """The residual stream."""
-    normed_SBH: Tensor | None = None
-    """Its norm, the input of router, experts and shared experts."""
-    routing: Routing | None = None
-    rows: Rows | None = None
-    ticket: Any = None
+    normed_SBH: Tensor
+    """Its norm, the input of the feed-forward block."""
+
+
+@dataclass(frozen=True)
+class Routed(Attended):
+    """Tokens that know their experts."""
+
+    routing: Routing
+
+
+@dataclass(frozen=True)
+class Dispatched(Attended):
+    """Rows before or after the experts."""
+
+    rows: Rows
+    ticket: Any
     """The dispatcher's; takes the rows back to their tokens."""
-    routed_TH: Tensor | None = None
-    """The sum of every token's experts."""
 
 
-Node = Callable[[Flow, TokenMeta], Flow]
+@dataclass(frozen=True)
+class Combined(Attended):
+    """Tokens that have their experts' sum."""
+
+    routed_TH: Tensor
+
+
+Node = Callable[[Any, TokenMeta], Any]
+"""From what the node before left (the first takes the hidden state) to what it leaves (the last, the hidden state)."""
 
 
 class Block(nn.Module):
@@ -64,16 +82,16 @@ class Block(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]: the nodes in order."""
-        flow = Flow(hidden_SBH=hidden_SBH)
+        state: Any = hidden_SBH
         for node in self.nodes:
-            flow = node(flow, meta)
-        return flow.hidden_SBH
+            state = node(state, meta)
+        return state
 
-    def attend(self, flow: Flow, meta: TokenMeta) -> Flow:
+    def attend(self, hidden_SBH: Tensor, meta: TokenMeta) -> Attended:
         """Attention and its residual connection, and the norm of what follows."""
-        out_SBH = self.self_attention(self.input_layernorm(flow.hidden_SBH), meta)
-        hidden_SBH = self.add(flow.hidden_SBH, out_SBH, "attention", meta)
-        return Flow(hidden_SBH=hidden_SBH, normed_SBH=self.pre_mlp_layernorm(hidden_SBH))
+        out_SBH = self.self_attention(self.input_layernorm(hidden_SBH), meta)
+        hidden_SBH = self.add(hidden_SBH, out_SBH, "attention", meta)
+        return Attended(hidden_SBH, self.pre_mlp_layernorm(hidden_SBH))
 
     def add(self, hidden_SBH: Tensor, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         """The residual connection, with dropout on what is added."""
@@ -92,8 +110,8 @@ class DenseBlock(Block):
     def nodes(self) -> tuple[Node, ...]:
         return (self.attend, self.feed_forward)
 
-    def feed_forward(self, flow: Flow, meta: TokenMeta) -> Flow:
-        return Flow(hidden_SBH=self.add(flow.hidden_SBH, self.mlp(flow.normed_SBH), "mlp", meta))
+    def feed_forward(self, state: Attended, meta: TokenMeta) -> Tensor:
+        return self.add(state.hidden_SBH, self.mlp(state.normed_SBH), "mlp", meta)
 
 
 class MoEBlock(Block):
@@ -108,23 +126,22 @@ class MoEBlock(Block):
     def nodes(self) -> tuple[Node, ...]:
         return (self.attend_and_route, self.dispatch, self.experts, self.combine, self.post)
 
-    def attend_and_route(self, flow: Flow, meta: TokenMeta) -> Flow:
-        flow = self.attend(flow, meta)
-        return replace(flow, routing=self.mlp.route(flow.normed_SBH, meta))
+    def attend_and_route(self, hidden_SBH: Tensor, meta: TokenMeta) -> Routed:
+        state = self.attend(hidden_SBH, meta)
+        return Routed(state.hidden_SBH, state.normed_SBH, self.mlp.route(state.normed_SBH, meta))
 
-    def dispatch(self, flow: Flow, meta: TokenMeta) -> Flow:
-        rows, ticket = self.mlp.dispatch(flow.normed_SBH, flow.routing)
-        return replace(flow, routing=None, rows=rows, ticket=ticket)
+    def dispatch(self, state: Routed, meta: TokenMeta) -> Dispatched:
+        rows, ticket = self.mlp.dispatch(state.normed_SBH, state.routing)
+        return Dispatched(state.hidden_SBH, state.normed_SBH, rows, ticket)
 
-    def experts(self, flow: Flow, meta: TokenMeta) -> Flow:
-        return replace(flow, rows=self.mlp.compute(flow.rows))
+    def experts(self, state: Dispatched, meta: TokenMeta) -> Dispatched:
+        return replace(state, rows=self.mlp.compute(state.rows))
 
-    def combine(self, flow: Flow, meta: TokenMeta) -> Flow:
-        return replace(flow, rows=None, ticket=None, routed_TH=self.mlp.combine(flow.rows, flow.ticket))
+    def combine(self, state: Dispatched, meta: TokenMeta) -> Combined:
+        return Combined(state.hidden_SBH, state.normed_SBH, self.mlp.combine(state.rows, state.ticket))
 
-    def post(self, flow: Flow, meta: TokenMeta) -> Flow:
-        out_SBH = self.mlp.post(flow.normed_SBH, flow.routed_TH)
-        return Flow(hidden_SBH=self.add(flow.hidden_SBH, out_SBH, "mlp", meta))
+    def post(self, state: Combined, meta: TokenMeta) -> Tensor:
+        return self.add(state.hidden_SBH, self.mlp.post(state.normed_SBH, state.routed_TH), "mlp", meta)
 
 
 def make_block(spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels) -> Block:

@@ -93,11 +93,10 @@ class GPT(nn.Module):
         loss_BS = self._loss(hidden_SBH, batch.labels_BS)
         if self.mtp is None or not batch.meta.training:
             return LossOutput(loss_BS)
-        return LossOutput(loss_BS, tuple(self._mtp_losses(hidden_SBH, batch)))
+        return LossOutput(loss_BS, tuple(self._mtp_losses(self.mtp, hidden_SBH, batch)))
 
     def logits(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
-        assert self.output_layer is not None, "only the last stage has a head"
         return self._logits(self._hidden(tokens_BS, self.rotations.attach(meta), hidden_SBH))
 
     def _hidden(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None) -> Tensor:
@@ -107,21 +106,21 @@ class GPT(nn.Module):
             hidden_SBH = self.embedding(tokens_BS, meta.positions_BS, meta)
         return self.decoder(hidden_SBH, meta)
 
-    def _logits(self, hidden_SBH: Tensor, detach: bool = False) -> Tensor:
-        head = self.output_layer
-        weight_VH = self.embedding.word_embeddings.weight if self.spec.tied_embeddings else head.weight
-        bias_V = head.bias
-        if detach:
-            weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
-        return head(hidden_SBH, weight_VH, bias_V)
+    def _logits(self, hidden_SBH: Tensor, *, detach: bool = False) -> Tensor:
+        tied_VH = self.embedding.word_embeddings.weight if self.spec.tied_embeddings else None
+        return self._head(hidden_SBH, tied_VH, detach=detach)
 
-    def _loss(self, hidden_SBH: Tensor, labels_BS: Tensor, detach: bool = False) -> Tensor:
-        return self.output_layer.loss(self._logits(hidden_SBH, detach), labels_BS)
+    def _loss(self, hidden_SBH: Tensor, labels_BS: Tensor, *, detach: bool = False) -> Tensor:
+        return self._head.loss(self._logits(hidden_SBH, detach=detach), labels_BS)
 
-    def _mtp_losses(self, hidden_SBH: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
-        for ahead in self.mtp(hidden_SBH, batch, self.embedding):
-            loss_BS = self._loss(ahead.hidden_SBH, ahead.labels_BS, detach=self.spec.mtp.detach_heads)
-            yield loss_BS, ahead.weights_BS
+    def _mtp_losses(self, mtp: MTP, hidden_SBH: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
+        for ahead in mtp(hidden_SBH, batch, self.embedding):
+            yield self._loss(ahead.hidden_SBH, ahead.labels_BS, detach=mtp.spec.detach_heads), ahead.weights_BS
+
+    @property
+    def _head(self) -> Head:
+        assert self.output_layer is not None, "only the last stage has a head"
+        return self.output_layer
 
 
 def objective(

@@ -25,8 +25,13 @@ class Head(nn.Module):
             bias = ParamMeta(role="bias", init="zeros", tp_dim=0, decay=False)
             self.bias = new_parameter((spec.vocab_size,), bias, dtype=ctx.dtype, device=ctx.device)
 
-    def forward(self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        """-> [S, B, V]"""
+    def forward(self, hidden_SBH: Tensor, tied_VH: Tensor | None = None, *, detach: bool = False) -> Tensor:
+        """-> [S, B, V]. `detach`: the head is used, not trained."""
+        weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
+        bias_V: Tensor | None = self.bias
+        assert weight_VH is not None, "a tied head needs the word embedding"
+        if detach:
+            weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         return autograd.linear(self.kernels, hidden_SBH, weight_VH, bias_V)
 
     def loss(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.parallel import rng
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.specs.model import InitSpec
 from megatron_moe.specs.params import ParamMeta
 
@@ -20,6 +21,7 @@ SPREAD = 0.1
 def init_parameters(model: nn.Module, seed: int, spec: InitSpec) -> None:
     """Fills every parameter of the model, and with unit gain the routers' expert biases, in place."""
     for name, parameter in model.named_parameters():
+        assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
         parameter.copy_(initial_values(tuple(parameter.shape), parameter.meta, name, seed, spec))
     if spec.method == "unit_gain":
         for name, buffer in model.named_buffers():

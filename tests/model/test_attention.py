@@ -12,9 +12,9 @@ from tests.tolerances import EXACT, FP64_REF
 CASES = {
     "plain": {},
     "one group": {"num_query_groups": 1},
-    "a group per head": {"num_query_groups": 4},
+    "a group per head": {"num_query_groups": 6},
     "no rotation": {"rope": None},
-    "interleaved": {"rope": RopeSpec(dim=6, interleaved=True)},
+    "interleaved": {"rope": RopeSpec(dim=8, interleaved=True)},
     "partial rotation": {"rope": RopeSpec(dim=4)},
     "biases": {"qkv_bias": True, "out_bias": True},
     "norm per head": {"qk_norm": "per_head"},
@@ -106,8 +106,8 @@ def test_attention_dropout_follows_its_key(make_spec):
 
 def test_rows_of_a_query_group_stand_together():
     module = make(attention_spec(output_gate=True))
-    assert module.linear_qkv.weight.meta.splits == (12, 12, 6, 6)
-    assert module.linear_qkv.weight.shape == (2 * 36, HIDDEN)
+    assert module.linear_qkv.weight.meta.splits == (24, 24, 8, 8)
+    assert module.linear_qkv.weight.shape == (2 * 64, HIDDEN)
     assert (module.linear_qkv.weight.meta.tp_dim, module.linear_proj.weight.meta.tp_dim) == (0, 1)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import reference
-from megatron_moe.model.block import Block, Flow, make_block
+from megatron_moe.model.block import Block, make_block
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.parallel import rng
@@ -71,8 +71,7 @@ def test_both_residual_connections_have_dropout_with_keys_of_their_own():
 def test_a_layer_is_a_chain_of_nodes_that_can_be_run_apart(spec, names):
     block, x = make(spec), randn(5, 2, HIDDEN)
     assert [node.__name__ for node in block.nodes] == names
-    flow, meta = Flow(hidden_SBH=x), meta_of(block)
+    state, meta = x, meta_of(block)
     for node in block.nodes:
-        flow = node(flow, meta)
-    EXACT.check(flow.hidden_SBH, block(x, meta), "output")
-    assert flow == Flow(hidden_SBH=flow.hidden_SBH), "nothing is held after the last node"
+        state = node(state, meta)
+    EXACT.check(state, block(x, meta), "output")

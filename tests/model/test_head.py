@@ -14,7 +14,7 @@ def test_the_loss_of_a_token_is_minus_the_log_of_its_labels_share():
     head = Head(model_spec(head_bias=True), ParallelContext.single(), reference.bundle())
     init_parameters(head, 5, UNIT_GAIN)
     hidden_SBH, labels_BS = randn(4, 2, HIDDEN), microbatch(2, 4).labels_BS
-    loss_BS = head.loss(head(hidden_SBH, head.weight, head.bias), labels_BS)
+    loss_BS = head.loss(head(hidden_SBH), labels_BS)
     assert loss_BS.shape == (2, 4)
     for b in range(2):
         for s in range(4):
@@ -34,6 +34,6 @@ def test_the_loss_of_a_bf16_model_is_fp32():
     head = Head(model_spec(), ParallelContext.single(dtype=torch.bfloat16), reference.bundle())
     init_parameters(head, 5, UNIT_GAIN)
     hidden_SBH = randn(4, 2, HIDDEN).bfloat16()
-    logits_SBV = head(hidden_SBH, head.weight, head.bias)
+    logits_SBV = head(hidden_SBH)
     assert logits_SBV.dtype == torch.bfloat16
     assert head.loss(logits_SBV, microbatch(2, 4).labels_BS).dtype == torch.float32

@@ -13,7 +13,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import NormSpec
 from megatron_moe.specs.model import InitSpec, MTPSpec
 from megatron_moe.specs.params import ParamMeta
-from tests.tiny_models import attention_spec, build, layer_spec, mla_spec, mlp_spec, model_spec, moe_spec
+from tests.tiny_models import HIDDEN, attention_spec, build, layer_spec, mla_spec, mlp_spec, model_spec, moe_spec
 from tests.tolerances import EXACT
 
 LAYER_NORM = NormSpec(kind="LayerNorm")
@@ -43,7 +43,7 @@ def test_every_stage_draws_the_values_of_the_whole_model():
 def test_values_change_with_the_seed_and_between_parameters():
     first, second = (dict(build(EVERYTHING, seed=seed).named_parameters()) for seed in (1, 2))
     assert not [name for name in first if torch.equal(first[name], second[name])]
-    same_shape = [p for p in first.values() if p.shape == (24,)]
+    same_shape = [p for p in first.values() if p.shape == (HIDDEN,)]
     assert len({tuple(p.tolist()) for p in same_shape}) == len(same_shape) > 5
 
 

@@ -120,7 +120,7 @@ def test_tables_hold_cos_and_sin_of_every_position_twice():
 
 
 def test_equal_rotations_of_several_layers_share_one_table():
-    mixers = [attention_spec(), attention_spec(), attention_spec(rope=RopeSpec(dim=6, base=1e6))]
+    mixers = [attention_spec(), attention_spec(), attention_spec(rope=RopeSpec(dim=8, base=1e6))]
     assert len(Rotations(mixers, ParallelContext.single()).frequencies) == 2
 
 
