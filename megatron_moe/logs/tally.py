@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 
@@ -57,7 +56,7 @@ class Tally:
         With "mean" the reported figure is sum of values / sum of counts (count: number of calls unless given); with
         "sum" and "max" the sum and the largest value over microbatches and data-parallel ranks.
         """
-        value = value.detach().to(internal_dtype(value.dtype))
+        value = value.detach().double()
         count = torch.ones((), device=value.device) if count is None else count.detach()
         count = count.to(torch.float64)
         entry = self.entries.get((name, layer))
@@ -70,6 +69,11 @@ class Tally:
         )
         entry.value = torch.maximum(entry.value, value) if reduction == "max" else entry.value + value
         entry.count = entry.count + count
+
+    def cut(self) -> "Tally":
+        """Hands over everything recorded so far, to be read later, and starts anew. Waits for nothing."""
+        entries, self.entries = self.entries, {}
+        return Tally(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
         """Reduces over the data-parallel ranks, reads everything at once, and starts anew.

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_moe.specs.count_flops import flops_per_step
 from megatron_moe.specs.run import RunPlan
 
 
@@ -15,17 +16,15 @@ class TrainState:
     consumed_samples: int = 0
     """Training sequences read, over all ranks."""
     consumed_tokens: int = 0
-    skipped_iterations: int = 0
-    """Steps whose update was refused because a gradient was not finite."""
     flops: float = 0.0
     """Model FLOPs spent so far, by the formula of `specs/count.py`."""
 
-    def advance(self, num_samples: int, seq_length: int, flops: float) -> None:
-        """Counts one step of `num_samples` sequences."""
+    def advance(self, num_samples: int, plan: RunPlan) -> None:
+        """Counts one step of `num_samples` sequences over all ranks."""
         self.iteration += 1
         self.consumed_samples += num_samples
-        self.consumed_tokens += num_samples * seq_length
-        self.flops += flops
+        self.consumed_tokens += num_samples * plan.data.seq_length
+        self.flops += flops_per_step(plan.model, num_samples, plan.data.seq_length)
 
     def to_json(self, plan: RunPlan) -> dict[str, Any]:
         """The content of train_state.json."""

@@ -20,11 +20,13 @@ from megatron_moe.optim.adamw import Optimizer
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.optim.clip import clip_coefficient, gradient_norms
 from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.schedule.run import run_schedule
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.schedule import schedule_actions
+from megatron_moe.train.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,29 @@ class Trainer:
     """Owns the step: model, gradient buffers and optimizer of one run."""
 
     def __init__(
-        self, plan: RunPlan, context: ParallelContext, model: GPT, buffers: GradBuffers, optimizer: Optimizer, tally: Tally
+        self,
+        plan: RunPlan,
+        context: ParallelContext,
+        model: GPT,
+        buffers: GradBuffers,
+        optimizer: Optimizer,
+        schedule: LRSchedule,
+        tally: Tally,
     ) -> None:
         self.plan = plan
         self.context = context
         self.model = model
         self.buffers = buffers
         self.optimizer = optimizer
+        self.schedule = schedule
         self.tally = tally
+        self.kernels = buffers.kernels
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self._proceed = torch.ones((), device=context.device, dtype=torch.bool)
 
-    def step(self, batches: Sequence[MicroBatch], *, iteration: int, lr: float, weight_decay: float) -> StepOutcome:
-        """Trains on the microbatches of one global batch (this rank's part). `iteration` counts from 1."""
+    def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
+        """Trains on the microbatches of one global batch (this rank's part); `state` is how things stand before it."""
+        iteration, lr = state.iteration + 1, self.schedule.lr(state.consumed_samples)
         self.model.train()
         self.buffers.begin_step()
         stage = MicrobatchStage(self, self._prepare(batches, iteration))
@@ -95,7 +107,8 @@ class Trainer:
             self._proceed = self._proceed & torch.isfinite(loss) & torch.isfinite(norms["all"])
         self.optimizer.step(
             lr=lr,
-            weight_decay=weight_decay,
+            decoupled_lr=self.schedule.decoupled_lr(state.consumed_samples),
+            weight_decay=self.schedule.weight_decay(state.consumed_samples),
             grad_scale=clip_coefficient(norms["all"], self.plan.optimizer.clip_grad),
             proceed=self._proceed,
         )
@@ -108,6 +121,13 @@ class Trainer:
             learning_rate=lr,
             iteration=iteration,
         )
+
+    def restored(self, *, with_optimizer: bool) -> None:
+        """To be called when weights, and perhaps the optimizer's state, were loaded into place."""
+        if with_optimizer:
+            self.optimizer.weights_from_masters()
+        else:
+            self.optimizer.masters_from_weights()
 
     def _prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
         """Gives every microbatch what the step knows and the data does not: scales, random keys, the tally."""

@@ -1,0 +1,82 @@
+"""The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_moe.data.datasets import Datasets, build_datasets
+from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
+from megatron_moe.data.tokenizer import load_tokenizer
+from megatron_moe.kernels.bundle import Bundle
+from megatron_moe.kernels.choose import choose
+from megatron_moe.logs.tally import Tally
+from megatron_moe.model.gpt import GPT
+from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.lr import LRSchedule
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.count import count_parameters
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.step import Trainer
+
+
+def build_context(plan: RunPlan) -> ParallelContext:
+    """Meets the other ranks; sets what the whole process computes with."""
+    if plan.precision.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return ParallelContext.start(
+        plan.parallel, plan.launch, device=plan.device, dtype=plan.precision.params, seed=plan.loop.seed
+    )
+
+
+def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
+    return choose(plan.kernels, context.device, context.dtype)
+
+
+def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT:
+    """This rank's part of the model with its initial weights, which do not depend on the layout."""
+    model = GPT(plan.model, context, kernels)
+    init_parameters(model, plan.loop.seed, plan.model.init)
+    return model
+
+
+def build_trainer(plan: RunPlan, context: ParallelContext, model: GPT, kernels: Bundle) -> Trainer:
+    """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
+    buffers = GradBuffers(model.named_parameters(), plan.precision, context, kernels, optimizer=plan.optimizer)
+    optimizer = Optimizer(buffers, plan.precision)
+    return Trainer(plan, context, model, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally())
+
+
+def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
+    return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context)
+
+
+def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> TrainLoader | None:
+    """None with --skip-train."""
+    return None if datasets.train is None else train_loader(datasets, plan.data, plan.batch, context)
+
+
+def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
+    """One loader per validation set, and "test" when there is one; by name."""
+    named = {each.name: each.samples for each in datasets.valid}
+    if datasets.test is not None:
+        named["test"] = datasets.test
+    return {
+        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=plan.loop.eval_iters)
+        for name, samples in named.items()
+    }
+
+
+def introduction(
+    plan: RunPlan, context: ParallelContext, kernels: Bundle, model: GPT, datasets: Datasets
+) -> Iterator[str]:
+    """What the log says of a run before its first step."""
+    yield str(context)
+    yield from plan.notes
+    held = sum(parameter.numel() for parameter in model.parameters())
+    total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
+    yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"
+    yield from datasets.notes
+    yield kernels.table()

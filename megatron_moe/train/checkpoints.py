@@ -1,0 +1,131 @@
+"""Which tensors and facts of a run go into a checkpoint, and how a run goes on from one."""
+
+from pathlib import Path
+
+from megatron_moe.checkpoint.huggingface import load_hf
+from megatron_moe.checkpoint.load import HUGGING_FACE, Source, find, load
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.state import TrainState
+from megatron_moe.train.step import Trainer
+from megatron_moe.train.upcycle import load_upcycled
+
+
+class Checkpoints:
+    """Restores a run at its start and saves it as it goes."""
+
+    def __init__(self, plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter) -> None:
+        self._plan = plan
+        self._context = context
+        self._trainer = trainer
+        self._reporter = reporter
+        self._last_saved: int | None = None
+        self._saver: Saver | None = None
+        if plan.checkpoint.save is not None:
+            spec = plan.checkpoint
+            self._saver = Saver(
+                plan.checkpoint.save, context, keep_last=spec.keep_last, fresh=spec.fresh, say=reporter.note
+            )
+
+    def restore(self, loader: TrainLoader | None) -> TrainState:
+        """Loads what `--save`, `--load` and their kin say, and puts the loader where the run left off.
+
+        Raises CheckpointProblem when what was asked for is not there, does not verify, or does not fit.
+        """
+        source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
+        state = TrainState() if source is None else self._restore_from(source, loader)
+        if loader is not None:
+            loader.restore(state.consumed_samples)
+        return state
+
+    def due(self, iteration: int) -> bool:
+        """A checkpoint follows this iteration."""
+        interval = self._plan.checkpoint.save_interval
+        return bool(self._saver and interval and iteration % interval == 0)
+
+    def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
+        if self.due(state.iteration):
+            self.save(state, loader)
+
+    def save(self, state: TrainState, loader: TrainLoader | None) -> None:
+        """Writes a checkpoint of this moment, once per iteration. A failure is reported and training goes on."""
+        if self._saver is None or self._last_saved == state.iteration:
+            return
+        spec = self._plan.checkpoint
+        facts = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
+        if loader is not None:
+            facts["data"] = loader.state()
+        self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {spec.save}")
+        path = self._saver.save(
+            state.iteration,
+            saved_tensors(self._trainer, optimizer=spec.save_optim),
+            facts,
+            texts={"run.yaml": self._plan.resolved_yaml},
+        )
+        if path is not None:
+            self._last_saved = state.iteration
+            self._reporter.note(
+                f"  successfully saved checkpoint from iteration {state.iteration:7d} to {path} "
+                f"in {self._saver.last_seconds:.1f} s"
+            )
+
+    def close(self) -> None:
+        """Lets other jobs use the save folder."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def _restore_from(self, source: Source, loader: TrainLoader | None) -> TrainState:
+        trainer, say = self._trainer, self._reporter.note
+        if self._plan.checkpoint.upcycle and source.origin != "--save":
+            granularity = self._plan.checkpoint.upcycle_granularity
+            load_upcycled(source, granularity, trainer.model, self._context, trainer.kernels, say=say)
+            trainer.restored(with_optimizer=False)
+            return TrainState()
+        if source.is_hugging_face:
+            folder = Path(source.location.removeprefix(HUGGING_FACE))
+            load_hf(folder, trainer.model)
+            trainer.restored(with_optimizer=False)
+            say(f"loaded the weights of {folder}; training starts at iteration 0")
+            return TrainState()
+        loaded = load(source, saved_tensors(trainer, optimizer=True), self._context, say=say)
+        if self._saver is not None:
+            self._saver.loaded_from = loaded.path
+        trainer.restored(with_optimizer=source.optimizer)
+        say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
+        if not source.train_state:
+            return TrainState()
+        trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"])
+        for line in [*differences, *self._data_differences(loaded.train_state, loader)]:
+            say(line)
+        self._last_saved = loaded.iteration if source.origin == "--save" else None
+        return TrainState.from_json(loaded.train_state)
+
+    def _data_differences(self, saved: dict, loader: TrainLoader | None) -> list[str]:
+        """What changed in the data since the checkpoint: another sequence length is refused, another order told."""
+        then, now = saved["seq_length"], self._plan.data.seq_length
+        if then != now:
+            raise CheckpointProblem(
+                f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order of "
+                f"the samples would change; give --seq-length {then}, or --finetune to start a new run from its weights"
+            )
+        if loader is None or saved.get("data", {}).get("fingerprint") == loader.state()["fingerprint"]:
+            return []
+        return [
+            "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of samples "
+            "changed): samples may repeat or be left out"
+        ]
+
+
+def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
+    """All tensors of a checkpoint by key: weights, buffers, and the optimizer's state. Views, nothing is copied."""
+    tensors = {tensor_key("model", name): value for name, value in trainer.model.state_dict().items()}
+    if optimizer:
+        tensors |= {tensor_key(kind, name): view for name, kind, view in trainer.optimizer.named_state()}
+        tensors[tensor_key("optimizer", "step_count")] = trainer.optimizer.step_count
+    return {key: SavedTensor.whole(value.detach()) for key, value in tensors.items()}
+

@@ -1,0 +1,68 @@
+"""When the run evaluates itself, on what, and how the result is reported."""
+
+from megatron_moe.data.loader import EvalLoader
+from megatron_moe.logs.line import ValidationReport
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.evaluate import evaluate
+from megatron_moe.train.state import TrainState
+
+TEST = "test"
+
+
+class Validation:
+    """Evaluates every `--eval-interval` iterations and at the end of the run, each data set by itself."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        context: ParallelContext,
+        model: GPT,
+        loaders: dict[str, EvalLoader],
+        reporter: Reporter,
+    ) -> None:
+        """`loaders`: by the name of the data set; "test" is read at the end only."""
+        self._spec = plan.loop
+        self._context = context
+        self._model = model
+        self._valid = {name: loader for name, loader in loaders.items() if name != TEST}
+        self._test = loaders.get(TEST)
+        self._reporter = reporter
+
+    def due(self, iteration: int) -> bool:
+        """An evaluation follows this iteration."""
+        interval = self._spec.eval_interval
+        return bool(self._valid and self._spec.eval_iters and interval and iteration % interval == 0)
+
+    def run_if_due(self, state: TrainState) -> None:
+        if self.due(state.iteration):
+            self._evaluate_all(state, where="")
+
+    def final(self, state: TrainState) -> None:
+        """The last evaluation, on the validation and the test set."""
+        if not self._spec.eval_iters:
+            return
+        self._evaluate_all(state, where="on validation set")
+        if self._test is not None:
+            self._report(state, TEST, evaluate(self._model, self._test.batches(), self._context), "on test set", TEST)
+
+    def _evaluate_all(self, state: TrainState, where: str) -> None:
+        # The k-th evaluation reads the k-th stretch of the data, also after a restart.
+        number = state.iteration // self._spec.eval_interval if self._spec.eval_interval else 0
+        for name, loader in self._valid.items():
+            loss = evaluate(self._model, loader.batches(number), self._context)
+            self._report(state, name if len(self._valid) > 1 else "", loss, where, "validation")
+
+    def _report(self, state: TrainState, data_set: str, loss: float, where: str, split: str) -> None:
+        self._reporter.validation(
+            ValidationReport(
+                iteration=state.iteration,
+                consumed_samples=state.consumed_samples,
+                losses={"lm loss": loss},
+                where=where,
+                data_set=data_set if split != TEST else "",
+                split=split,
+            )
+        )

@@ -1,0 +1,100 @@
+"""Pretrains Mixture-of-Experts language models from one command line of Megatron-style flags.
+
+  python pretrain_moe.py --recipe quickstart                  # a small MoE on this machine
+  torchrun --nproc-per-node 8 pretrain_moe.py --config my.yaml --lr 3e-4
+  python pretrain_moe.py --help
+
+This file is the story of a run, from top to bottom; `docs/tour.md` walks through it. A run that cannot go on ends with
+one sentence and an exit code of `megatron_moe/specs/exitcodes.py`.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from arguments.errors import FlagErrors
+from arguments.read import Finished, read_plan
+from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.specs.exitcodes import ExitCode, RunError
+from megatron_moe.specs.run import RunPlan
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs one command line to its end and returns the exit code."""
+    try:
+        plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
+    except Finished as answer:  # --help and its kin
+        print(answer.text)
+        return int(ExitCode.OK)
+    except FlagErrors as problems:
+        print(problems.report(), file=sys.stderr)
+        return int(ExitCode.CONFIG)
+    try:
+        with ExitStack() as goodbye:
+            pretrain(plan, goodbye)
+    except RunError as problem:
+        print(f"rank {plan.launch.rank}: {problem}", file=sys.stderr)
+        return int(problem.code)
+    return int(ExitCode.OK)
+
+
+def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
+    """Builds what the plan describes and trains it. `goodbye` closes everything, in whatever way the run ends."""
+    # torch comes in only here: --help and refused command lines answer without it
+    from megatron_moe import build
+    from megatron_moe.logs.reporter import Reporter
+    from megatron_moe.train.checkpoints import Checkpoints
+    from megatron_moe.train.leave import Leave
+    from megatron_moe.train.progress import Progress
+    from megatron_moe.train.validate import Validation
+
+    # who we are, where we report, what we compute with
+    context = build.build_context(plan)
+    goodbye.callback(context.stop)
+    reporter = Reporter(plan, context)
+    goodbye.callback(reporter.close)
+    kernels = build.build_kernels(plan, context)
+
+    # the model, its optimizer, its data
+    model = build.build_model(plan, context, kernels)
+    trainer = build.build_trainer(plan, context, model, kernels)
+    datasets = build.build_data(plan, context)
+    loader = build.build_train_loader(plan, context, datasets)
+    validation = Validation(plan, context, model, build.build_eval_loaders(plan, context, datasets), reporter)
+    for line in build.introduction(plan, context, kernels, model, datasets):
+        reporter.note(line)
+
+    # where the run left off, or its beginning
+    checkpoints = Checkpoints(plan, context, trainer, reporter)
+    goodbye.callback(checkpoints.close)
+    state = checkpoints.restore(loader)
+    reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
+
+    # train
+    progress = Progress(plan, trainer, reporter)
+    leave = Leave(plan.loop, context)
+    while (reason := leave.reason(state.iteration)) is None:
+        outcome = trainer.step(loader.next_step(), state)
+        state.advance(outcome.num_samples, plan)
+        progress.after(outcome)
+        if validation.due(state.iteration) or checkpoints.due(state.iteration):
+            progress.catch_up()
+            validation.run_if_due(state)
+            checkpoints.save_if_due(state, loader)
+            progress.restart_clock()
+
+    # the end: nothing held back, the last checkpoint, the last validation
+    progress.catch_up()
+    reporter.note(reason)
+    checkpoints.save(state, loader)
+    validation.final(state)
+
+
+def command() -> None:
+    """The installed program `pretrain_moe`."""
+    sys.exit(main(sys.argv[1:], os.environ))
+
+
+if __name__ == "__main__":
+    command()

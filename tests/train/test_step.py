@@ -1,0 +1,96 @@
+"""The training step: what it computes, on one rank and on several."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import BatchSpec
+from megatron_moe.train.state import TrainState
+from tests import tiny
+from tests.ranks import on_threads
+from tests.tolerances import EXACT, FP64_LAYOUT
+
+STEPS = 3
+
+
+KERNELS = reference.bundle()
+
+
+def train(plan, context, steps=STEPS, spoil=None):
+    """Losses, gradient norms, metrics and weights after a few steps. `spoil(trainer, step)` runs before each step."""
+    model = build_model(plan, context, KERNELS)
+    trainer = build_trainer(plan, context, model, KERNELS)
+    loader = build_train_loader(plan, context, build_data(plan, context))
+    state, figures = TrainState(), {}
+    for step in range(steps):
+        if spoil:
+            spoil(trainer, step)
+        outcome = trainer.step(loader.next_step(), state)
+        state.advance(outcome.num_samples, plan)
+        figures[f"loss {step}"] = outcome.loss
+        figures |= {f"norm {name} {step}": norm for name, norm in outcome.norms.items()}
+    figures |= {name: torch.tensor(metric.value) for name, metric in trainer.tally.take(context).items()}
+    figures |= {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return figures
+
+
+BIASED = tiny.router(score_function="sigmoid", expert_bias=True, balancing=("seq_aux_loss",), aux_loss_coeffs=(0.02,))
+CASES = {
+    "aux_loss": {},
+    "per_token_loss": {"loop": replace(tiny.plan().loop, per_token_loss=True)},
+    "expert_bias_and_sequence_aux_loss": {"model": tiny.model(moe_spec=tiny.moe(BIASED))},
+    "dropout_and_jitter": {
+        "model": tiny.model(moe_spec=tiny.moe(tiny.router(input_jitter_eps=0.1)), embedding_dropout=0.1)
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_the_numbers_of_one(case):
+    # one rank is given the partition of the tokens that the two ranks have: the same microbatches
+    plan = tiny.plan(**CASES[case])
+    single = train(plan, ParallelContext.single(dtype=torch.float64))
+    results = on_threads(ParallelSpec(world_size=2), lambda context: train(plan, context))
+    for result in results:
+        FP64_LAYOUT.check_all(result, single, case)
+
+
+def test_a_step_lowers_the_loss_on_its_own_batch():
+    plan = tiny.plan()
+    context = ParallelContext.single(dtype=torch.float64)
+    trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
+    batch = build_train_loader(plan, context, build_data(plan, context)).next_step()
+    losses = [float(trainer.step(batch, TrainState(iteration=i)).loss) for i in range(4)]
+    assert losses == sorted(losses, reverse=True), losses
+
+
+def test_microbatches_add_up_to_the_whole_batch():
+    # without balancing losses, whose definition is per microbatch
+    model = tiny.model(moe_spec=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
+    context = ParallelContext.single(dtype=torch.float64)
+    whole = train(tiny.plan(model=model, batch=BatchSpec(micro=8, global_size=8)), context)
+    parts = train(tiny.plan(model=model, batch=BatchSpec(micro=1, global_size=8)), context)
+    names = [name for name in whole if not name.startswith("moe/")]
+    FP64_LAYOUT.check_all({n: parts[n] for n in names}, {n: whole[n] for n in names}, "1 x 8 against 8 x 1")
+
+
+def test_a_non_finite_gradient_never_reaches_the_weights_and_the_verdict_stays_bad():
+    plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
+    good = train(plan, context, steps=1)
+
+    def spoil(trainer, step):
+        if step == 1:
+            trainer.model.decoder.final_layernorm.register_forward_hook(lambda module, args, out: out * float("nan"))
+        if step == 2:
+            trainer.model.decoder.final_layernorm._forward_hooks.clear()
+
+    bad = train(plan, context, steps=3, spoil=spoil)
+    assert torch.isnan(bad["loss 1"]) and torch.isfinite(bad["loss 2"])
+    weights = [name for name in good if name.endswith((".weight", ".bias"))]
+    assert len(weights) > 10
+    EXACT.check_all({n: bad[n] for n in weights}, {n: good[n] for n in weights}, "weights after a bad step")
