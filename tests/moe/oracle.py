@@ -88,6 +88,10 @@ def loop_scores(logits: list[Tensor], score_function: str) -> list[Tensor]:
     raise AssertionError(score_function)
 
 
+def number(value: Tensor) -> float:
+    return value.detach().item()
+
+
 def best(values: list[float], k: int, among: list[int]) -> list[int]:
     """The k of `among` with the largest values; the lower index wins a tie."""
     return sorted(among, key=lambda i: (-values[i], i))[:k]
@@ -98,7 +102,7 @@ def loop_choose(logits: list[Tensor], bias: list[float], spec: RouterSpec) -> li
     k, everyone = spec.topk, list(range(spec.num_experts))
     softmax_last = spec.score_function == "softmax" and not spec.pre_softmax
     scores = logits if softmax_last else loop_scores(logits, spec.score_function)
-    merit = [float(score) + b for score, b in zip(scores, bias, strict=True)]
+    merit = [number(score) + b for score, b in zip(scores, bias, strict=True)]
     if spec.group_topk:
         size = spec.num_experts // spec.num_groups
         groups = [everyone[g * size : (g + 1) * size] for g in range(spec.num_groups)]
@@ -123,7 +127,7 @@ def loop_drop(
     limit = math.ceil(len(visits) * spec.topk / spec.num_experts * capacity.factor)
     kept: set[tuple[int, int]] = set()
     for expert in range(spec.num_experts):
-        askers = [(t, float(w)) for t, visit in enumerate(visits) for e, w in visit if e == expert]
+        askers = [(t, number(w)) for t, visit in enumerate(visits) for e, w in visit if e == expert]
         if capacity.policy == "probs":
             askers.sort(key=lambda asker: (-asker[1], asker[0]))
         kept |= {(t, expert) for t, _ in askers[:limit]}
@@ -182,7 +186,7 @@ def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: lis
         scores.append([score / total for score in raw])
 
     def loss_over(tokens: list[int]) -> Tensor:
-        picked = [best([float(x) for x in scores[t]], k, list(range(num_experts))) for t in tokens]
+        picked = [best([number(x) for x in scores[t]], k, list(range(num_experts))) for t in tokens]
         total = torch.zeros((), dtype=torch.float64)
         for e in range(num_experts):
             count = sum(e in ids for ids in picked)

@@ -1,0 +1,126 @@
+"""Who stays when an expert is full."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from megatron_moe.kernels import reference
+from megatron_moe.moe.capacity import expert_capacity, within_capacity
+from megatron_moe.specs.moe import CapacitySpec
+from tests.moe.routers import logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+from tests.tolerances import EXACT, FP64_REF
+
+KERNELS = reference.bundle()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "num_experts", "factor", "expected"),
+    [
+        (6, 2, 4, 1.0, 3),
+        (6, 2, 8, 1.0, 2),
+        (6, 2, 4, 0.1, 1),
+        (10, 1, 4, 1.25, 4),
+        (4, 2, 2, 5.0, 4),
+        (7, 2, 8, 1.0, 2),
+    ],
+)
+def test_capacity_is_the_even_share_times_the_factor_rounded_up_and_at_most_all_tokens(
+    num_tokens, topk, num_experts, factor, expected
+):
+    assert expert_capacity(num_tokens, topk, num_experts, factor) == expected
+
+
+# Six tokens, three experts, top-2, logits worked out by hand. Softmax over two chosen logits a > b gives the first
+# 1 / (1 + exp(b - a)), so that the gap between the two alone decides the weights.
+#   token  logits      choices (weight above, below one half)
+#   0      3 2 0       0 (gap 1), 1
+#   1      4 2 0       0 (gap 2), 1
+#   2      3 0 2       0 (gap 1), 2
+#   3      0 3 1       1 (gap 2), 2
+#   4      5 2 0       0 (gap 3), 1
+#   5      1 0 2       2 (gap 1), 0
+# Choices of expert 0: tokens 4 (gap 3), 1 (gap 2), 0 and 2 (gap 1), 5 (gap -1)
+# Choices of expert 1: tokens 3 (gap 2), 0 (gap -1), 1 (gap -2), 4 (gap -3)
+# Choices of expert 2: tokens 5 (gap 1), 2 (gap -1), 3 (gap -2)
+SIX_TOKENS = [[3, 2, 0], [4, 2, 0], [3, 0, 2], [0, 3, 1], [5, 2, 0], [1, 0, 2]]
+
+
+def _six_tokens(**capacity):
+    # 6 tokens * 2 choices / 3 experts = 4 each; factor 0.75: 3 each
+    router = sees_logits(num_experts=3, capacity=CapacitySpec(factor=0.75, **capacity))
+    hidden = logits_as_hidden([[float(x) for x in row] for row in SIX_TOKENS])
+    return router(hidden, make_meta(hidden))
+
+
+def test_drop_by_weight_keeps_the_surest_tokens():
+    routing = _six_tokens()
+    # expert 0 keeps 4, 1 and the earlier of 0 and 2; expert 1 keeps 3, 0, 1; expert 2 keeps all
+    assert routing.ids_TK.tolist() == [[0, 1], [0, 1], [-1, 2], [1, 2], [0, -1], [2, -1]]
+    assert routing.counts_E.tolist() == [3, 3, 3] and routing.capacity is None
+    assert routing.chosen_TK.tolist() == [[0, 1], [0, 1], [0, 2], [1, 2], [0, 1], [2, 0]]
+
+
+def test_drop_by_position_keeps_the_earliest_tokens():
+    routing = _six_tokens(policy="position")
+    # expert 0 keeps 0, 1, 2; expert 1 keeps 0, 1, 3; expert 2 keeps all
+    assert routing.ids_TK.tolist() == [[0, 1], [0, 1], [0, 2], [1, 2], [-1, -1], [2, -1]]
+
+
+def test_weights_that_stay_are_not_normalised_again():
+    routing = _six_tokens()
+    one, two, three = (1 / (1 + math.exp(-gap)) for gap in (1, 2, 3))
+    expected = [[one, 1 - one], [two, 1 - two], [0, 1 - one], [two, 1 - two], [three, 0], [one, 0]]
+    FP64_REF.check(routing.probs_TK, expected, "weights")
+
+
+def test_padding_to_capacity_gives_every_expert_the_same_number_of_rows():
+    routing = _six_tokens(pad=True)
+    assert routing.capacity == 3
+    EXACT.check(routing.ids_TK, _six_tokens().ids_TK, "ids")
+
+
+def test_equal_weights_favour_the_earlier_token():
+    ids = torch.zeros(5, 1, dtype=torch.int64)
+    stays = within_capacity(ids, torch.full((5, 1), 0.5), torch.tensor([5]), 2, "probs")
+    assert stays.flatten().tolist() == [True, True, False, False, False]
+
+
+def test_enough_capacity_drops_nothing():
+    hidden = make_hidden()
+    free, limited = make_router(), make_router(capacity=CapacitySpec(factor=100.0))
+    EXACT.check(limited(hidden, make_meta(hidden)).probs_TK, free(hidden, make_meta(hidden)).probs_TK, "weights")
+
+
+def test_padding_tokens_take_no_place_in_an_expert():
+    """The valid tokens come last, so that padding would go first by position."""
+    router = sees_logits(num_experts=3, topk=1, pre_softmax=True, capacity=CapacitySpec(factor=1.0, policy="position"))
+    hidden = logits_as_hidden([[9.0, 0, 0]] * 4 + [[1.0, 0, 0]] * 2)
+    valid = torch.tensor([[False] * 4 + [True] * 2])
+    assert router(hidden, make_meta(hidden, valid_BS=valid)).ids_TK.flatten().tolist() == [-1] * 4 + [0, 0]
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_any_choices_agree_with_sorting_each_expert_by_hand(policy):
+    draw = random.Random(4)
+    for _ in range(50):
+        tokens, experts, topk, capacity = (
+            draw.randint(1, 12),
+            draw.randint(2, 6),
+            draw.randint(1, 2),
+            draw.randint(1, 4),
+        )
+        ids = [[e if draw.random() < 0.8 else -1 for e in draw.sample(range(experts), topk)] for _ in range(tokens)]
+        probs = [[draw.choice([0.1, 0.2, 0.3]) for _ in range(topk)] for _ in range(tokens)]
+        expected = [[False] * topk for _ in range(tokens)]
+        for expert in range(experts):
+            askers = [(t, k) for t in range(tokens) for k in range(topk) if ids[t][k] == expert]
+            if policy == "probs":
+                askers.sort(key=lambda asker: -probs[asker[0]][asker[1]])
+            for t, k in askers[:capacity]:
+                expected[t][k] = True
+        ids_TK = torch.tensor(ids)
+        counts = KERNELS.count_tokens(ids_TK, experts)
+        stays = within_capacity(ids_TK, torch.tensor(probs), counts, capacity, policy)
+        assert stays.tolist() == expected

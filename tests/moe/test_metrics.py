@@ -1,0 +1,105 @@
+"""What the router reports, worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_moe.logs.tally import Tally
+from megatron_moe.moe.metrics import record_load
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.moe import CapacitySpec
+from tests.moe.routers import logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+from tests.tolerances import FP64_REF
+
+
+def _figures(tally: Tally) -> dict:
+    return {name: metric.layers[3] for name, metric in tally.take(ParallelContext.single()).items()}
+
+
+def _load(*microbatches: list[int]) -> dict:
+    tally = Tally()
+    for counts in microbatches:
+        record_load(tally, 3, torch.tensor(counts))
+    return _figures(tally)
+
+
+def test_even_load():
+    figures = _load([5, 5, 5, 5])
+    FP64_REF.check(figures["moe/max_violation"], 0.0, "max violation")
+    FP64_REF.check(figures["moe/load_entropy"], 1.0, "entropy")
+    assert figures["moe/dead_experts"] == 0
+
+
+def test_all_load_on_one_expert():
+    figures = _load([0, 0, 12, 0])
+    FP64_REF.check(figures["moe/max_violation"], 3.0, "max violation")
+    FP64_REF.check(figures["moe/load_entropy"], 0.0, "entropy")
+    assert figures["moe/dead_experts"] == 3
+
+
+def test_uneven_load():
+    figures = _load([4, 2, 2, 0])
+    FP64_REF.check(figures["moe/max_violation"], 1.0, "max violation")
+    FP64_REF.check(figures["moe/load_entropy"], 1.5 * math.log(2) / math.log(4), "entropy")
+    assert figures["moe/dead_experts"] == 1
+
+
+def test_microbatches_are_averaged_and_tokens_added_up():
+    figures = _load([4, 4, 0, 0], [0, 0, 6, 6])
+    FP64_REF.check(figures["moe/max_violation"], 1.0, "max violation")
+    assert figures["moe/dead_experts"] == 2
+    FP64_REF.check(figures["moe/tokens_per_expert"], [4.0, 4.0, 6.0, 6.0], "tokens per expert")
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [7]])
+def test_no_tokens_or_one_expert_give_finite_numbers(counts):
+    figures = _load(counts)
+    assert math.isfinite(figures["moe/load_entropy"]) and figures["moe/max_violation"] == 0
+
+
+def test_router_reports_every_figure_under_its_layer():
+    router = make_router(
+        score_function="sigmoid",
+        expert_bias=True,
+        balancing=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+        aux_loss_coeffs=(0.1, 0.1, 0.1),
+        z_loss_coeff=0.1,
+    )
+    router.expert_bias[2], router.expert_bias[5] = 0.5, -0.25
+    hidden, tally = make_hidden(), Tally()
+    router(hidden, make_meta(hidden, tally=tally))
+    figures = _figures(tally)
+    assert set(figures) == {
+        "load_balancing_loss",
+        "seq_load_balancing_loss",
+        "global_load_balancing_loss",
+        "z_loss",
+        "moe/max_violation",
+        "moe/load_entropy",
+        "moe/dead_experts",
+        "moe/dropped_tokens",
+        "moe/expert_bias_range",
+        "moe/tokens_per_expert",
+    }
+    assert figures["moe/expert_bias_range"] == 0.75 and figures["moe/dropped_tokens"] == 0
+
+
+def test_load_is_what_tokens_asked_for_and_drops_are_what_they_did_not_get():
+    """Six tokens want expert 0, which takes three; two more want expert 1."""
+    router = sees_logits(num_experts=4, topk=1, pre_softmax=True, capacity=CapacitySpec(factor=1.5))
+    hidden, tally = logits_as_hidden([[5.0, 0, 0, 0]] * 6 + [[0, 5.0, 0, 0]] * 2), Tally()
+    router(hidden, make_meta(hidden, tally=tally))
+    figures = _figures(tally)
+    assert figures["moe/tokens_per_expert"] == [6, 2, 0, 0] and figures["moe/max_violation"] == 2
+    assert figures["moe/dropped_tokens"] == 3 / 8
+
+
+def test_expert_choice_reports_the_tokens_that_no_expert_took():
+    """One expert that takes three of six tokens, two of which are padding."""
+    router = sees_logits(num_experts=2, topk=1, balancing=("expert_choice",))
+    hidden, tally = logits_as_hidden([[5.0, 5.0]] * 6), Tally()
+    valid = torch.tensor([[True] * 4 + [False] * 2])
+    router(hidden, make_meta(hidden, tally=tally, valid_BS=valid))
+    figures = _figures(tally)
+    assert figures["moe/dropped_tokens"] == 1 / 4 and figures["moe/tokens_per_expert"] == [3, 3]
