@@ -52,7 +52,7 @@ class Guard:
         self._told_at: dict[str, float] = {}
         self._resting_until: dict[str, float] = {}
 
-    def run(self, name: str, action: Callable[[], None], rest_seconds: float = 0.0) -> None:
+    def run(self, name: str, action: Callable[[], object], rest_seconds: float = 0.0) -> None:
         """Runs `action` unless `name` rests after a failure."""
         now = self._clock()
         if now < self._resting_until.get(name, now):

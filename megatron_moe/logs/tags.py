@@ -55,7 +55,7 @@ def validation_tags(report: ValidationReport) -> dict[str, float]:
 
 def wanted_tags(tags: Mapping[str, float], spec: LoggingSpec) -> dict[str, float]:
     """The tags that a dashboard shows under the run's flags; metrics.jsonl keeps all."""
-    hidden = set()
+    hidden: set[str] = set()
     if not spec.log_timers:
         hidden.update(TIMER_TAGS)
     if not spec.log_throughput:

@@ -1,0 +1,93 @@
+"""The repository as syntax trees: what the house rules are checked on."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ("pretrain_moe.py", "megatron_moe", "arguments", "tools")
+"""What is run, as against what tests it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file."""
+
+    path: str
+    """Relative to the root, with slashes."""
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """Dotted name; of a package for its `__init__.py`."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.text.splitlines())
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module and where it is imported."""
+
+    module: str
+    line: int
+    in_function: bool
+
+
+def source(path: str, text: str) -> Source:
+    """A file from its text, also for planted examples."""
+    return Source(path, text, ast.parse(text, filename=path))
+
+
+@cache
+def sources(*tops: str) -> tuple[Source, ...]:
+    """Every Python file under the given files and folders of the root that exist."""
+    found = []
+    for top in tops:
+        place = ROOT / top
+        paths = [place] if place.is_file() else sorted(place.rglob("*.py"))
+        found += [source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
+    return tuple(found)
+
+
+def imports(file: Source) -> Iterator[Import]:
+    """Every import of the file, also inside functions. `from a import b` counts as a.b where that is a module."""
+    inside = {id(node) for function in functions(file) for node in ast.walk(function) if node is not function}
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(name.name, node.lineno, id(node) in inside) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(file, node)
+            for name in node.names:
+                module = f"{base}.{name.name}" if _is_module(f"{base}.{name.name}") else base
+                yield Import(module, node.lineno, id(node) in inside)
+
+
+def functions(file: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def report(findings: list[str], rule: str) -> None:
+    """Fails with the rule and one finding per line."""
+    assert not findings, f"{rule}\n" + "\n".join(f"  {finding}" for finding in findings)
+
+
+def _absolute(file: Source, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    package = file.path.split("/")[: -node.level]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+@cache
+def _is_module(name: str) -> bool:
+    place = ROOT / name.replace(".", "/")
+    return place.with_suffix(".py").is_file() or place.is_dir()

@@ -1,0 +1,93 @@
+"""R1, R4: imports go down only, and what must be quick knows no torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house_rules.floors import cycles, floor_findings, late_import_findings
+from tests.house_rules.source import PROGRAM, ROOT, report, source, sources
+
+
+def test_imports_go_down_only():
+    report(floor_findings(sources(*PROGRAM)), "R1: imports go down only (tests/house_rules/floors.py has the floors)")
+
+
+def test_no_module_imports_itself_through_others():
+    rings = [" -> ".join([*ring, ring[0]]) for ring in cycles(sources(*PROGRAM))]
+    report(rings, "R1: no import cycles")
+
+
+def test_imports_stand_at_the_top_unless_the_package_is_optional():
+    report(late_import_findings(sources(*PROGRAM)), "imports stand at the top of the file")
+
+
+def test_flags_and_specs_load_without_torch():
+    modules = [file.module for file in sources("arguments", "megatron_moe/specs")]
+    program = "import importlib, sys\n"
+    program += f"for name in {modules!r}: importlib.import_module(name)\n"
+    program += "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy')))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"R4: importing arguments and specs loads torch or numpy, or fails:\n{done.stderr}"
+
+
+def test_init_files_are_empty():
+    findings = [
+        f"{file.path}: {file.num_lines} lines" for file in sources(*PROGRAM) if _is_init(file.path) and file.text
+    ]
+    report(findings, "R1: __init__.py files are empty")
+
+
+def _is_init(path: str) -> bool:
+    return path.endswith("__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        ("megatron_moe/specs/model.py", "import torch", "specs imports the standard library alone"),
+        ("megatron_moe/specs/model.py", "from megatron_moe.parallel import context", "above it"),
+        ("megatron_moe/moe/router.py", "from megatron_moe.model.gpt import GPT", "moe is on floor 4, model above it"),
+        ("megatron_moe/optim/adamw.py", "import megatron_moe.model.gpt", "siblings"),
+        ("megatron_moe/checkpoint/save.py", "from megatron_moe.optim.adamw import Optimizer", "siblings"),
+        ("megatron_moe/checkpoint/save.py", "from megatron_moe.moe.layer import MoELayer", "nothing"),
+        ("megatron_moe/model/block.py", "from megatron_moe.moe.router import Router", "only: moe.layer"),
+        ("megatron_moe/kernels/reference.py", "from megatron_moe.parallel.rng import dropout", "siblings"),
+        ("megatron_moe/logs/line.py", "from megatron_moe.data.batch import MicroBatch", "siblings"),
+        ("megatron_moe/moe/layer.py", "import triton.language as tl", "kernels/backends/ alone"),
+        ("megatron_moe/logs/sinks.py", "import wandb", "inside the function"),
+        ("megatron_moe/logs/sinks.py", "import pandas", "not among the packages"),
+        ("megatron_moe/train/step.py", "from arguments.parser import read_plan", "pretrain_moe.py and tools alone"),
+        ("arguments/parser.py", "from megatron_moe.parallel.context import ParallelContext", "specs alone"),
+        ("arguments/parser.py", "import numpy", "yaml and specs alone"),
+        ("megatron_moe/train/step.py", "import tests.tolerances", "nothing imports a program or a test"),
+        ("megatron_moe/cellar/wine.py", "import megatron_moe.specs.model", "know no room"),
+    ],
+)
+def test_the_check_finds_a_planted_import(path, text, problem):
+    (finding,) = floor_findings([source(path, text)])
+    assert problem in finding, finding
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("megatron_moe/kernels/autograd.py", "from megatron_moe.parallel.parameter import Parameter"),
+        ("megatron_moe/data/batch.py", "from megatron_moe.logs.tally import Tally"),
+        ("megatron_moe/model/block.py", "from megatron_moe.moe.layer import MoELayer"),
+        ("megatron_moe/kernels/backends/triton/swiglu.py", "import triton"),
+        ("megatron_moe/logs/sinks.py", "def start():\n    import wandb"),
+        ("pretrain_moe.py", "from arguments.parser import read_plan\nfrom megatron_moe.build import build_model"),
+    ],
+)
+def test_the_check_lets_pass_what_is_allowed(path, text):
+    assert floor_findings([source(path, text)]) == []
+
+
+def test_the_check_finds_a_planted_ring_and_a_planted_late_import():
+    ring = [
+        source("megatron_moe/moe/router.py", "import megatron_moe.moe.balance"),
+        source("megatron_moe/moe/balance.py", "import megatron_moe.moe.router"),
+    ]
+    assert cycles(ring) == [["megatron_moe.moe.balance", "megatron_moe.moe.router"]]
+    assert late_import_findings([source("megatron_moe/moe/router.py", "def f():\n    import math")])
