@@ -55,15 +55,18 @@ def load_hf(folder: Path, model: nn.Module, spec: ModelSpec) -> list[str]:
     with ExitStack() as stack:
         source = _Source(folder, stack)
         wanted = {name for counterpart in counterparts for name in counterpart.theirs}
-        ignored = [name for name in source.names() if name not in wanted and _ignorable(name, spec, published)]
-        problems = _vocabulary_problems(spec, published)
-        problems += [f"no counterpart: {name}" for name in unknown]
-        problems += [f"missing: {name}" for name in sorted(wanted - source.names())]
-        problems += [f"left over: {name}" for name in sorted(source.names() - wanted - set(ignored))]
-        problems += _misshaped(counterparts, targets, source)
+        extra = sorted(source.names - wanted)
+        ignored = [name for name in extra if _ignorable(name, spec, published)]
+        problems = [
+            *_vocabulary_problems(spec, published),
+            *(f"no counterpart: {name}" for name in unknown),
+            *(f"missing: {name}" for name in sorted(wanted - source.names)),
+            *(f"left over: {name}" for name in extra if name not in ignored),
+            *_misshaped(counterparts, targets, source),
+        ]
         if problems:
             raise CheckpointProblem(
-                f"{folder} does not fit this model ({len(problems)} problems); compare the model flags with its "
+                f"{folder} does not fit this model in {len(problems)} places; compare the model flags with its "
                 "config.json:\n  " + "\n  ".join(problems)
             )
         for counterpart in counterparts:
@@ -97,9 +100,7 @@ class _Source:
             except (SafetensorError, OSError) as error:
                 raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
             self._files.update((name, handle) for name in handle.keys())
-
-    def names(self) -> set[str]:
-        return set(self._files)
+        self.names = frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
@@ -166,7 +167,7 @@ def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, 
     """Tensors that are there but do not make up the parameter. Shapes go through the transforms on the meta device."""
     problems = []
     for counterpart in counterparts:
-        if not source.names().issuperset(counterpart.theirs):
+        if not source.names.issuperset(counterpart.theirs):
             continue
         odd = [f"{name} is {source.dtype(name)}" for name in counterpart.theirs if source.dtype(name) not in _FLOATS]
         problems += [f"not a plain floating-point tensor: {each}" for each in odd]
@@ -183,7 +184,7 @@ def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, 
 
 
 def _ignorable(name: str, spec: ModelSpec, published: ModelSpec) -> bool:
-    """Tensors without a parameter of ours that change nothing: derived, repeated, or of a training objective not used."""
+    """Tensors without a parameter of ours that change nothing: derived, repeated, or for an objective not used."""
     if _ROTARY_BUFFER.fullmatch(name):
         return True
     if name == "lm_head.weight":

@@ -231,9 +231,10 @@ _MTP = (
 )
 """Of one depth of multi-token prediction beside its layer (DeepSeek-V3, GLM-4.5): their layer `num_layers + depth`."""
 
-_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")
-_MTP_NAME = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+_LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")
+_MTP_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_END_NAME = re.compile(r"(?P<rest>.+)")
 
 
 def map_names(
@@ -244,12 +245,18 @@ def map_names(
     `model` is the spec of the model that has the names; `published` the spec of the folder, whose vocabulary is not
     padded.
     """
-    rules = next(table for name, table in _LAYERS if name == model_type)
-    by_suffix = {rule.ours: rule for rule in rules}
+    rules = _by_suffix(next(table for name, table in _LAYERS if name == model_type))
+    num_layers = len(published.layers)
+    tables = (
+        (_LAYER_NAME, rules, 0),
+        (_MTP_LAYER_NAME, rules, num_layers),
+        (_MTP_NAME, _by_suffix(_MTP), num_layers),
+        (_END_NAME, _by_suffix(_ENDS), 0),
+    )
     counterparts: list[Counterpart] = []
     unknown: list[str] = []
     for name in ours:
-        found = _find(name, by_suffix, len(published.layers))
+        found = _find(name, tables)
         if found is None:
             unknown.append(name)
         else:
@@ -257,26 +264,27 @@ def map_names(
     return counterparts, unknown
 
 
-def _find(name: str, layer_rules: dict[str, Rule], num_layers: int) -> tuple[Rule, str, int] | None:
-    """The rule of a name, the prefix of its counterparts, and the layer it stands for."""
-    for pattern, rules, offset in (
-        (_LAYER_NAME, layer_rules, 0),
-        (_MTP_LAYER_NAME, layer_rules, num_layers),
-        (_MTP_NAME, {rule.ours: rule for rule in _MTP}, num_layers),
-    ):
+def _by_suffix(rules: Iterable[Rule]) -> dict[str, Rule]:
+    return {rule.ours: rule for rule in rules}
+
+
+def _find(name: str, tables: Iterable[tuple[re.Pattern[str], dict[str, Rule], int]]) -> tuple[Rule, int | None] | None:
+    """The rule of a name, and the layer of the other side that it stands for."""
+    for pattern, rules, offset in tables:
         match = pattern.fullmatch(name)
-        if match and match[2] in rules:
-            layer = int(match[1]) + offset
-            return rules[match[2]], f"model.layers.{layer}.", layer
-    ends = {rule.ours: rule for rule in _ENDS}
-    return (ends[name], "", 0) if name in ends else None
+        if match and match["rest"] in rules:
+            layer = match.groupdict().get("layer")
+            return rules[match["rest"]], None if layer is None else int(layer) + offset
+    return None
 
 
-def _expand(name: str, rule: Rule, prefix: str, layer: int, model: ModelSpec, published: ModelSpec) -> list[Counterpart]:
+def _expand(name: str, rule: Rule, layer: int | None, model: ModelSpec, published: ModelSpec) -> list[Counterpart]:
+    if layer is None:
+        if name not in _VOCABULARY:
+            return [Counterpart(name, None, rule.theirs, Copy())]
+        return [Counterpart(name, None, rule.theirs, PaddedRows(published.vocab_size, model.vocab_size))]
     transform = rule.transform or _query_key_value(model, layer)
-    if name in _VOCABULARY:
-        transform = PaddedRows(published.vocab_size, model.vocab_size)
-    whole = Counterpart(name, None, tuple(prefix + part for part in rule.theirs), transform)
+    whole = Counterpart(name, None, tuple(f"model.layers.{layer}.{part}" for part in rule.theirs), transform)
     if "{e}" not in rule.theirs[0]:
         return [whole]
     return [

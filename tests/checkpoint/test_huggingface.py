@@ -1,0 +1,229 @@
+"""Reading Hugging Face folders: exact round trips, and one clear refusal for everything that does not fit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_moe.checkpoint.huggingface import hf_tensors, load_hf, read_config
+from megatron_moe.kernels.reference import bundle
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
+from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.model import ModelSpec, MTPSpec
+from tests.checkpoint.hf_models import configs, hf_model, saved
+from tests.tolerances import EXACT
+
+CONFIGS = configs()
+ROUTED = "deepseek_v3, yarn"
+
+
+def new_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> GPT:
+    """Every value nan, so that one that is not loaded shows."""
+    model = GPT(spec, ParallelContext.single(dtype=dtype), bundle())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+def written(name: str, folder: Path, max_shard_size: str = "5GB") -> ModelSpec:
+    saved(hf_model(CONFIGS[name]), folder, max_shard_size)
+    return model_spec_from_hf(read_config(folder))
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def rewrite(folder: Path, change: dict[str, Tensor | None]) -> None:
+    """Replaces, adds or (None) removes tensors of a single file."""
+    tensors = {**tensors_in(folder), **change}
+    save_file({k: v.contiguous() for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def refusal(folder: Path, spec: ModelSpec) -> str:
+    """The message with which loading is refused; nothing of the model has changed then."""
+    model = new_model(spec)
+    with pytest.raises(CheckpointProblem) as caught:
+        load_hf(folder, model, spec)
+    assert caught.value.code == ExitCode.CHECKPOINT
+    assert all(parameter.isnan().all() for parameter in model.parameters()), "the model was changed"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_read_from_a_folder_goes_out_again_bit_for_bit(name: str, max_shard_size: str, tmp_path: Path):
+    spec = written(name, tmp_path, max_shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "20KB")
+    model = new_model(spec)
+    assert load_hf(tmp_path, model, spec) == []
+    EXACT.check_all(dict(hf_tensors(model, spec, read_config(tmp_path))), tensors_in(tmp_path), "tensors")
+
+
+def test_every_problem_is_listed_at_once(tmp_path: Path):
+    spec = written(ROUTED, tmp_path)
+    rewrite(
+        tmp_path,
+        {
+            "model.norm.weight": None,
+            "model.layers.1.mlp.experts.3.up_proj.weight": None,
+            "model.layers.0.self_attn.gate.weight": torch.zeros(1),
+            "model.layers.2.self_attn.o_proj.weight": torch.zeros(32, 7),
+            "model.layers.1.mlp.gate.weight": torch.zeros(8, 32, dtype=torch.int8),
+        },
+    )
+    message = refusal(tmp_path, spec)
+    assert str(tmp_path) in message and "in 5 places" in message
+    assert "missing: model.norm.weight" in message
+    assert "missing: model.layers.1.mlp.experts.3.up_proj.weight" in message
+    assert "left over: model.layers.0.self_attn.gate.weight" in message
+    assert "another shape: decoder.layers.2.self_attention.linear_proj.weight [32, 40]" in message
+    assert "not a plain floating-point tensor: model.layers.1.mlp.gate.weight is I8" in message
+
+
+@pytest.mark.parametrize(
+    "field, sentence",
+    [
+        ("shared", "left over: model.layers.1.mlp.shared_experts.down_proj.weight"),
+        ("experts", "missing: model.layers.1.mlp.experts.8.down_proj.weight"),
+        ("expert_bias", "left over: model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("layers", "missing: model.layers.3.input_layernorm.weight"),
+        ("tied", "left over: lm_head.weight"),
+        ("heads", "another shape: decoder.layers.0.self_attention.linear_q_up_proj.weight"),
+    ],
+)
+def test_a_model_of_another_form_is_refused(field: str, sentence: str, tmp_path: Path):
+    spec = written(ROUTED, tmp_path)
+    layer = spec.layers[-1]
+    moe = layer.feed_forward
+    if field == "shared":
+        layer = replace(layer, feed_forward=replace(moe, shared=None))
+    elif field == "experts":
+        more = replace(moe.experts, num_experts=12)
+        layer = replace(layer, feed_forward=replace(moe, router=replace(moe.router, num_experts=12), experts=more))
+    elif field == "expert_bias":
+        layer = replace(layer, feed_forward=replace(moe, router=replace(moe.router, expert_bias=False)))
+    first = spec.layers[0]
+    if field == "heads":
+        first = replace(first, mixer=replace(first.mixer, num_heads=8))
+    layers = (first, *((layer,) * (3 if field == "layers" else 2)))
+    assert sentence in refusal(tmp_path, replace(spec, layers=layers, tied_embeddings=field == "tied"))
+
+
+def test_a_vocabulary_larger_than_the_table_is_refused(tmp_path: Path):
+    spec = written("mixtral", tmp_path)
+    assert "vocabulary: 61 words do not fit in the model's 48 rows" in refusal(tmp_path, replace(spec, vocab_size=48))
+
+
+def test_pickled_weights_alone_are_refused(tmp_path: Path):
+    spec = written("mixtral", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert "pickled .bin" in refusal(tmp_path, spec)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path):
+    spec = written("mixtral", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(tmp_path, spec)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path):
+    spec = written("gpt_oss, yarn", tmp_path)
+    change_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    assert "quantised by mxfp4" in refusal(tmp_path, spec)
+
+
+@pytest.mark.parametrize("content, said", [(None, "does not exist"), ("{", "cannot be read"), ("[]", "holds a list")])
+def test_a_config_that_is_missing_or_broken_is_named(content: str | None, said: str, tmp_path: Path):
+    spec = written("mixtral", tmp_path)
+    (tmp_path / "config.json").unlink()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    message = refusal(tmp_path, spec)
+    assert str(tmp_path / "config.json") in message and said in message
+
+
+def test_a_truncated_file_is_named(tmp_path: Path):
+    spec = written("mixtral", tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    message = refusal(tmp_path, spec)
+    assert str(path) in message and "download it again" in message
+
+
+@pytest.mark.parametrize("named", ["model-00009-of-00009.safetensors", "../model.safetensors", "/etc/passwd"])
+def test_an_index_that_names_a_file_not_beside_it_is_refused(named: str, tmp_path: Path):
+    spec = written("mixtral", tmp_path / "folder", "20KB")
+    saved(hf_model(CONFIGS["mixtral"]), tmp_path)
+    path = tmp_path / "folder" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = named
+    path.write_text(json.dumps(index))
+    assert f"names {named}, not found beside it" in refusal(tmp_path / "folder", spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bf16_weights_arrive_unchanged_in_wider_parameters(dtype: torch.dtype, tmp_path: Path):
+    spec = written(ROUTED, tmp_path)
+    rounded = {name: tensor.bfloat16() for name, tensor in tensors_in(tmp_path).items()}
+    rewrite(tmp_path, rounded)
+    model = new_model(spec, dtype)
+    load_hf(tmp_path, model, spec)
+    read = dict(hf_tensors(model, spec, read_config(tmp_path)))
+    EXACT.check_all({k: v.double() for k, v in read.items()}, {k: v.double() for k, v in rounded.items()}, "tensors")
+
+
+def test_repeated_and_derived_tensors_are_passed_over_with_a_note(tmp_path: Path):
+    spec = written("qwen3_moe tied, linear rope", tmp_path)
+    embedding = tensors_in(tmp_path)["model.embed_tokens.weight"]
+    inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(tmp_path, {"lm_head.weight": embedding.clone(), inv_freq: torch.ones(4)})
+    assert load_hf(tmp_path, new_model(spec), spec) == [f"2 tensors not used: lm_head.weight, {inv_freq}"]
+
+
+def test_a_published_mtp_layer_is_passed_over_by_a_model_without_one(tmp_path: Path):
+    spec = written("glm4_moe", tmp_path)
+    rewrite(
+        tmp_path, {"model.layers.3.enorm.weight": torch.ones(32), "model.layers.3.eh_proj.weight": torch.ones(32, 64)}
+    )
+    (note,) = load_hf(tmp_path, new_model(spec), spec)
+    assert note == "2 tensors not used: model.layers.3.eh_proj.weight, model.layers.3.enorm.weight"
+
+
+def test_a_model_with_an_mtp_layer_is_refused_by_a_folder_without_one(tmp_path: Path):
+    spec = written("glm4_moe", tmp_path)
+    message = refusal(tmp_path, replace(spec, mtp=MTPSpec(num_layers=1)))
+    assert "missing: model.layers.3.enorm.weight" in message
+    assert "missing: model.layers.3.mlp.experts.0.gate_proj.weight" in message
+
+
+def test_a_spec_that_reads_the_weights_differently_is_told(tmp_path: Path):
+    """The public Mixtral recipes leave --rotary-base at 10000."""
+    spec = written("mixtral", tmp_path)
+    mixer = spec.layers[1].mixer
+    wrong = replace(spec.layers[1], mixer=replace(mixer, rope=replace(mixer.rope, base=10000.0)))
+    spec = replace(spec, layers=(spec.layers[0], wrong), vocab_size=64)
+    assert load_hf(tmp_path, new_model(spec), spec) == [
+        "differs from the published model: layer 1 mixer rope base: 10000.0, published 1000000.0",
+        "3 padding rows of the vocabulary start at zero",
+    ]
+
+
+def test_a_model_that_the_family_cannot_hold_is_not_exported(tmp_path: Path):
+    spec = written("mixtral", tmp_path)
+    config = read_config(tmp_path)
+    learned = replace(spec, position_embedding="learned_absolute", max_positions=8)
+    with pytest.raises(CheckpointProblem, match="no place for embedding.position_embeddings.weight"):
+        list(hf_tensors(new_model(learned), learned, config))
