@@ -4,8 +4,8 @@
     pip install -e ".[test]"    and what its tests need
     pip install ".[te]"         and Transformer Engine, for --kernel-backend transformer_engine
 
-`constraints.txt` pins one tested set of versions. Kernel packages built from source (nvidia-apex, deep-ep) have no extra:
-the index holds other programs under their names.
+`constraints.txt` pins one tested set of versions. Kernel packages built from source (nvidia-apex, deep-ep) have no
+extra: the index holds other programs under their names.
 """
 
 from setuptools import find_packages, setup
@@ -13,16 +13,18 @@ from setuptools import find_packages, setup
 TEXT = ["tiktoken>=0.7", "zstandard>=0.22"]
 TEST = [*TEXT, "hypothesis>=6.100", "mypy>=1.13", "pytest>=8.2", "ruff>=0.9", "transformers>=5.0", "types-PyYAML"]
 
+PACKAGES = find_packages(include=["megatron_moe", "megatron_moe.*", "arguments", "arguments.*"])
+
 setup(
     name="megatron-moe",
     version="0.1.0",
     description="Pretrains Mixture-of-Experts language models from one command line",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["megatron_moe", "megatron_moe.*", "arguments", "arguments.*"]), "arguments.recipes"],
+    packages=[*PACKAGES, "arguments.recipes"],
     package_dir={"arguments.recipes": "scripts/recipes"},
     package_data={"arguments.recipes": ["*.yaml"]},
     py_modules=["pretrain_moe"],
-    entry_points={"console_scripts": ["pretrain_moe = pretrain_moe:main"]},
+    entry_points={"console_scripts": ["pretrain_moe = pretrain_moe:command"]},
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",
@@ -41,6 +43,6 @@ setup(
         "flash-attn": ["flash-attn-4"],
         "text": TEXT,
         "test": TEST,
-        "dev": [*TEST, "build", "pre-commit"],
+        "dev": [*TEST, "build"],
     },
 )

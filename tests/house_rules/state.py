@@ -8,17 +8,7 @@ from tests.house_rules.source import Source
 TELEMETRY = ("megatron_moe/logs/sinks.py",)
 """Where a failure of any kind must not stop training (R8)."""
 
-_CONTAINER_CALLS = (
-    "dict",
-    "list",
-    "set",
-    "bytearray",
-    "defaultdict",
-    "deque",
-    "Counter",
-    "OrderedDict",
-    "WeakKeyDictionary",
-)
+_CONTAINER_CALLS = ("dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict")
 
 
 def global_findings(file: Source) -> list[str]:

@@ -52,7 +52,7 @@ def _is_init(path: str) -> bool:
         ("megatron_moe/checkpoint/save.py", "from megatron_moe.optim.adamw import Optimizer", "siblings"),
         ("megatron_moe/checkpoint/save.py", "from megatron_moe.moe.layer import MoELayer", "nothing"),
         ("megatron_moe/model/block.py", "from megatron_moe.moe.router import Router", "only: moe.layer"),
-        ("megatron_moe/kernels/reference.py", "from megatron_moe.parallel.rng import dropout", "siblings"),
+        ("megatron_moe/kernels/reference.py", "from megatron_moe.parallel.context import Group", "siblings"),
         ("megatron_moe/logs/line.py", "from megatron_moe.data.batch import MicroBatch", "siblings"),
         ("megatron_moe/moe/layer.py", "import triton.language as tl", "kernels/backends/ alone"),
         ("megatron_moe/logs/sinks.py", "import wandb", "inside the function"),
