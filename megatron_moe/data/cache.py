@@ -10,9 +10,10 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -62,7 +63,7 @@ def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
         text = (folder / f"{stem}-description.txt").read_text()
         names = json.loads(text)["arrays"]
         arrays = {name: np.load(folder / f"{stem}-{name}.npy", mmap_mode="r") for name in names}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
     return arrays if _description(inputs, arrays) == text else None
 
@@ -70,27 +71,19 @@ def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
 def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
-        with _Aside(folder / f"{stem}-{name}.npy") as file:
-            np.save(file, array)
-    with _Aside(folder / f"{stem}-description.txt") as file:
+        with _aside(folder / f"{stem}-{name}.npy") as file:
+            np.save(file, array, allow_pickle=False)
+    with _aside(folder / f"{stem}-description.txt") as file:
         file.write(_description(inputs, arrays).encode())
 
 
-class _Aside:
+@contextmanager
+def _aside(path: Path) -> Iterator[IO[bytes]]:
     """A binary file written beside its place, which it takes when all went well."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-
-    def __enter__(self):
-        self._file = open(self._aside, "wb")  # noqa: SIM115  closed by __exit__
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            self._file.close()
-            if kind is None:
-                os.replace(self._aside, self._path)
-        finally:
-            self._aside.unlink(missing_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        with open(beside, "wb") as file:
+            yield file
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""Cached index arrays: there whole, or made again."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_moe.data.cache import digest_of, load_or_build
+from megatron_moe.specs.exitcodes import DataProblem
+
+INPUTS = {"class": "Test", "seed": 3, "documents": [0, 5]}
+
+
+class Builder:
+    """Counts how often it builds."""
+
+    def __init__(self, shift: int = 0) -> None:
+        self.count = 0
+        self.shift = shift
+
+    def __call__(self) -> dict[str, np.ndarray]:
+        self.count += 1
+        return {
+            "order": np.arange(10, dtype=np.uint32) + np.uint32(self.shift),
+            "starts": np.arange(6, dtype=np.int64).reshape(3, 2),
+        }
+
+
+def load(folder: Path | None, builder: Builder, inputs: dict | None = None) -> dict[str, np.ndarray]:
+    arrays = load_or_build(folder, "Kind-train", inputs or INPUTS, builder)
+    expected = Builder(builder.shift)()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(arrays[name], array)
+        assert arrays[name].dtype == array.dtype
+    return arrays
+
+
+def test_second_load_reads_what_the_first_built(tmp_path: Path) -> None:
+    builder = Builder()
+    load(tmp_path / "deep" / "cache", builder)
+    load(tmp_path / "deep" / "cache", builder)
+    assert builder.count == 1
+    digest = digest_of(INPUTS)
+    assert sorted(path.name for path in (tmp_path / "deep" / "cache").iterdir()) == [
+        f"{digest}-Kind-train-description.txt",
+        f"{digest}-Kind-train-order.npy",
+        f"{digest}-Kind-train-starts.npy",
+    ]
+
+
+def test_description_says_what_the_arrays_were_made_from(tmp_path: Path) -> None:
+    load(tmp_path, Builder())
+    text = (tmp_path / f"{digest_of(INPUTS)}-Kind-train-description.txt").read_text()
+    assert json.loads(text)["inputs"] == INPUTS
+
+
+def test_other_inputs_have_another_name(tmp_path: Path) -> None:
+    load(tmp_path, Builder())
+    other = Builder(shift=1)
+    load(tmp_path, other, {**INPUTS, "seed": 4})
+    assert other.count == 1
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    builder = Builder()
+    load(None, builder)
+    load(None, builder)
+    assert builder.count == 2
+
+
+@pytest.mark.parametrize("suffix", ["description.txt", "order.npy", "starts.npy"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "flipped", "foreign"])
+def test_a_damaged_set_is_made_again(tmp_path: Path, suffix: str, damage: str) -> None:
+    load(tmp_path, Builder())
+    path = tmp_path / f"{digest_of(INPUTS)}-Kind-train-{suffix}"
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "flipped":
+        path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
+    else:
+        path.write_bytes({"empty": b"", "cut": content[:-5], "foreign": b'{"a": [1]}'}[damage])
+    again = Builder()
+    load(tmp_path, again)
+    load(tmp_path, again)
+    assert again.count == 1
+
+
+def test_a_job_that_dies_while_writing_leaves_nothing_that_is_used(tmp_path: Path) -> None:
+    def build() -> dict[str, np.ndarray]:
+        # The second array cannot be stored: the first file is there, the description is not.
+        return {**Builder()(), "starts": np.array([None], dtype=object)}
+
+    with pytest.raises(ValueError, match="Object arrays"):
+        load_or_build(tmp_path, "Kind-train", INPUTS, build)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{digest_of(INPUTS)}-Kind-train-order.npy"]
+    builder = Builder()
+    load(tmp_path, builder)
+    assert builder.count == 1
+
+
+def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataProblem, match="--data-cache-path"):
+        load_or_build(tmp_path / "file" / "cache", "Kind", INPUTS, Builder())
