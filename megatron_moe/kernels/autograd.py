@@ -44,7 +44,8 @@ def linear(
 
     The weight's gradient goes to `weight.sink` if the parameter has one, else to autograd.
     """
-    return _Linear.apply(kernels, x, weight, bias, saver, name)  # type: ignore[no-any-return]
+    out: Tensor = _Linear.apply(kernels, x, weight, bias, saver, name)  # type: ignore[no-untyped-call]
+    return out
 
 
 def grouped_linear(
@@ -61,7 +62,8 @@ def grouped_linear(
     Rows past `offsets_e[-1]` are undefined in the result, and in the gradient of `rows`.
     """
     data = rows.data if isinstance(rows, Operand) else rows
-    return _GroupedLinear.apply(kernels, data, weight, offsets_e, saver, name)  # type: ignore[no-any-return]
+    out: Tensor = _GroupedLinear.apply(kernels, data, weight, offsets_e, saver, name)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Linear(torch.autograd.Function):

@@ -51,12 +51,11 @@ def choose(spec: KernelSpec, device: torch.device, dtype: torch.dtype) -> Bundle
     check_names(spec, backends)
     functions, choices = {}, []
     for op in OPS:
-        if op in wishes and wishes[op] != AUTO:
-            choice = grant(op, wishes[op], backends, device, dtype, required=True)
-        elif spec.backend != AUTO:
-            choice = grant(op, spec.backend, backends, device, dtype, required=False)
-        else:
+        wish = wishes.get(op, spec.backend)
+        if wish == AUTO:
             choice = best(op, backends, device, dtype)
+        else:
+            choice = grant(op, wish, backends, device, dtype, required=op in wishes)
         source = reference if choice.backend == reference.NAME else backends[choice.backend].load()
         functions[op] = getattr(source, op)
         choices.append(choice)

@@ -178,7 +178,7 @@ class Kernels(Protocol):
     ) -> None:
         """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar,
         already counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False,
-        even if the gradient is not finite."""
+        even if the gradient is not finite. Afterwards `grad` is undefined."""
         ...
 
 

@@ -68,7 +68,7 @@ def limit_to_groups(ranking_TE: Tensor, spec: RouterSpec) -> Tensor:
     assert spec.num_groups is not None and spec.group_topk <= spec.topk, (
         f"{spec.group_topk} groups of {spec.num_groups}"
     )
-    grouped = ranking_TE.unflatten(-1, (spec.num_groups, -1))
+    grouped = ranking_TE.view(len(ranking_TE), spec.num_groups, -1)
     worth = grouped.topk(spec.topk // spec.group_topk, dim=-1).values.sum(dim=-1)
     best = top_ids(worth, spec.group_topk)
     chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, best, True)

@@ -35,8 +35,9 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        out = self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.activation))
+        out: Tensor = self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.activation))
         if self.gate_weight is None:
             return out
         logit = autograd.linear(self.kernels, hidden, self.gate_weight)
-        return (out * logit.to(internal_dtype(logit.dtype)).sigmoid()).to(out.dtype)
+        gate = logit.to(internal_dtype(logit.dtype)).sigmoid()
+        return (out * gate).to(out.dtype)

@@ -1,0 +1,109 @@
+"""Flat-buffer ops: AdamW against torch's own and against its formulas in plain numbers; sums of squares."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import torch_native
+from tests.tolerances import EXACT, FP32_REF, FP64_REF
+
+BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
+NUMBERS = dict(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
+
+
+def draw(size: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def step(ops, state: list[Tensor], grad: Tensor, number: int, *, scale: float = 1.0, proceed: bool = True) -> None:
+    master, exp_avg, exp_avg_sq = state
+    ops.adamw_(
+        master,
+        grad.clone(),
+        exp_avg,
+        exp_avg_sq,
+        **NUMBERS,
+        step=torch.tensor(number),
+        grad_scale=torch.tensor(scale, dtype=master.dtype),
+        proceed=torch.tensor(proceed),
+    )
+
+
+def test_adamw_is_the_formula_of_the_paper() -> None:
+    weight, first, second = 0.5, 0.0, 0.0
+    state = [torch.tensor([value], dtype=torch.float64) for value in (weight, first, second)]
+    for number, grad in enumerate((0.3, -0.2, 1.5), start=1):
+        step(reference, state, torch.tensor([grad], dtype=torch.float64), number, scale=0.5)
+        g = 0.5 * grad
+        first = 0.8 * first + 0.2 * g
+        second = 0.9 * second + 0.1 * g**2
+        unbiased = first / (1 - 0.8**number), second / (1 - 0.9**number)
+        weight = weight - 0.1 * 0.2 * weight - 0.1 * unbiased[0] / (math.sqrt(unbiased[1]) + 1e-3)
+        FP64_REF.check(torch.cat(state), [weight, first, second], f"after step {number}")
+
+
+@BACKENDS
+@pytest.mark.parametrize("size", [1, 1003])
+def test_adamw_is_that_of_torch(ops, size: int) -> None:
+    parameter = torch.nn.Parameter(draw(size, 0, torch.float32))
+    names = dict(betas=(0.8, 0.9), lr=0.1, eps=1e-3, weight_decay=0.2)
+    theirs = torch.optim.AdamW([parameter], foreach=False, fused=False, **names)
+    ours = [parameter.detach().clone(), torch.zeros(size), torch.zeros(size)]
+    for number in range(1, 6):
+        grad = draw(size, number, torch.float32)
+        parameter.grad = grad.clone()
+        theirs.step()
+        step(ops, ours, grad * 2, number, scale=0.5)
+        FP32_REF.check(ours[0], parameter, f"weights after step {number}")
+    FP32_REF.check(ours[1], theirs.state[parameter]["exp_avg"], "first moment")
+    FP32_REF.check(ours[2], theirs.state[parameter]["exp_avg_sq"], "second moment")
+
+
+@BACKENDS
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nothing_changes_without_proceed_even_if_the_gradient_is_not_finite(ops, bad: float) -> None:
+    state = [draw(7, seed, torch.float32).abs() for seed in range(3)]
+    before = [tensor.clone() for tensor in state]
+    grad = draw(7, 3, torch.float32)
+    grad[2] = bad
+    step(ops, state, grad, 4, scale=math.nan, proceed=False)
+    for tensor, old in zip(state, before, strict=True):
+        EXACT.check(tensor, old)
+
+
+@BACKENDS
+def test_narrow_moments_and_gradients_are_widened_for_the_arithmetic(ops) -> None:
+    narrow, wide = torch.bfloat16, torch.float32
+    state = [draw(50, 0, wide), draw(50, 1).to(narrow), draw(50, 2).abs().to(narrow)]
+    expected = [tensor.double() for tensor in state]
+    grad = draw(50, 3).to(narrow)
+    step(ops, state, grad, 2)
+    step(reference, expected, grad.double(), 2)
+    FP32_REF.check(state[0], expected[0], "weights")
+    EXACT.check(state[1], expected[1].float().to(narrow), "first moment")
+    EXACT.check(state[2], expected[2].float().to(narrow), "second moment")
+
+
+@BACKENDS
+def test_an_empty_buffer_is_no_trouble(ops) -> None:
+    step(ops, [torch.zeros(0), torch.zeros(0), torch.zeros(0)], torch.zeros(0), 1)
+    EXACT.check(ops.sum_of_squares(torch.zeros(0)), 0.0)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 1023, 1024, 5000])
+def test_sum_of_squares(ops, size: int, dtype: torch.dtype) -> None:
+    flat = draw(size, 0, dtype)
+    out = ops.sum_of_squares(flat)
+    assert out.dtype is torch.float32 and out.shape == ()
+    FP32_REF.check(out, math.fsum(float(x) ** 2 for x in flat))
+
+
+@BACKENDS
+def test_sum_of_squares_of_a_long_buffer_keeps_its_digits(ops) -> None:
+    flat = torch.full((4_000_003,), 0.1, dtype=torch.float32)
+    FP32_REF.check(ops.sum_of_squares(flat), 4_000_003 * float(flat[0].double()) ** 2)

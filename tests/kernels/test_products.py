@@ -1,0 +1,179 @@
+"""Matrix products of the reference against sums written out, and their gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels.looped import looped
+from megatron_moe.kernels.ops import Operand
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.specs.params import ParamMeta
+from tests.tolerances import EXACT, FP64_REF
+
+KERNELS = reference.bundle()
+OFFSETS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
+"""Ends of four experts' rows among seven: an empty expert, all on the last, all on the first, one each, none at all."""
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def ends(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def owner(row: int, offsets: list[int]) -> int | None:
+    """The expert that owns a row, found by walking."""
+    return next((expert for expert, end in enumerate(offsets) if row < end), None)
+
+
+def by_hand(rows: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
+    """Each row times its expert's matrix, one number at a time; 0 past the last offset."""
+    out = torch.zeros(len(rows), weight.shape[1], dtype=torch.float64)
+    for r in range(len(rows)):
+        expert = owner(r, offsets)
+        if expert is not None:
+            for o in range(weight.shape[1]):
+                out[r, o] = sum(weight[expert, o, i] * rows[r, i] for i in range(weight.shape[2]))
+    return out
+
+
+def test_linear_is_x_times_weight_transposed_plus_bias() -> None:
+    x, weight, bias = draw(2, 3, 5), draw(4, 5, seed=1), draw(4, seed=2)
+    expected = torch.zeros(2, 3, 4, dtype=torch.float64)
+    for s in range(2):
+        for b in range(3):
+            for o in range(4):
+                expected[s, b, o] = bias[o] + sum(weight[o, i] * x[s, b, i] for i in range(5))
+    FP64_REF.check(KERNELS.linear_forward(Operand(data=x), Operand(data=weight), bias), expected)
+
+
+def test_linear_has_the_gradients_of_finite_differences() -> None:
+    inputs = [t.requires_grad_() for t in (draw(2, 3, 5), draw(4, 5, seed=1), draw(4, seed=2))]
+    assert torch.autograd.gradcheck(lambda x, w, b: autograd.linear(KERNELS, x, w, b), inputs)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_linear_takes_no_rows_and_one_row(num_rows: int) -> None:
+    x, weight = draw(num_rows, 5).requires_grad_(), draw(4, 5).requires_grad_()
+    out = autograd.linear(KERNELS, x, weight)
+    out.backward(torch.ones_like(out))
+    assert out.shape == (num_rows, 4)
+    FP64_REF.check(weight.grad, x.detach().sum(0).expand(4, 5), "weight gradient")
+
+
+def test_linear_weight_grad_ignores_rows_past_the_valid_ones_even_if_nan() -> None:
+    grad, x = draw(5, 4), draw(5, 3)
+    grad[3:], x[3:] = torch.nan, torch.nan
+    out = torch.full((4, 3), torch.nan, dtype=torch.float64)
+    held = torch.tensor(3, dtype=torch.int32)
+    KERNELS.linear_weight_grad(Operand(data=grad, valid_rows=held), Operand(data=x, valid_rows=held), out, False)
+    FP64_REF.check(out, grad[:3].T @ x[:3])
+
+
+def test_weight_gradients_accumulate_in_the_dtype_of_the_buffer() -> None:
+    grad, x = torch.ones(1, 1, dtype=torch.bfloat16), torch.full((1, 1), 2.0**-10, dtype=torch.bfloat16)
+    out = torch.ones(1, 1, dtype=torch.float32)
+    for _ in range(4):
+        KERNELS.linear_weight_grad(Operand(data=grad), Operand(data=x), out, True)
+    EXACT.check(out, torch.tensor([[1.0 + 4 * 2.0**-10]]))
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, looped(KERNELS)], ids=["reference", "looped"])
+@pytest.mark.parametrize("offsets", OFFSETS)
+class TestGroupedProducts:
+    def test_forward_multiplies_each_row_by_its_experts_matrix(self, kernels, offsets) -> None:
+        rows, weight = draw(7, 3), draw(4, 5, 3, seed=1)
+        actual = kernels.grouped_forward(Operand(data=rows), Operand(data=weight), ends(offsets))
+        held = slice(0, offsets[-1])
+        FP64_REF.check(actual[held], by_hand(rows, weight, offsets)[held])
+
+    def test_gradients_are_those_of_finite_differences(self, kernels, offsets) -> None:
+        def held_rows(rows: Tensor, weight: Tensor) -> Tensor:
+            return autograd.grouped_linear(kernels, rows, weight, ends(offsets))[: offsets[-1]]
+
+        assert torch.autograd.gradcheck(
+            held_rows, (draw(7, 3).requires_grad_(), draw(4, 5, 3, seed=1).requires_grad_())
+        )
+
+    def test_weight_gradient_overwrites_or_adds_and_is_zero_for_an_empty_expert(self, kernels, offsets) -> None:
+        grad, rows, before = draw(7, 5), draw(7, 3, seed=1), draw(4, 5, 3, seed=2)
+        expected = torch.zeros(4, 5, 3, dtype=torch.float64)
+        for r in range(7):
+            expert = owner(r, offsets)
+            if expert is not None:
+                expected[expert] += torch.outer(grad[r], rows[r])
+        grad[offsets[-1] :], rows[offsets[-1] :] = torch.nan, torch.nan
+        stored, added = torch.full_like(before, torch.nan), before.clone()
+        kernels.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends(offsets), stored, False)
+        kernels.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends(offsets), added, True)
+        FP64_REF.check(stored, expected, "stored")
+        FP64_REF.check(added, before + expected, "added")
+
+
+class Sink:
+    """Keeps what it is asked to compute, and runs it when told."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.buffer = torch.zeros(like.shape, dtype=torch.float64)
+        self.waiting: list = []
+
+    def add(self, compute) -> None:
+        self.waiting.append(compute)
+
+    def run(self) -> None:
+        for number, compute in enumerate(self.waiting):
+            compute(self.buffer, number > 0)
+
+
+def parameter(*shape: int, seed: int) -> Parameter:
+    made = new_parameter(shape, ParamMeta(role="matrix"), dtype=torch.float64, device=torch.device("cpu"))
+    made.data.copy_(draw(*shape, seed=seed))
+    return made
+
+
+def test_a_sink_gets_the_weight_gradient_instead_of_autograd_and_may_compute_it_later() -> None:
+    weight, stack = parameter(4, 5, seed=1), parameter(3, 2, 4, seed=2)
+    x, offsets = draw(6, 5).requires_grad_(), ends([2, 2, 6])
+
+    def run() -> None:
+        autograd.grouped_linear(KERNELS, autograd.linear(KERNELS, x, weight), stack, offsets).square().sum().backward()
+
+    run()
+    plain = {"linear": weight.grad, "grouped": stack.grad, "x": x.grad}
+    weight.grad = stack.grad = x.grad = None
+    weight.sink, stack.sink = Sink(weight), Sink(stack)
+    run()
+    FP64_REF.check(x.grad, plain["x"], "input gradient")
+    run()  # a second microbatch
+    assert weight.grad is None and stack.grad is None, "the gradient must go to the sink alone"
+    assert not weight.sink.buffer.any(), "nothing is computed before the sink says so"
+    weight.sink.run()
+    stack.sink.run()
+    FP64_REF.check(weight.sink.buffer, 2 * plain["linear"], "linear")
+    FP64_REF.check(stack.sink.buffer, 2 * plain["grouped"], "grouped")
+
+
+def test_what_is_saved_for_the_backward_goes_through_the_saver_by_name() -> None:
+    seen = []
+
+    def halve(name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> autograd.Saved:
+        seen.append((name, tuple(tensor.shape), None if valid_rows is None else int(valid_rows)))
+        return autograd.Saved((tensor / 2,), lambda kept: kept * 2)
+
+    x, weight, stack = draw(6, 5).requires_grad_(), draw(4, 5).requires_grad_(), draw(2, 3, 4).requires_grad_()
+    hidden = autograd.linear(KERNELS, x, weight, saver=halve, name="fc1.input")
+    out = autograd.grouped_linear(KERNELS, hidden, stack, ends([1, 5]), saver=halve, name="fc2.input")
+    out[:5].sum().backward()
+    assert seen == [("fc1.input", (6, 5), None), ("fc2.input", (6, 4), 5)]
+    grads = torch.zeros(5, 4, dtype=torch.float64)
+    grads[0], grads[1:] = stack.detach()[0].sum(0), stack.detach()[1].sum(0)
+    FP64_REF.check(weight.grad, grads.T @ x.detach()[:5])
+
+
+def test_a_quantised_operand_is_refused_by_the_reference() -> None:
+    scaled = Operand(data=draw(2, 3), row_scales=torch.ones(2))
+    with pytest.raises(AssertionError, match="quantised"):
+        KERNELS.linear_forward(scaled, Operand(data=draw(4, 3)), None)

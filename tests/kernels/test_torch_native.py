@@ -1,0 +1,182 @@
+"""torch_native against the reference: fp32 to rounding, bf16 as close to fp64 as plain torch is; sizes of all kinds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import autograd, choose, reference
+from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.ops import Operand
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.moe import ActivationSpec
+from megatron_moe.specs.run import KernelSpec
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, Tolerance
+
+REFERENCE = reference.bundle()
+NATIVE = choose.choose(KernelSpec(backend="torch_native"), torch.device("cpu"), torch.float32)
+BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
+DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
+KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Result and input gradients, for a fixed incoming gradient."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out.dtype))
+    return [out.detach(), *grads]
+
+
+def compare(op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """torch_native in `dtype` against the reference in fp64 on the same rounded inputs. In bf16 it may also be off by
+    twice what the reference itself is off in bf16."""
+    rounded = [x.to(dtype) for x in inputs]
+    actual = with_gradients(op(NATIVE), rounded, dtype)
+    exact = with_gradients(op(REFERENCE), rounded, torch.float64)
+    plain = with_gradients(op(REFERENCE), rounded, dtype)
+    for number, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
+        what = "result" if number == 0 else f"gradient {number}"
+        assert a.dtype is p.dtype, f"{what}: {a.dtype}, the contract says {p.dtype}"
+        slack = 2 * float((p.double() - e).abs().max()) if e.numel() else 0.0
+        bar = BARS[dtype]
+        Tolerance(bar.rtol, max(bar.atol, slack), bar.why).check(a, e, what)
+
+
+@DTYPES
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 2, 7), (4, 64)])
+def test_norms(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2)
+    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
+    if shape[-1] > 1:  # over one channel the layer norm is its bias, and its gradient is rounding
+        compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("seq, heads, groups, qk_dim, v_dim", [(1, 1, 1, 1, 1), (7, 4, 2, 6, 6), (5, 6, 1, 12, 8)])
+@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, (2, 0)), (False, (1, 2))])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("extra", ["none", "sinks", "off_by_one"])
+def test_attention(seq, heads, groups, qk_dim, v_dim, causal, window, documents, extra, dtype) -> None:
+    spec = CoreAttentionSpec(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
+    segments = (torch.arange(seq) * 2 // seq).expand(2, seq) if documents else None
+    inputs = [
+        draw(seq, 2, heads, qk_dim),
+        draw(seq, 2, groups, qk_dim, seed=1),
+        draw(seq, 2, groups, v_dim, seed=2),
+    ]
+    if extra == "sinks":
+        inputs.append(draw(heads, seed=3))
+
+    def op(kernels) -> Callable[..., Tensor]:
+        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, spec, sinks, segments, None)
+
+    compare(op, inputs, dtype)
+
+
+def test_attention_dropout_is_that_of_the_reference() -> None:
+    spec = CoreAttentionSpec(softmax_scale=0.5, dropout=0.5)
+    q, k, v = draw(6, 1, 2, 4).float(), draw(6, 1, 1, 4, seed=1).float(), draw(6, 1, 1, 4, seed=2).float()
+    EXACT.check(
+        NATIVE.attention(q, k, v, spec, None, None, (7, "x")), REFERENCE.attention(q, k, v, spec, None, None, (7, "x"))
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_activations(kind: str, weighed: bool, rows: int, dtype: torch.dtype) -> None:
+    for spec in (
+        ActivationSpec(kind=kind),
+        ActivationSpec(kind=kind, gated=True),
+        ActivationSpec(kind=kind, gated=True, clamp=0.7, linear_offset=1.0),
+    ):
+        inputs = [draw(rows, 6)] + ([draw(rows, seed=1).abs() + 0.1] if weighed else [])
+        compare(lambda k, spec=spec: lambda x, p=None: k.activation(x, p, spec), inputs, dtype)
+
+
+def test_activation_gives_and_gets_zero_where_there_is_no_probability_even_if_nan() -> None:
+    x, probs = draw(4, 6).float(), torch.tensor([0.5, 0.0, 2.0, 0.0], requires_grad=True)
+    x[1], x[3] = torch.nan, torch.inf
+    x.requires_grad_()
+    out = NATIVE.activation(x, probs, ActivationSpec(kind="silu", gated=True, linear_offset=1.0))
+    out.sum().backward()
+    empty = [1, 3]
+    for what, value in (("result", out[empty]), ("grad of x", x.grad[empty]), ("grad of probs", probs.grad[empty])):
+        EXACT.check(value, torch.zeros_like(value), what)
+    assert x.grad[[0, 2]].abs().min() > 0
+
+
+@DTYPES
+@pytest.mark.parametrize("rows, vocab", [(0, 5), (1, 1), (5, 11)])
+def test_cross_entropy(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    labels = torch.arange(rows) % vocab
+    compare(lambda k: lambda logits: k.cross_entropy(logits, labels), [draw(rows, vocab) * 5], dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0]])
+def test_grouped_products(offsets: list[int], dtype: torch.dtype) -> None:
+    ends = torch.tensor(offsets, dtype=torch.int32)
+
+    def op(kernels) -> Callable[..., Tensor]:
+        return lambda rows, weight: autograd.grouped_linear(kernels, rows, weight, ends)[: offsets[-1]]
+
+    def bare(kernels) -> Callable[..., Tensor]:
+        """Gradients of rows past the last offset are undefined, so none are taken."""
+        return lambda rows, weight: op(kernels)(torch.cat([rows, rows.new_zeros(7 - len(rows), 3)]), weight)
+
+    compare(bare, [draw(offsets[-1], 3), draw(4, 5, 3, seed=1)], dtype)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wide: torch.dtype) -> None:
+    grad, rows = draw(6, 5).bfloat16(), draw(6, 3, seed=1).bfloat16()
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    for shape, call in (
+        ((5, 3), lambda k, out: k.linear_weight_grad(Operand(data=grad), Operand(data=rows), out, accumulate)),
+        (
+            (3, 5, 3),
+            lambda k, out: k.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends, out, accumulate),
+        ),
+    ):
+        before = draw(*shape, seed=2) if accumulate else torch.full(shape, torch.nan)
+        actual, expected = before.to(wide), before.to(wide)
+        call(NATIVE, actual)
+        call(REFERENCE, expected)
+        (FP32_REF if wide is torch.float32 else BF16_KERNEL).check(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_mm_itself_gives_forward_input_and_weight_gradients(dtype: torch.dtype) -> None:
+    """The products of the CUDA path, which torch computes on the CPU as well; gradients may be expanded."""
+    rows, weight = draw(9, 16).to(dtype), draw(4, 8, 16, seed=1).to(dtype)
+    ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
+    grad = torch.ones(1, 8, dtype=dtype).expand(9, 8)
+    forward = torch_native._grouped_mm(rows, weight.transpose(1, 2), ends)
+    input_grad = torch_native._grouped_mm(grad.contiguous(), weight, ends)
+    weight_grad = torch_native._grouped_mm(grad.contiguous().T, rows, ends)
+    bar, wide = BARS[dtype], [Operand(data=x.double()) for x in (rows, weight, grad)]
+    bar.check(forward[:7], REFERENCE.grouped_forward(wide[0], wide[1], ends)[:7], "forward")
+    bar.check(input_grad[:7], REFERENCE.grouped_input_grad(wide[2], wide[1], ends)[:7], "input gradient")
+    expected = torch.zeros(4, 8, 16, dtype=torch.float64)
+    REFERENCE.grouped_weight_grad(wide[2], wide[0], ends, expected, False)
+    bar.check(weight_grad, expected, "weight gradient")
+
+
+def test_grouped_mm_refuses_rows_that_do_not_start_at_16_bytes_with_a_remedy() -> None:
+    rows, weight = draw(4, 12).bfloat16(), draw(2, 8, 12).bfloat16()
+    with pytest.raises(
+        EnvironmentProblem, match=r"rows of 24 bytes.*multiples of 8, or choose the backend 'reference'"
+    ):
+        torch_native._grouped_mm(rows, weight.transpose(1, 2), torch.tensor([2, 4], dtype=torch.int32))
