@@ -9,7 +9,14 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec
+from megatron_moe.specs.attention import (
+    AttentionSpec,
+    CoreAttentionSpec,
+    MLASpec,
+    NormSpec,
+    RopeSpec,
+    yarn_mscale,
+)
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import ActivationSpec, ExpertsSpec, MLPSpec, MoESpec, RouterSpec, SharedExpertsSpec
 
@@ -120,6 +127,8 @@ def _attention(row: ZooRow, index: int, norm: NormSpec) -> AttentionSpec:
 
 def _mla(row: ZooRow, norm: NormSpec) -> MLASpec:
     head_dim, rope_dim = row.integer("qk-head-dim"), row.integer("qk-pos-emb-head-dim")
+    rope = _rope(row, rope_dim)
+    gain = yarn_mscale(rope.scaling_factor, rope.mscale_all_dim)
     return MLASpec(
         hidden_size=row.integer("hidden-size"),
         num_heads=row.integer("num-attention-heads"),
@@ -128,8 +137,8 @@ def _mla(row: ZooRow, norm: NormSpec) -> MLASpec:
         qk_head_dim=head_dim,
         qk_rope_dim=rope_dim,
         v_head_dim=row.integer("v-head-dim"),
-        core=CoreAttentionSpec(softmax_scale=(head_dim + rope_dim) ** -0.5),
-        rope=_rope(row, rope_dim),
+        core=CoreAttentionSpec(softmax_scale=(head_dim + rope_dim) ** -0.5 * gain**2),
+        rope=rope,
         qk_norm=row.yes("qk-layernorm"),
         norm=norm,
     )
@@ -161,6 +170,9 @@ def _moe(row: ZooRow) -> MoESpec:
         pre_softmax=row.yes("moe-router-pre-softmax"),
         num_groups=row.integer_or_none("moe-router-num-groups"),
         group_topk=row.integer_or_none("moe-router-group-topk"),
+        scaling_factor=None
+        if row.cells["moe-router-topk-scaling-factor"] == "-"
+        else row.number("moe-router-topk-scaling-factor"),
         expert_bias=row.yes("moe-router-enable-expert-bias"),
         linear_bias=biased,
     )

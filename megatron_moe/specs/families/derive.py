@@ -93,13 +93,14 @@ def _compare(where: str, mine: Any, theirs: Any) -> list[str]:
 
 
 def _canonical(spec: Any) -> Any:
-    """One way to say what can be said in several: a single group, a factor of 1, unused options of a rotation."""
+    """One way to say what can be said in several: a single group, a factor of 1, options that are not used."""
     if isinstance(spec, RouterSpec):
         grouped = (spec.num_groups or 1) > 1
         return replace(
             spec,
             num_groups=spec.num_groups if grouped else None,
             group_topk=spec.group_topk if grouped else None,
+            pre_softmax=spec.pre_softmax and spec.score_function == "softmax",
             scaling_factor=None if spec.scaling_factor == 1.0 else spec.scaling_factor,
         )
     if isinstance(spec, RopeSpec) and (spec.scaling == "none" or spec.scaling_factor == 1.0):
