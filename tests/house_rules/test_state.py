@@ -16,8 +16,8 @@ def test_no_mutable_container_is_shared_by_the_whole_process():
 
 
 def test_no_function_remembers_results_for_the_life_of_the_process():
-    findings = [finding for file in sources(*PROGRAM) for finding in cache_findings(file)]
-    report(findings, "R2: no process-wide caches outside specs and arguments, where all values are frozen")
+    findings = [finding for file in sources("megatron_moe") for finding in cache_findings(file)]
+    report(findings, "R2: no process-wide caches outside specs, where all values are frozen")
 
 
 def test_only_telemetry_catches_every_exception():
