@@ -1,0 +1,142 @@
+"""Tokens of samples as a microbatch: labels, loss mask, positions, segments."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_moe.data.batch import MaskSpec, MicroBatch, make_microbatch, to_device
+from megatron_moe.data.samples import PADDING
+from megatron_moe.specs.exitcodes import DataProblem
+
+EOD = 9
+
+
+class Rows:
+    """Samples given as lists."""
+
+    fingerprint = "rows"
+
+    def __init__(self, *rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def tokens(self, index: int) -> np.ndarray:
+        return np.array(self.rows[index], dtype=np.int64)
+
+    def locate(self, index: int, position: int) -> str:
+        return f"some/file, document {index + 10}, token {position + 100}"
+
+
+def batch(*rows: list[int], dtype: torch.dtype = torch.float64, **masks) -> MicroBatch:
+    spec = MaskSpec(**{"vocab_size": 10, "eod": EOD, "pad": -1, **masks})
+    return make_microbatch(Rows(*rows), np.arange(len(rows)), spec, dtype)
+
+
+def test_labels_are_the_next_tokens() -> None:
+    made = batch([1, 2, 3, 4], [5, 6, 7, 8])
+    assert made.tokens_BS.tolist() == [[1, 2, 3], [5, 6, 7]]
+    assert made.labels_BS.tolist() == [[2, 3, 4], [6, 7, 8]]
+    assert made.loss_mask_BS.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert made.meta.positions_BS.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert made.meta.segments_BS is None
+    assert made.meta.valid_BS is None
+
+
+def test_tensors_have_the_dtypes_of_the_contract_and_are_contiguous() -> None:
+    made = batch([1, 2, EOD, 4], [5, 6, -1, -1], dtype=torch.float32, reset_attention_mask=True)
+    assert made.loss_mask_BS.dtype == torch.float32
+    assert made.meta.valid_BS is not None and made.meta.segments_BS is not None
+    assert made.meta.valid_BS.dtype == torch.bool
+    for tensor in (made.tokens_BS, made.labels_BS, made.meta.positions_BS, made.meta.segments_BS):
+        assert tensor.dtype == torch.int64
+        assert tensor.is_contiguous()
+
+
+def test_only_the_samples_asked_for_are_taken_in_their_order() -> None:
+    rows = Rows([1, 2], [3, 4], [5, 6])
+    made = make_microbatch(rows, np.array([2, 0]), MaskSpec(vocab_size=10, eod=EOD, pad=-1), torch.float64)
+    assert made.tokens_BS.tolist() == [[5], [1]]
+
+
+def test_padding_has_no_loss_is_not_valid_and_becomes_token_0() -> None:
+    made = batch([1, 2, 3, PADDING, PADDING])
+    assert made.tokens_BS.tolist() == [[1, 2, 3, 0]]
+    assert made.labels_BS.tolist() == [[2, 3, 0, 0]]
+    assert made.loss_mask_BS.tolist() == [[1, 1, 0, 0]]
+    assert made.meta.valid_BS is not None
+    assert made.meta.valid_BS.tolist() == [[True, True, True, False]]
+
+
+def test_pad_id_in_the_data_is_padding() -> None:
+    made = batch([1, 7, 3, 4], pad=7)
+    assert made.tokens_BS.tolist() == [[1, 0, 3]]
+    assert made.labels_BS.tolist() == [[0, 3, 4]]
+    assert made.loss_mask_BS.tolist() == [[0, 1, 1]]
+    assert made.meta.valid_BS is not None
+    assert made.meta.valid_BS.tolist() == [[True, False, True]]
+
+
+def test_eod_mask_takes_the_loss_where_the_input_ends_a_document() -> None:
+    made = batch([1, EOD, 3, 4, EOD], eod_mask_loss=True)
+    assert made.loss_mask_BS.tolist() == [[1, 0, 1, 1]]
+
+
+def test_positions_restart_after_the_end_of_a_document() -> None:
+    made = batch([1, 2, EOD, 4, 5, EOD, EOD, 8], [EOD, 1, 2, 3, 4, 5, 6, 7], reset_position_ids=True)
+    assert made.meta.positions_BS.tolist() == [[0, 1, 2, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert made.meta.segments_BS is None
+
+
+def test_segments_count_documents_and_the_end_belongs_to_its_document() -> None:
+    made = batch([1, 2, EOD, 4, 5, EOD, EOD, 8], reset_attention_mask=True)
+    assert made.meta.segments_BS is not None
+    assert made.meta.segments_BS.tolist() == [[0, 0, 0, 1, 1, 1, 2]]
+    assert made.meta.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+
+
+def slow_positions_and_mask(tokens: list[int]) -> tuple[list[int], list[list[bool]]]:
+    """Document by document: positions from 0, and who sees whom."""
+    positions, document, documents = [], 0, []
+    count = 0
+    for token in tokens:
+        positions.append(count)
+        documents.append(document)
+        count += 1
+        if token == EOD:
+            document, count = document + 1, 0
+    size = len(tokens)
+    visible = [[j <= i and documents[i] == documents[j] for j in range(size)] for i in range(size)]
+    return positions, visible
+
+
+def test_reset_equals_the_slow_walk_over_documents() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        row = rng.choice([1, 2, EOD], size=13, p=[0.4, 0.3, 0.3]).tolist()
+        made = batch(row, reset_position_ids=True, reset_attention_mask=True)
+        positions, visible = slow_positions_and_mask(row[:-1])
+        assert made.meta.positions_BS.tolist() == [positions]
+        assert made.meta.segments_BS is not None
+        segments = made.meta.segments_BS[0]
+        same = (segments[:, None] == segments[None, :]).tril()
+        assert same.tolist() == visible
+
+
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("token", [10, 65535, -2])
+def test_id_outside_the_vocabulary_is_named_with_its_place(position: int, token: int) -> None:
+    row = [1, 2, 3, 4, 5]
+    row[position] = token
+    sentence = (
+        f"token id {token} in some/file, document 11, token {100 + position} "
+        rf"\(sample 1, position {position}\) is not in the vocabulary of 10"
+    )
+    with pytest.raises(DataProblem, match=sentence):
+        batch([1, 2, 3, 4, 5], row)
+
+
+def test_moving_to_the_device_it_is_on_changes_nothing() -> None:
+    made = batch([1, 2, 3])
+    assert to_device(made, torch.device("cpu")) is made

@@ -1,0 +1,186 @@
+"""Loaders: the same samples in the same order, however the run is cut into ranks, microbatches and restarts."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_moe.data.batch import MaskSpec, MicroBatch
+from megatron_moe.data.loader import EvalLoader, TrainLoader
+from megatron_moe.data.sampler import BatchSchedule, SampleOrder
+from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.specs.train import BatchSpec
+
+MASKS = MaskSpec(vocab_size=1000, eod=999, pad=-1)
+
+
+class Numbered:
+    """Sample i is i, i + 1, i + 2."""
+
+    fingerprint = "numbered"
+
+    def __init__(self, count: int = 60) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def tokens(self, index: int) -> np.ndarray:
+        assert 0 <= index < self.count
+        return np.arange(index, index + 3)
+
+    def locate(self, index: int, position: int) -> str:
+        return f"numbered, document {index}, token {position}"
+
+
+def rank_context(rank: int = 0, dp: int = 1, dtype: torch.dtype = torch.float64) -> Any:
+    group = SimpleNamespace(rank=rank, size=dp)
+    return SimpleNamespace(group=lambda name: group, device=torch.device("cpu"), dtype=dtype)
+
+
+def loader(
+    *, micro: int = 2, size: int = 12, dp: int = 1, rank: int = 0, kind: Any = "single", prefetch: bool = False, **batch: Any
+) -> TrainLoader:
+    samples = Numbered()
+    order = SampleOrder(kind=kind, num_samples=len(samples), seed=5)
+    schedule = BatchSchedule(BatchSpec(micro=micro, global_size=size, **batch), dp)
+    return TrainLoader(samples, order, schedule, MASKS, rank_context(rank, dp), prefetch=prefetch)
+
+
+def ids(batches: list[MicroBatch]) -> list[int]:
+    return [index for batch in batches for index in batch.tokens_BS[:, 0].tolist()]
+
+
+def steps_of(one: TrainLoader, count: int) -> Iterator[list[int]]:
+    for _ in range(count):
+        yield ids(one.next_step())
+
+
+def test_a_step_is_the_microbatches_of_this_rank() -> None:
+    batches = loader(micro=2, size=12, dp=2, rank=1).next_step()
+    assert [batch.tokens_BS.tolist() for batch in batches] == [
+        [[2, 3], [3, 4]],
+        [[6, 7], [7, 8]],
+        [[10, 11], [11, 12]],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_resuming_after_any_step_continues_the_same_order(kind: str, prefetch: bool) -> None:
+    whole = list(steps_of(loader(kind=kind), 5))
+    for done in range(5):
+        resumed = loader(kind=kind, prefetch=prefetch)
+        resumed.restore(done * 12)
+        assert list(steps_of(resumed, 5 - done)) == whole[done:]
+        resumed.close()
+
+
+def test_resuming_with_another_batch_size_continues_the_same_order() -> None:
+    first = loader(size=12, kind="cyclic")
+    taken = [index for step in steps_of(first, 4) for index in step]
+    second = loader(size=6, micro=3, kind="cyclic")
+    second.restore(first.state()["consumed_samples"])
+    taken += [index for step in steps_of(second, 4) for index in step]
+    one = loader(size=72, micro=72, kind="cyclic")
+    assert taken == ids(one.next_step())
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 2), (1, 4), (3, 2), (2, 3), (12, 1)])
+def test_all_ranks_together_take_the_samples_of_one_rank(micro: int, dp: int, kind: str) -> None:
+    alone = list(steps_of(loader(micro=1, kind=kind), 5))
+    ranks = [list(steps_of(loader(micro=micro, dp=dp, rank=rank, kind=kind), 5)) for rank in range(dp)]
+    for step in range(5):
+        parts = np.stack([np.array(ranks[rank][step]).reshape(-1, micro) for rank in range(dp)], axis=1)
+        assert parts.ravel().tolist() == alone[step]
+
+
+def test_ramp_up_takes_every_sample_once_and_resumes_inside() -> None:
+    ramp = {"size": 8, "micro": 1, "dp": 2, "rampup": (2, 2, 18)}
+    one = loader(**ramp)
+    sizes, seen, marks = [], [], []
+    while not one.exhausted:
+        marks.append((one.state()["consumed_samples"], one.num_microbatches))
+        step = ids(one.next_step())
+        sizes.append(len(step) * 2)
+        seen.append(step)
+    assert sizes[:7] == [2, 2, 2, 4, 4, 6, 8]
+    assert sizes == [2 * count for _, count in marks]
+    for number, (consumed, _) in enumerate(marks):
+        resumed = loader(**ramp)
+        resumed.restore(consumed)
+        assert ids(resumed.next_step()) == seen[number]
+
+
+def test_prefetching_changes_nothing() -> None:
+    ahead, plain = loader(prefetch=True), loader()
+    for _ in range(5):
+        for one, other in zip(ahead.next_step(), plain.next_step(), strict=True):
+            assert torch.equal(one.tokens_BS, other.tokens_BS)
+            assert torch.equal(one.labels_BS, other.labels_BS)
+    ahead.close()
+
+
+def test_restore_discards_what_was_prefetched() -> None:
+    ahead = loader(prefetch=True)
+    first = ids(ahead.next_step())
+    ahead.restore(0)
+    assert ids(ahead.next_step()) == first
+    ahead.close()
+
+
+def test_problem_in_prefetched_data_is_raised_in_its_step() -> None:
+    samples = Numbered(60)
+    schedule = BatchSchedule(BatchSpec(micro=6, global_size=6), 1)
+    order = SampleOrder(kind="single", num_samples=60, seed=1)
+    masks = MaskSpec(vocab_size=10, eod=9, pad=-1)
+    ahead = TrainLoader(samples, order, schedule, masks, rank_context(), prefetch=True)
+    ahead.next_step()
+    with pytest.raises(DataProblem, match="vocabulary of 10"):
+        ahead.next_step()
+    ahead.close()
+
+
+def test_exhausted_data_is_announced_and_then_refused() -> None:
+    one = loader(size=24, micro=24)
+    one.next_step()
+    assert not one.exhausted
+    one.next_step()
+    assert one.exhausted
+    with pytest.raises(DataProblem, match="after 48 samples wants 24 more, but the training data has 60"):
+        one.next_step()
+    assert not loader(kind="cyclic").exhausted
+
+
+def test_loss_mask_has_at_least_single_precision() -> None:
+    samples, order = Numbered(), SampleOrder(kind="single", num_samples=60, seed=1)
+    schedule = BatchSchedule(BatchSpec(micro=1, global_size=1), 1)
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        one = TrainLoader(samples, order, schedule, MASKS, rank_context(dtype=dtype))
+        assert one.next_step()[0].loss_mask_BS.dtype == expected
+
+
+def eval_ids(dp: int, rank: int, evaluation: int, count: int = 60) -> list[int]:
+    batch = BatchSpec(micro=2, global_size=8, rampup=(4, 4, 100))
+    one = EvalLoader(Numbered(count), batch, MASKS, rank_context(rank, dp), eval_iters=3)
+    return ids(list(one.batches(evaluation)))
+
+
+def test_evaluations_take_consecutive_stretches_whatever_was_trained() -> None:
+    assert eval_ids(1, 0, 0) == list(range(24))
+    assert eval_ids(1, 0, 1) == list(range(24, 48))
+
+
+def test_evaluation_starts_over_at_the_end_of_the_data() -> None:
+    assert eval_ids(1, 0, 2) == [*range(48, 60), *range(12)]
+    assert eval_ids(1, 0, 0, count=5) == [number % 5 for number in range(24)]
+
+
+def test_ranks_share_an_evaluation() -> None:
+    both = eval_ids(2, 0, 1) + eval_ids(2, 1, 1)
+    assert sorted(both) == list(range(24, 48))
+

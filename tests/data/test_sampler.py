@@ -1,0 +1,97 @@
+"""Which rank takes which sample in which step."""
+
+import numpy as np
+import pytest
+
+from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.train import BatchSpec
+
+
+def schedule(micro: int, size: int, dp: int, rampup: tuple[int, int, int] | None = None) -> BatchSchedule:
+    return BatchSchedule(BatchSpec(micro=micro, global_size=size, rampup=rampup), dp)
+
+
+def test_constant_batch_has_its_number_of_microbatches() -> None:
+    constant = schedule(2, 24, 3)
+    assert [constant.global_batch(consumed) for consumed in (0, 24, 10**9)] == [24, 24, 24]
+    assert constant.num_microbatches(0) == 4
+
+
+def test_ramp_grows_at_equal_distances_of_consumed_samples() -> None:
+    ramp = schedule(1, 8, 2, (2, 2, 300))
+    # Three increments over 300 samples: one per 100.
+    expected = [(0, 2), (99, 2), (100, 4), (199, 4), (200, 6), (299, 6), (300, 8), (301, 8), (10**9, 8)]
+    assert [(consumed, ramp.global_batch(consumed)) for consumed, _ in expected] == expected
+    assert [ramp.num_microbatches(consumed) for consumed in (0, 100, 200, 300)] == [1, 2, 3, 4]
+    assert list(ramp.sizes) == [2, 4, 6, 8]
+
+
+def test_ramp_equals_the_formula_at_every_count() -> None:
+    ramp = schedule(1, 9, 1, (3, 2, 100))
+    for consumed in range(150):
+        increments = 3 if consumed > 100 else int(consumed / (100 / 3))
+        assert ramp.global_batch(consumed) == 3 + 2 * increments
+
+
+def test_ramp_without_distance_or_samples_is_constant_at_once() -> None:
+    assert schedule(1, 4, 1, (4, 2, 100)).global_batch(0) == 4
+    assert schedule(1, 8, 1, (4, 2, 0)).global_batch(1) == 8
+
+
+@pytest.mark.parametrize(
+    ("micro", "size", "dp", "rampup", "sentence"),
+    [
+        (2, 6, 2, None, "global batch size 6 is not a multiple of 4 = micro batch size 2 x data-parallel size 2"),
+        (1, 8, 2, (1, 1, 10), "global batch size 1 is not a multiple of 2"),
+        (1, 8, 2, (2, 3, 10), "global batch size 5 is not a multiple of 2"),
+        (1, 8, 1, (3, 2, 10), "the distance 5 is not a multiple"),
+        (1, 8, 1, (9, 1, 10), "must start between 1 and the global batch size 8"),
+        (1, 8, 1, (0, 1, 10), "must start between 1"),
+        (1, 8, 1, (4, 0, 10), "grow by at least 1"),
+    ],
+)
+def test_impossible_batches_are_refused_with_the_numbers(micro, size, dp, rampup, sentence) -> None:
+    with pytest.raises(EnvironmentProblem, match=sentence):
+        schedule(micro, size, dp, rampup)
+
+
+def test_ranks_take_consecutive_slices_of_every_micro_step() -> None:
+    steps = schedule(2, 12, 3)
+    assert step_positions(12, steps, 0).tolist() == [[12, 13], [18, 19]]
+    assert step_positions(12, steps, 1).tolist() == [[14, 15], [20, 21]]
+    assert step_positions(12, steps, 2).tolist() == [[16, 17], [22, 23]]
+
+
+@pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 1), (1, 4), (2, 3), (4, 3), (12, 1), (1, 12)])
+def test_a_step_takes_the_same_samples_in_every_layout(micro: int, dp: int) -> None:
+    steps = schedule(micro, 12, dp)
+    for consumed in (0, 12, 120):
+        taken = np.stack([step_positions(consumed, steps, rank) for rank in range(dp)])
+        assert sorted(taken.ravel().tolist()) == list(range(consumed, consumed + 12))
+        # In the order of micro steps and ranks the samples are consecutive.
+        assert taken.transpose(1, 0, 2).ravel().tolist() == list(range(consumed, consumed + 12))
+
+
+def test_single_order_is_the_order_of_the_data_and_ends_with_it() -> None:
+    order = SampleOrder(kind="single", num_samples=10, seed=1)
+    assert order.indices(np.arange(3, 7)).tolist() == [3, 4, 5, 6]
+    assert order.end == 10
+
+
+def test_cyclic_order_is_a_new_permutation_in_every_pass() -> None:
+    order = SampleOrder(kind="cyclic", num_samples=11, seed=1)
+    taken = order.indices(np.arange(33)).reshape(3, 11)
+    for one_pass in taken:
+        assert sorted(one_pass.tolist()) == list(range(11))
+    assert len({tuple(one_pass.tolist()) for one_pass in taken}) == 3
+    assert order.end is None
+
+
+def test_cyclic_order_depends_on_seed_and_position_only() -> None:
+    order = SampleOrder(kind="cyclic", num_samples=11, seed=1)
+    whole = order.indices(np.arange(40))
+    for start in range(40):
+        np.testing.assert_array_equal(order.indices(np.arange(start, 40)), whole[start:])
+    np.testing.assert_array_equal(order.indices(np.arange(40).reshape(4, 10)), whole.reshape(4, 10))
+    assert SampleOrder(kind="cyclic", num_samples=11, seed=2).indices(np.arange(40)).tolist() != whole.tolist()
