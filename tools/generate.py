@@ -1,0 +1,117 @@
+"""Continues a text with a trained model: `python tools/generate.py --load runs/quickstart/checkpoints --prompt "def "`.
+
+The model, its tokenizer and its numbers come from the checkpoint itself (run.yaml beside the weights); paths in it are
+relative to where the run was started. Every step runs the whole text again: short samples only.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from arguments.errors import FlagErrors
+from arguments.read import read_plan
+from megatron_moe import build
+from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkpoints
+from megatron_moe.checkpoint.load import Source, load
+from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.tokenizer import load_tokenizer, vocab_size_of
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel import rng
+from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode, RunError
+from megatron_moe.specs.run import RunPlan
+
+
+def newest(folder: Path) -> Candidate:
+    """The checkpoint itself, or the newest one in a folder of checkpoints."""
+    found = as_checkpoint(folder) or next(iter(list_checkpoints(folder)), None)
+    if found is None or not found.path.is_dir():
+        raise CheckpointProblem(f"{folder} holds no checkpoint iter_NNNNNNN; give the run's checkpoints folder")
+    return found
+
+
+def plan_of(candidate: Candidate, device: str) -> RunPlan:
+    """The plan the checkpoint was trained with, on one rank of this machine."""
+    arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device]
+    return read_plan(arguments, {}, vocab_size_of=vocab_size_of)
+
+
+def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
+    """The model with the checkpoint's weights, every byte verified."""
+    context = build.build_context(plan)
+    model = GPT(plan.model, context, build.build_kernels(plan, context))
+    tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in model.state_dict().items()}
+    source = Source("--load", str(candidate.path.parent), (candidate,), optimizer=False)
+    load(source, tensors, context)
+    return model.eval()
+
+
+@torch.no_grad()
+def continue_text(
+    model: GPT, prompt: Sequence[int], *, num_new: int, temperature: float, top_k: int, seed: int, end: int
+) -> list[int]:
+    """The prompt's ids with up to `num_new` more; stops before the id `end`. Temperature 0 takes the likeliest."""
+    device = next(model.parameters()).device
+    ids = list(prompt)
+    for step in range(num_new):
+        window = torch.tensor([ids[-model.spec.max_positions :]], device=device)
+        meta = TokenMeta(positions_BS=torch.arange(window.shape[1], device=device)[None], training=False)
+        logits_V = model.logits(window, meta)[-1, 0].double().cpu()
+        chosen = pick(logits_V, temperature, top_k, (seed, "generate", step))
+        if chosen == end:
+            break
+        ids.append(chosen)
+    return ids
+
+
+def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
+    """One id: the likeliest, or one drawn from the `top_k` likeliest."""
+    if temperature == 0.0:
+        return int(logits_V.argmax())
+    best, ids = torch.topk(logits_V, min(top_k, len(logits_V)))
+    probabilities = torch.softmax(best / temperature, dim=0)
+    return int(ids[torch.multinomial(probabilities, 1, generator=rng.generator(key))])
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--load", type=Path, required=True, help="checkpoint, or folder of checkpoints (the newest)")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: from the start of a document")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = parser.parse_args(argv)
+    try:
+        candidate = newest(options.load)
+        plan = plan_of(candidate, options.device)
+        tokenizer = load_tokenizer(plan.data.tokenizer)
+        prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
+        ids = continue_text(
+            load_model(candidate, plan),
+            prompt,
+            num_new=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+            end=tokenizer.eod,
+        )
+    except FlagErrors as problems:
+        print(problems.report(), file=sys.stderr)
+        return int(ExitCode.CONFIG)
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    print(f"--- {candidate.path}, {len(ids) - len(prompt)} new tokens, temperature {options.temperature:g}{os.linesep}")
+    print(tokenizer.decode(ids))
+    return int(ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
