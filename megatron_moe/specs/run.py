@@ -43,6 +43,8 @@ class RunPlan:
     kernels: KernelSpec
     launch: Launch
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    environment: tuple[tuple[str, str], ...] = ()
+    """Environment variables to set before torch is imported: asked for by files, or needed by flags."""
     resolved_yaml: str = ""
     """Text of run.yaml: every value with its origin."""
     command_line: str = ""

@@ -54,6 +54,25 @@ class BatchSpec:
     rampup: tuple[int, int, int] | None = None
     """(start size, increment, samples over which to ramp)."""
 
+    def size_at(self, consumed_samples: int) -> int:
+        """Sequences of the step that begins after `consumed_samples`: the size grows at equal distances of samples."""
+        if self.rampup is None:
+            return self.global_size
+        start, increment, over = self.rampup
+        num_increments = (self.global_size - start) // increment
+        if num_increments == 0 or consumed_samples > over:
+            return self.global_size
+        return start + increment * int(consumed_samples / (over / num_increments)) if over else start
+
+    def steps_for(self, samples: int) -> int:
+        """Whole steps that fit into `samples`; a last partial batch is not trained."""
+        steps, consumed = 0, 0
+        ramp_samples = self.rampup[2] if self.rampup else -1
+        while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
+            consumed += self.size_at(consumed)
+            steps += 1
+        return steps + (samples - consumed) // self.global_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
