@@ -1,0 +1,275 @@
+"""Every kind of tokenizer, with small models made here."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+
+from megatron_moe.data.tokenizer import load_tokenizer
+from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.specs.train import TokenizerSpec
+
+TEXTS = [
+    "def read(self, size=-1):\n    return self.buffer.read(size)\n",
+    "  two  spaces, a\ttab and Größe 中文 🙂",
+    "",
+    "line\n\n\nline",
+]
+
+
+def train_sentencepiece(path: Path, **options) -> Path:
+    model = io.BytesIO()
+    settings = {
+        "sentence_iterator": iter(["the cat sat on the mat", "a dog ran to the cat", "self read buffer size"] * 20),
+        "model_writer": model,
+        "vocab_size": 300,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(**{**settings, **options})
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def sentencepiece_spec(path: Path) -> TokenizerSpec:
+    return TokenizerSpec(kind="SentencePieceTokenizer", model=path)
+
+
+def train_huggingface(path: Path, specials: list[str]) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=specials,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 5, trainer)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def huggingface_spec(path: Path) -> TokenizerSpec:
+    return TokenizerSpec(kind="HuggingFaceTokenizer", model=path)
+
+
+def tiktoken_entries(merges: list[bytes]) -> list[dict]:
+    tokens = [bytes([number]) for number in range(256)] + merges
+    return [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        for rank, token in enumerate(tokens)
+    ]
+
+
+def write_tiktoken(path: Path, merges: list[bytes]) -> Path:
+    entries = tiktoken_entries(merges)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(entries))
+    else:
+        path.write_text("".join(f"{entry['token_bytes']} {entry['rank']}\n" for entry in entries))
+    return path
+
+
+def tiktoken_spec(path: Path, **changes) -> TokenizerSpec:
+    return TokenizerSpec(kind="TikTokenizer", model=path, **{"num_special_tokens": 10, **changes})
+
+
+@pytest.fixture(scope="module")
+def every_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerSpec]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    train_huggingface(folder / "tokenizer.json", ["<|endoftext|>"])
+    return {
+        "sentencepiece": sentencepiece_spec(train_sentencepiece(folder / "sp.model")),
+        "huggingface": huggingface_spec(folder / "tokenizer.json"),
+        "tiktoken": tiktoken_spec(write_tiktoken(folder / "tik.json", [b"re", b"rea", b"read"])),
+        "byte": TokenizerSpec(kind="ByteTokenizer"),
+    }
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "huggingface", "tiktoken", "byte"])
+def test_text_comes_back_from_its_ids(every_tokenizer: dict[str, TokenizerSpec], name: str) -> None:
+    tokenizer = load_tokenizer(every_tokenizer[name])
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(type(number) is int and 0 <= number < tokenizer.vocab_size for number in ids)
+        assert tokenizer.eod not in ids
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "huggingface", "tiktoken", "byte"])
+def test_fingerprint_is_stable(every_tokenizer: dict[str, TokenizerSpec], name: str) -> None:
+    spec = every_tokenizer[name]
+    assert load_tokenizer(spec).fingerprint == load_tokenizer(spec).fingerprint
+
+
+def test_fingerprints_of_different_models_differ(every_tokenizer: dict[str, TokenizerSpec], tmp_path: Path) -> None:
+    specs = [*every_tokenizer.values(), TokenizerSpec(kind="NullTokenizer", vocab_size=10)]
+    specs.append(TokenizerSpec(kind="NullTokenizer", vocab_size=11))
+    specs.append(tiktoken_spec(every_tokenizer["tiktoken"].model or tmp_path, tiktoken_pattern="v1"))
+    specs.append(tiktoken_spec(every_tokenizer["tiktoken"].model or tmp_path, num_special_tokens=11))
+    specs.append(sentencepiece_spec(train_sentencepiece(tmp_path / "other.model", vocab_size=290)))
+    assert len({load_tokenizer(spec).fingerprint for spec in specs}) == len(specs)
+
+
+def test_null_tokenizer_reads_numbers_and_ends_with_the_last_id() -> None:
+    tokenizer = load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=128))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (128, 127, -1)
+    assert tokenizer.encode(" 3 1  2\n") == [3, 1, 2]
+    assert tokenizer.decode([3, 1, 2]) == "3 1 2"
+    with pytest.raises(DataProblem, match="reads ids separated by spaces, not 'some text'"):
+        tokenizer.encode("some text")
+
+
+@pytest.mark.parametrize("vocab_size", [None, 0, 1])
+def test_null_tokenizer_needs_a_vocabulary_size(vocab_size: int | None) -> None:
+    with pytest.raises(DataProblem, match="--vocab-size"):
+        load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=vocab_size))
+
+
+def test_byte_tokenizer_is_utf8() -> None:
+    tokenizer = load_tokenizer(TokenizerSpec(kind="ByteTokenizer"))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, -1)
+    assert tokenizer.encode("aß") == [97, 195, 159]
+    assert tokenizer.decode([97, 256, 195]) == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("options", "eod", "pad"),
+    [
+        ({"unk_id": 0, "eos_id": 1, "eos_piece": "<eod>", "bos_id": -1}, 1, -1),
+        ({"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3}, 2, 3),
+        ({"unk_id": 0, "bos_id": -1, "eos_id": -1, "user_defined_symbols": ["<|endoftext|>"]}, 1, -1),
+    ],
+)
+def test_sentencepiece_ends_documents_with_its_end_piece(tmp_path: Path, options: dict, eod: int, pad: int) -> None:
+    tokenizer = load_tokenizer(sentencepiece_spec(train_sentencepiece(tmp_path / "sp.model", **options)))
+    assert (tokenizer.eod, tokenizer.pad) == (eod, pad)
+
+
+def test_sentencepiece_without_an_end_piece_is_refused(tmp_path: Path) -> None:
+    path = train_sentencepiece(tmp_path / "sp.model", unk_id=0, bos_id=-1, eos_id=-1)
+    with pytest.raises(DataProblem, match="no token that ends a document"):
+        load_tokenizer(sentencepiece_spec(path))
+
+
+def test_huggingface_folder_names_its_special_tokens(tmp_path: Path) -> None:
+    train_huggingface(tmp_path / "tokenizer.json", ["<a>", "<b>", "<|endoftext|>"])
+    by_name = load_tokenizer(huggingface_spec(tmp_path))
+    assert (by_name.eod, by_name.pad) == (2, -1)
+    config = {"eos_token": {"content": "<b>", "lstrip": False}, "pad_token": "<a>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    by_config = load_tokenizer(huggingface_spec(tmp_path))
+    assert (by_config.eod, by_config.pad) == (1, 0)
+    assert by_config.fingerprint != by_name.fingerprint
+
+
+def test_pad_that_is_also_the_end_is_no_padding(tmp_path: Path) -> None:
+    train_huggingface(tmp_path / "tokenizer.json", ["<a>", "<b>"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<b>", "pad_token": "<b>"}))
+    tokenizer = load_tokenizer(huggingface_spec(tmp_path))
+    assert (tokenizer.eod, tokenizer.pad) == (1, -1)
+
+
+def test_huggingface_adds_the_tokens_its_post_processor_adds(tmp_path: Path) -> None:
+    tokenizer = train_huggingface(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+    plain = load_tokenizer(huggingface_spec(tmp_path)).encode("read")
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(huggingface_spec(tmp_path)).encode("read") == [0, *plain]
+
+
+def test_huggingface_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:
+    tokenizer = train_huggingface(tmp_path / "tokenizer.json", ["</s>"])
+    expected = tokenizer.encode(TEXTS[0]).ids
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=500)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(huggingface_spec(tmp_path)).encode(TEXTS[0]) == expected
+
+
+@pytest.mark.parametrize("name", ["tik.json", "tik.tiktoken"])
+def test_tiktoken_ranks_follow_after_the_special_tokens(tmp_path: Path, name: str) -> None:
+    tokenizer = load_tokenizer(tiktoken_spec(write_tiktoken(tmp_path / name, [b"re", b"rea", b"read"])))
+    assert tokenizer.vocab_size == 10 + 256 + 3
+    assert (tokenizer.eod, tokenizer.pad) == (2, 4)
+    assert tokenizer.encode("read") == [10 + 258]
+    assert tokenizer.encode("a</s><SPECIAL_9>") == [10 + 97, 2, 9]
+
+
+def test_tiktoken_vocabulary_is_cut_to_its_size(tmp_path: Path) -> None:
+    path = write_tiktoken(tmp_path / "tik.json", [b"re", b"rea", b"read"])
+    tokenizer = load_tokenizer(tiktoken_spec(path, vocab_size=268))
+    assert tokenizer.vocab_size == 268
+    assert tokenizer.encode("read") == [10 + 257, 10 + 100]
+
+
+def test_tiktoken_patterns_split_words_differently(tmp_path: Path) -> None:
+    path = write_tiktoken(tmp_path / "tik.json", [b"aB", b"ab"])
+    first = load_tokenizer(tiktoken_spec(path, tiktoken_pattern="v1"))
+    second = load_tokenizer(tiktoken_spec(path, tiktoken_pattern="v2"))
+    assert first.encode("aB") == [266]
+    assert second.encode("aB") == [10 + 97, 10 + 66]
+    assert load_tokenizer(tiktoken_spec(path)).encode("aB") == second.encode("aB")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tiktoken_pattern": "v3"}, "must be v1 or v2, not v3"),
+        ({"num_special_tokens": 3}, "fit --tiktoken-num-special-tokens 3"),
+        ({"special_tokens": ("<unk>", "</s>")}, "include <unk> <s> </s>"),
+    ],
+)
+def test_tiktoken_options_that_contradict_are_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
+    path = write_tiktoken(tmp_path / "tik.json", [])
+    with pytest.raises(DataProblem, match=sentence):
+        load_tokenizer(tiktoken_spec(path, **changes))
+
+
+def test_tiktoken_file_with_a_missing_rank_is_refused(tmp_path: Path) -> None:
+    entries = tiktoken_entries([b"re", b"rea"])
+    (tmp_path / "tik.json").write_text(json.dumps(entries[:200] + entries[201:]))
+    with pytest.raises(DataProblem, match="ranks must be 0, 1, 2"):
+        load_tokenizer(tiktoken_spec(tmp_path / "tik.json"))
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"])
+def test_missing_model_is_named(tmp_path: Path, kind) -> None:
+    with pytest.raises(DataProblem, match="absent.model does not exist"):
+        load_tokenizer(TokenizerSpec(kind=kind, model=tmp_path / "absent.model"))
+    with pytest.raises(DataProblem, match=f"{kind} needs --tokenizer-model"):
+        load_tokenizer(TokenizerSpec(kind=kind))
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"])
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\xff\xfe\x00", b"[1, 2]", b'{"model": {}}', b'[{"rank": 0}]'])
+def test_foreign_model_is_refused_with_its_name(tmp_path: Path, kind, content: bytes) -> None:
+    path = tmp_path / "foreign.json"
+    path.write_bytes(content)
+    with pytest.raises(DataProblem, match=r"foreign\.json"):
+        load_tokenizer(TokenizerSpec(kind=kind, model=path, num_special_tokens=10))
+
+
+def test_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataProblem, match="cannot read tokenizer model .*tokenizer.json: No such file"):
+        load_tokenizer(huggingface_spec(tmp_path))
+
+
+def test_tokenizers_and_token_files_need_no_torch() -> None:
+    modules = "tokenizer, indexed, samples, blend, cache, mock, textfiles, sampler"
+    code = f"import sys; from megatron_moe.data import {modules}; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parent.parent.parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
