@@ -132,27 +132,38 @@ def _experts(spec: MoESpec) -> int:
     return routed + latent
 
 
-_PEAK_TFLOPS: tuple[tuple[str, dict[FloatName, float]], ...] = (
-    ("GB300", {"fp16": 2500.0, "bf16": 2500.0}),
-    ("GB200", {"fp64": 40.0, "fp32": 80.0, "fp16": 2500.0, "bf16": 2500.0}),
-    ("B300", {"fp64": 1.25, "fp32": 75.0, "fp16": 2250.0, "bf16": 2250.0}),
-    ("B200", {"fp64": 37.0, "fp32": 75.0, "fp16": 2250.0, "bf16": 2250.0}),
-    ("GH200", {"fp64": 67.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
-    ("H200 NVL", {"fp64": 60.0, "fp32": 60.0, "fp16": 835.5, "bf16": 835.5}),
-    ("H200", {"fp64": 67.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
-    ("H100 NVL", {"fp64": 60.0, "fp32": 60.0, "fp16": 835.5, "bf16": 835.5}),
-    ("H100 PCIe", {"fp64": 51.0, "fp32": 51.0, "fp16": 756.0, "bf16": 756.0}),
-    ("H100", {"fp64": 67.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
-    ("H800", {"fp64": 1.0, "fp32": 67.0, "fp16": 989.0, "bf16": 989.0}),
-    ("H20", {"fp64": 1.0, "fp32": 44.0, "fp16": 148.0, "bf16": 148.0}),
-    ("A100", {"fp64": 19.5, "fp32": 19.5, "fp16": 312.0, "bf16": 312.0}),
-    ("A800", {"fp64": 9.7, "fp32": 19.5, "fp16": 312.0, "bf16": 312.0}),
-    ("L40S", {"fp64": 1.4, "fp32": 91.6, "fp16": 362.0, "bf16": 362.0}),
-    ("V100", {"fp64": 7.8, "fp32": 15.7, "fp16": 125.0}),
+@dataclass(frozen=True)
+class _Device:
+    """Dense TFLOP/s of a device whose name contains `name`; None: no such units, or not published."""
+
+    name: str
+    fp64: float | None
+    fp32: float | None
+    fp16: float
+    bf16: float | None
+
+
+_DEVICES = (
+    _Device("GB300", None, None, 2500.0, 2500.0),
+    _Device("GB200", 40.0, 80.0, 2500.0, 2500.0),
+    _Device("B300", 1.25, 75.0, 2250.0, 2250.0),
+    _Device("B200", 37.0, 75.0, 2250.0, 2250.0),
+    _Device("GH200", 67.0, 67.0, 989.0, 989.0),
+    _Device("H200 NVL", 60.0, 60.0, 835.5, 835.5),
+    _Device("H200", 67.0, 67.0, 989.0, 989.0),
+    _Device("H100 NVL", 60.0, 60.0, 835.5, 835.5),
+    _Device("H100 PCIe", 51.0, 51.0, 756.0, 756.0),
+    _Device("H100", 67.0, 67.0, 989.0, 989.0),
+    _Device("H800", 1.0, 67.0, 989.0, 989.0),
+    _Device("H20", 1.0, 44.0, 148.0, 148.0),
+    _Device("A100", 19.5, 19.5, 312.0, 312.0),
+    _Device("A800", 9.7, 19.5, 312.0, 312.0),
+    _Device("L40S", None, 91.6, 362.0, 362.0),
+    _Device("V100", 7.8, 15.7, 125.0, None),
 )
-"""Dense peaks per device in TFLOP/s from NVIDIA's data sheets (A100 and H100 SXM, PCIe, NVL; H200; HGX and GB200/GB300
-Blackwell; L40S; V100). Sheets that print tensor-core figures "with sparsity" are halved. fp32 is the plain rate: torch
-does not use TF32 unless told to. The first entry whose name occurs in the device's name counts."""
+"""From NVIDIA's data sheets: A100, H100 (SXM, PCIe, NVL), H200, HGX B200 and B300, GB200 NVL72, L40S, V100. Sheets that
+print tensor-core figures with 2:4 sparsity are halved. fp32 is the plain rate: torch does not use TF32 unless told
+to. The first entry that fits counts."""
 
 
 def peak_flops(device_name: str, dtype: FloatName) -> float | None:
@@ -160,8 +171,8 @@ def peak_flops(device_name: str, dtype: FloatName) -> float | None:
 
     None for a CPU, an unknown device or a dtype that it has no units for: then no MFU is reported.
     """
-    for name, tflops in _PEAK_TFLOPS:
-        if name in device_name:
-            peak = tflops.get(dtype)
-            return None if peak is None else peak * 1e12
+    for device in _DEVICES:
+        if device.name in device_name:
+            tflops: float | None = getattr(device, dtype)
+            return None if tflops is None else tflops * 1e12
     return None

@@ -62,6 +62,15 @@ _YARN: Mapping[str, Any] = {
 def configs() -> dict[str, transformers.PretrainedConfig]:
     """One or more configurations of every family, by a name for test ids."""
     return {
+        **_softmax_routers(),
+        **_deepseek(),
+        **_gpt_oss_and_glm(),
+    }
+
+
+def _softmax_routers() -> dict[str, transformers.PretrainedConfig]:
+    """Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+    return {
         "mixtral": transformers.MixtralConfig(
             **{**_COMMON, "num_experts_per_tok": 2},
             num_key_value_heads=2,
@@ -125,8 +134,14 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
                 "original_max_position_embeddings": 64,
             },
         ),
-        # The same factor on cos and sin as 0.1 ln(factor) + 1 would not do: mscale / mscale_all_dim decides, and
-        # mscale_all_dim enters the softmax scale (versions before 5 left that out for V2).
+    }
+
+
+def _deepseek() -> dict[str, transformers.PretrainedConfig]:
+    """V2 with and without a q latent, V3; groups, YaRN, both rope layouts."""
+    return {
+        # With both mscales their ratio multiplies cos and sin, not 0.1 ln(factor) + 1; and mscale_all_dim enters the
+        # softmax scale, which older versions of transformers forgot for V2 alone.
         "deepseek_v2 lite, yarn": transformers.DeepseekV2Config(
             **{**_COMMON, **_MLA},
             q_lora_rank=None,
@@ -161,6 +176,12 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
             rope_interleave=False,
             rope_parameters={**_YARN, "mscale": 2.0},
         ),
+    }
+
+
+def _gpt_oss_and_glm() -> dict[str, transformers.PretrainedConfig]:
+    """Sinks, windows and clamped biased experts; partial rotation and sigmoid routing without groups."""
+    return {
         "gpt_oss, yarn": transformers.GptOssConfig(
             **_COMMON,
             num_key_value_heads=2,
