@@ -1,0 +1,135 @@
+"""The main job from the outside: one command trains, leaves a run folder, resumes bitwise, and runs on two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.end_to_end.tiny_run import arguments, losses, records
+from tests.ranks import REPOSITORY, free_port, run_program, run_torchrun
+from tests.tolerances import FP64_LAYOUT
+
+
+def succeed(process):
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process
+
+
+@pytest.fixture(scope="module")
+def whole_run(data, tmp_path_factory):
+    """A run of 12 iterations with a checkpoint after 6 and at the end."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    process = succeed(run_program(arguments(data, run, "--save-interval", "6"), cwd=run.parent))
+    return run, process
+
+
+def test_the_loss_falls_and_the_run_folder_is_complete(whole_run):
+    run, process = whole_run
+    curve = losses(run)
+    assert list(curve) == list(range(1, 13))
+    assert curve[12] < curve[1] - 1.0, curve
+    found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    expected = {"run.yaml", "command.txt", "environment.txt", "log.txt", "metrics.jsonl", "status.json"}
+    expected |= {"plots/loss.png", "plots/expert_load.png"}
+    for iteration in ("iter_0000006", "iter_0000012"):
+        expected |= {f"checkpoints/{iteration}/{name}" for name in ("manifest.json", "train_state.json", "run.yaml")}
+    assert expected <= found, sorted(expected - found)
+    assert any(name.startswith("tensorboard/events") for name in found)
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    assert " iteration       12/      12 | consumed samples:           96 |" in process.stdout
+
+
+def test_validation_is_reported_and_falls(whole_run):
+    run, process = whole_run
+    validation = [row["lm loss validation"] for row in records(run) if "lm loss validation" in row]
+    assert len(validation) == 3 and validation[-1] < validation[0], validation
+    assert "validation loss at iteration 6 |" in process.stdout
+    assert "validation loss at iteration 12 on validation set |" in process.stdout
+
+
+def test_twelve_iterations_equal_six_and_six(whole_run, data, tmp_path):
+    whole, _ = whole_run
+    run = tmp_path / "run"
+    command = arguments(data, run, "--save-interval", "6")
+    succeed(run_program([*command, "--exit-interval", "6"], cwd=tmp_path))
+    assert list(losses(run)) == list(range(1, 7))
+    succeed(run_program(command, cwd=tmp_path))
+    assert losses(run) == losses(whole)
+    for kind in ("model", "optim"):
+        name = f"checkpoints/iter_0000012/{kind}-00000-of-00001.safetensors"
+        mine, theirs = load_file(run / name), load_file(whole / name)
+        assert mine.keys() == theirs.keys() and len(mine) > 10
+        different = [key for key in mine if mine[key].tobytes() != theirs[key].tobytes()]
+        assert not different, different
+    states = [json.loads((r / "checkpoints/iter_0000012/train_state.json").read_text()) for r in (run, whole)]
+    assert states[0] == states[1]
+
+
+def test_two_ranks_give_the_losses_of_one(data, tmp_path):
+    common = ["--fp64", "--kernel-backend", "reference", "--train-iters", "5", "--eval-iters", "0"]
+    succeed(run_program(arguments(data, tmp_path / "one", *common), cwd=tmp_path))
+    succeed(run_torchrun(2, arguments(data, tmp_path / "two", *common), cwd=tmp_path))
+    one, two = records(tmp_path / "one"), records(tmp_path / "two")
+    assert len(one) == len(two) == 5
+    for key in ("lm loss", "load_balancing_loss", "grad-norm"):
+        FP64_LAYOUT.check([row[key] for row in two], [row[key] for row in one], key)
+
+
+def test_srun_variables_make_the_ranks_meet(data, tmp_path):
+    port = free_port() % 20000
+    processes = []
+    for rank in range(2):
+        slurm = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_ID": str(port),
+            "SLURM_NNODES": "1",
+            "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_STEP_NODELIST": "localhost",
+        }
+        command = [sys.executable, str(REPOSITORY / "pretrain_moe.py")]
+        command += arguments(data, tmp_path / "run", "--train-iters", "2", "--eval-iters", "0")
+        environment = {**os.environ, **slurm, "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "using world size: 2, data-parallel size: 2" in outputs[0]
+    assert list(losses(tmp_path / "run")) == [1, 2]
+
+
+def test_finetuning_starts_at_iteration_zero_with_the_loaded_weights(whole_run, data, tmp_path):
+    whole, _ = whole_run
+    load = ["--load", str(whole / "checkpoints"), "--finetune", "--train-iters", "1", "--eval-iters", "0"]
+    succeed(run_program(arguments(data, tmp_path / "run", *load), cwd=tmp_path))
+    curve = losses(tmp_path / "run")
+    assert list(curve) == [1] and curve[1] < losses(whole)[6]
+
+
+def test_ckpt_step_chooses_the_checkpoint(whole_run, data, tmp_path):
+    whole, _ = whole_run
+    load = ["--load", str(whole / "checkpoints"), "--ckpt-step", "6", "--train-iters", "7", "--eval-iters", "0"]
+    process = succeed(run_program(arguments(data, tmp_path / "run", *load), cwd=tmp_path))
+    assert "iter_0000006 at iteration 6" in process.stdout
+    assert list(losses(tmp_path / "run")) == [7]
+
+
+def test_a_sample_of_text_can_be_drawn_from_the_checkpoint(whole_run):
+    run, _ = whole_run
+    command = [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--load", str(run / "checkpoints")]
+    command += ["--prompt", "def ", "--max-new-tokens", "8", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    texts = [
+        subprocess.run(command, cwd=run.parent, env=environment, capture_output=True, text=True, timeout=120)
+        for _ in range(2)
+    ]
+    assert texts[0].returncode == 0, texts[0].stderr
+    assert "\ndef " in texts[0].stdout and texts[0].stdout == texts[1].stdout

@@ -1,0 +1,59 @@
+"""A tiny run on real text, as a command line: a byte-level MoE on a few hundred kB of the standard library's sources."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from tests.ranks import REPOSITORY
+
+MODEL = """
+--num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq ([0]*1+[1]*2)
+--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type aux_loss --swiglu --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0
+--tokenizer-type ByteTokenizer --make-vocab-size-divisible-by 8
+""".split()
+TRAINING = """
+--micro-batch-size 2 --global-batch-size 8 --train-iters 12 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine
+--lr-warmup-iters 2 --log-interval 1 --eval-interval 6 --eval-iters 1 --split 90,10,0 --device cpu --no-progress-bar
+""".split()
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    folder = Path(json.__file__).parent.parent
+    return "".join((folder / name).read_text() for name in ("argparse.py", "tarfile.py", "zipfile.py", "pathlib.py")[:2])
+
+
+def make_data(folder: Path) -> str:
+    """Writes a byte-level `.bin/.idx`; returns its prefix."""
+    text = folder / "corpus.jsonl"
+    parts = _sources().split("\nclass ")
+    text.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", str(text)]
+    command += ["--output-prefix", str(folder / "corpus"), "--tokenizer-type", "ByteTokenizer", "--append-eod"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=120)
+    return str(folder / "corpus_text_document")
+
+
+def arguments(data: str, run: Path | None, *more: str) -> list[str]:
+    """The command line of a tiny run; later flags win."""
+    line = [*MODEL, *TRAINING, "--data-path", data]
+    if run is not None:
+        line += ["--run-dir", str(run)]
+    return [*line, *more]
+
+
+def records(run: Path) -> list[dict]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """iteration -> training loss."""
+    return {row["iteration"]: row["lm loss"] for row in records(run) if "lm loss" in row}
