@@ -31,7 +31,7 @@ def table(rows: list[list[float]]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-def test_plain_activation(kind: str) -> None:
+def test_plain_activation_is_its_formula(kind: str) -> None:
     x = draw(3, 4)
     expected = table([[FORMULAS[kind](float(v)) for v in row] for row in x])
     FP64_REF.check(KERNELS.activation(x, None, ActivationSpec(kind=kind)), expected)

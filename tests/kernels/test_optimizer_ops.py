@@ -96,7 +96,7 @@ def test_an_empty_buffer_is_no_trouble(ops) -> None:
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 1023, 1024, 5000])
-def test_sum_of_squares(ops, size: int, dtype: torch.dtype) -> None:
+def test_sum_of_squares_is_wide_and_right(ops, size: int, dtype: torch.dtype) -> None:
     flat = draw(size, 0, dtype)
     out = ops.sum_of_squares(flat)
     assert out.dtype is torch.float32 and out.shape == ()

@@ -53,7 +53,7 @@ def compare(op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor]
 @DTYPES
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 2, 7), (4, 64)])
-def test_norms(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
+def test_norms_agree_with_the_reference(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
     x, weight, bias = draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2)
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
     if shape[-1] > 1:  # over one channel the layer norm is its bias, and its gradient is rounding
@@ -65,7 +65,9 @@ def test_norms(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) 
 @pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, (2, 0)), (False, (1, 2))])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("extra", ["none", "sinks", "off_by_one"])
-def test_attention(seq, heads, groups, qk_dim, v_dim, causal, window, documents, extra, dtype) -> None:
+def test_attention_agrees_with_the_reference(
+    seq, heads, groups, qk_dim, v_dim, causal, window, documents, extra, dtype
+) -> None:
     spec = CoreAttentionSpec(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
     segments = (torch.arange(seq) * 2 // seq).expand(2, seq) if documents else None
     inputs = [
@@ -94,7 +96,7 @@ def test_attention_dropout_is_that_of_the_reference() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_activations(kind: str, weighed: bool, rows: int, dtype: torch.dtype) -> None:
+def test_activations_agree_with_the_reference(kind: str, weighed: bool, rows: int, dtype: torch.dtype) -> None:
     for spec in (
         ActivationSpec(kind=kind),
         ActivationSpec(kind=kind, gated=True),
@@ -118,14 +120,14 @@ def test_activation_gives_and_gets_zero_where_there_is_no_probability_even_if_na
 
 @DTYPES
 @pytest.mark.parametrize("rows, vocab", [(0, 5), (1, 1), (5, 11)])
-def test_cross_entropy(rows: int, vocab: int, dtype: torch.dtype) -> None:
+def test_cross_entropy_agrees_with_the_reference(rows: int, vocab: int, dtype: torch.dtype) -> None:
     labels = torch.arange(rows) % vocab
     compare(lambda k: lambda logits: k.cross_entropy(logits, labels), [draw(rows, vocab) * 5], dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0]])
-def test_grouped_products(offsets: list[int], dtype: torch.dtype) -> None:
+def test_grouped_products_agree_with_the_reference(offsets: list[int], dtype: torch.dtype) -> None:
     ends = torch.tensor(offsets, dtype=torch.int32)
 
     def op(kernels) -> Callable[..., Tensor]:

@@ -1,0 +1,218 @@
+"""Experts against one row and one expert at a time, grouped against looped, and what an empty expert gets."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.choose import choose
+from megatron_moe.kernels.ops import Operand
+from megatron_moe.moe.dispatch.contract import Rows
+from megatron_moe.moe.experts import Experts
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.moe import ActivationSpec, ExpertsSpec
+from megatron_moe.specs.run import KernelSpec
+from tests.moe.routings import draw, fill
+from tests.tolerances import EXACT, FP32_REF, FP64_REF
+
+HIDDEN, FFN, EXPERTS, ROWS = 3, 5, 4, 7
+ENDS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
+"""An empty expert and a row that holds nothing; all rows to the last; to the first; one each; none at all."""
+KINDS = {
+    "swiglu": ActivationSpec(kind="silu", gated=True),
+    "geglu": ActivationSpec(kind="gelu", gated=True),
+    "quick_geglu, clamped, with offset": ActivationSpec(kind="quick_gelu", gated=True, clamp=0.8, linear_offset=1.0),
+    "squared_relu": ActivationSpec(kind="squared_relu"),
+    "gelu": ActivationSpec(kind="gelu"),
+}
+
+
+def make(activation: ActivationSpec = KINDS["swiglu"], *, dtype=torch.float64, kernels=None, **fields) -> Experts:
+    spec = ExpertsSpec(num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=activation, **fields)
+    experts = Experts(spec, ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+    fill(experts)
+    return experts
+
+
+def rows_of(ends: list[int], seed: int = 0) -> Rows:
+    """Seven rows; those past the end have garbage and no weight."""
+    data, probs = draw(ROWS, HIDDEN, seed=seed), draw(ROWS, seed=seed + 1).abs()
+    data[ends[-1] :], probs[ends[-1] :] = 1e3, 0
+    return Rows(
+        data=Operand(data=data.requires_grad_()),
+        probs_R=probs.requires_grad_(),
+        offsets_e=torch.tensor(ends, dtype=torch.int32),
+        bound=ROWS,
+    )
+
+
+def act(x: float, kind: str) -> float:
+    match kind:
+        case "silu":
+            return x / (1 + math.exp(-x))
+        case "gelu":
+            return x / 2 * (1 + math.erf(x / math.sqrt(2)))
+        case "quick_gelu":
+            return x / (1 + math.exp(-1.702 * x))
+    return max(x, 0.0) ** 2
+
+
+def one_row(x: list[float], expert: int, prob: float, experts: Experts, *, on_input: bool) -> list[float]:
+    """fc2(p * act(fc1(x))) in plain numbers."""
+    spec = experts.spec.activation
+
+    def product(stack, x: list[float], bias_scale: float) -> list[float]:
+        weight = stack.weight[expert].tolist()
+        bias = [0.0] * len(weight) if stack.bias is None else stack.bias[expert].tolist()
+        return [
+            sum(w * v for w, v in zip(row, x, strict=True)) + bias_scale * b
+            for row, b in zip(weight, bias, strict=True)
+        ]
+
+    if on_input:
+        x, prob = [prob * v for v in x], 1.0
+    wide = product(experts.linear_fc1, x, 1.0)
+    limit = spec.clamp or math.inf
+    if spec.gated:
+        inner = [
+            act(min(gate, limit), spec.kind) * (min(max(up, -limit), limit) + spec.linear_offset)
+            for gate, up in zip(wide[:FFN], wide[FFN:], strict=True)
+        ]
+    else:
+        inner = [act(v, spec.kind) for v in wide]
+    return product(experts.linear_fc2, [prob * v for v in inner], prob)
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_goes_through_its_own_expert_with_its_probability(kind, grouped, bias, ends) -> None:
+    experts, rows = make(KINDS[kind], grouped=grouped, bias=bias), rows_of(ends)
+    out = experts(rows).data.data
+    start = 0
+    for expert, end in enumerate(ends):
+        for r in range(start, end):
+            expected = one_row(rows.data.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=False)
+            FP64_REF.check(out[r], expected, f"row {r} at expert {expert}")
+        start = end
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_with_probabilities_on_the_input_they_multiply_the_row_and_nothing_else(bias: bool) -> None:
+    ends = [2, 2, 5, 6]
+    experts, rows = make(bias=bias, probs_on_input=True), rows_of(ends)
+    out = experts(rows).data.data
+    for r, expert in enumerate([0, 0, 2, 2, 2, 3]):
+        expected = one_row(rows.data.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=True)
+        FP64_REF.check(out[r], expected, f"row {r}")
+
+
+def gradients(experts: Experts, rows: Rows) -> dict[str, Tensor]:
+    """Of the rows that hold something, their probabilities, and every parameter."""
+    held = slice(0, int(rows.offsets_e[-1]))
+    experts.zero_grad(set_to_none=True)
+    rows = replace(rows, data=Operand(data=rows.data.data.detach().requires_grad_()))
+    rows = replace(rows, probs_R=rows.probs_R.detach().requires_grad_())
+    out = experts(rows).data.data[held]
+    out.backward(draw(ROWS, HIDDEN, seed=9)[held].to(out.dtype))
+    grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return {"out": out.detach(), "rows": rows.data.data.grad[held], "probs": rows.probs_R.grad[held], **grads}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}])
+def test_the_loop_gives_results_and_gradients_of_the_grouped_product(fields, ends) -> None:
+    results = [gradients(make(grouped=grouped, **fields), rows_of(ends)) for grouped in (False, True)]
+    FP64_REF.check_all(results[0], results[1], "looped against grouped")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}])
+def test_gradients_are_those_of_finite_differences(kind, fields) -> None:
+    ends = [2, 2, 5, 6]
+    experts, rows = make(KINDS[kind], **fields), rows_of(ends)
+    names, parameters = zip(*experts.named_parameters(), strict=True)
+
+    def run(data: Tensor, probs: Tensor, *values: Tensor) -> Tensor:
+        data = torch.cat([data, data.new_full((1, HIDDEN), 1e3)])
+        probs = torch.cat([probs, probs.new_zeros(1)])
+        given = replace(rows, data=Operand(data=data), probs_R=probs)
+        return torch.func.functional_call(experts, dict(zip(names, values, strict=True)), given).data.data[:6]
+
+    inputs = (rows.data.data[:6].detach().requires_grad_(), rows.probs_R[:6].detach().requires_grad_(), *parameters)
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_expert_without_rows_gets_a_gradient_of_zero_and_not_none(grouped: bool) -> None:
+    experts = make(grouped=grouped, bias=True)
+    for ends, empty in (([2, 2, 5, 6], [1]), ([0, 0, 0, 0], [0, 1, 2, 3])):
+        for name, grad in gradients(experts, rows_of(ends)).items():
+            if name.startswith("linear"):
+                assert grad is not None, name
+                EXACT.check(grad[empty], torch.zeros_like(grad[empty]), name)
+                others = [e for e in range(EXPERTS) if e not in empty]
+                assert grad[others].abs().sum(dim=tuple(range(1, grad.dim()))).gt(0).all(), f"{name} of the others"
+
+
+@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_garbage_in_rows_that_hold_nothing_reaches_no_gradient(grouped: bool, fields: dict) -> None:
+    experts, ends = make(grouped=grouped, **fields), [2, 2, 5, 6]
+    clean = gradients(experts, rows_of(ends))
+    dirty_rows = rows_of(ends)
+    with torch.no_grad():
+        dirty_rows.data.data[6:] = torch.nan
+    FP64_REF.check_all(gradients(experts, dirty_rows), clean, "nan past the last offset")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fast_kernels_give_the_results_of_the_reference(bias: bool, grouped: bool) -> None:
+    native = choose(KernelSpec(), torch.device("cpu"), torch.float32)
+    for ends in ENDS:
+        rows = rows_of(ends)
+        narrow = replace(rows, data=Operand(data=rows.data.data.float()), probs_R=rows.probs_R.float())
+        fast = gradients(make(dtype=torch.float32, kernels=native, bias=bias, grouped=grouped), narrow)
+        FP32_REF.check_all(fast, gradients(make(bias=bias), rows), f"ends {ends}")
+
+
+def test_both_kinds_keep_the_same_stacks_marked_as_experts() -> None:
+    described = []
+    for grouped in (False, True):
+        experts = make(grouped=grouped, bias=True)
+        described.append({name: (tuple(p.shape), p.meta) for name, p in experts.named_parameters()})
+    assert described[0] == described[1]
+    shapes = {name: shape for name, (shape, _) in described[0].items()}
+    assert shapes == {
+        "linear_fc1.weight": (EXPERTS, 2 * FFN, HIDDEN),
+        "linear_fc1.bias": (EXPERTS, 2 * FFN),
+        "linear_fc2.weight": (EXPERTS, HIDDEN, FFN),
+        "linear_fc2.bias": (EXPERTS, HIDDEN),
+    }
+    metas = {name: meta for name, (_, meta) in described[0].items()}
+    assert all(meta.grid == "expert" and meta.num_experts == EXPERTS for meta in metas.values())
+    assert metas["linear_fc1.weight"].splits == (FFN, FFN) == metas["linear_fc1.bias"].splits
+    assert (metas["linear_fc1.weight"].fan_in, metas["linear_fc2.weight"].fan_in) == (HIDDEN, FFN)
+    assert (metas["linear_fc1.weight"].init, metas["linear_fc2.weight"].init) == ("normal", "output")
+    assert (metas["linear_fc1.weight"].tp_dim, metas["linear_fc2.weight"].tp_dim) == (0, 1)
+    assert (metas["linear_fc1.bias"].tp_dim, metas["linear_fc2.bias"].tp_dim) == (0, None)
+
+
+def test_bias_gradients_in_bf16_are_summed_in_fp32() -> None:
+    experts = make(dtype=torch.bfloat16, bias=True)
+    num_rows = 300  # in bf16 a sum of ones stops at 256
+    rows = Rows(
+        data=Operand(data=torch.zeros(num_rows, HIDDEN, dtype=torch.bfloat16)),
+        probs_R=torch.ones(num_rows, dtype=torch.bfloat16),
+        offsets_e=torch.tensor([num_rows] * EXPERTS, dtype=torch.int32),
+        bound=num_rows,
+    )
+    experts(rows).data.data.sum().backward()
+    expected = torch.zeros(EXPERTS, HIDDEN)
+    expected[0] = num_rows
+    EXACT.check(experts.linear_fc2.bias.grad, expected)
