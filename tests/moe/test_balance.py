@@ -9,6 +9,7 @@ from megatron_moe.logs.tally import Tally
 from megatron_moe.moe import balance
 from megatron_moe.moe.balance import update_routers
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.moe import CapacitySpec
 from megatron_moe.specs.parallel import ParallelSpec
 from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
 from tests.ranks import on_threads
@@ -212,6 +213,16 @@ def test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches():
     EXACT.check(router.tokens_since_update, counts, "counts")
     update_routers([router], router.ctx)
     EXACT.check(router.expert_bias, 0.25 * (counts.float().mean() - counts).sign(), "bias")
+
+
+def test_bias_looks_at_the_load_after_drops():
+    """All tokens want experts 0 and 1, of which each takes two."""
+    router = _biased(capacity=CapacitySpec(factor=0.5))
+    with torch.no_grad():
+        router.weight.zero_()
+    hidden = make_hidden(8, 2)
+    router(hidden, make_meta(hidden))
+    assert router.tokens_since_update.tolist() == [2, 2, 0, 0, 0, 0, 0, 0]
 
 
 def test_bias_chooses_but_does_not_weigh():

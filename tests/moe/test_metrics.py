@@ -39,9 +39,9 @@ def test_all_load_on_one_expert():
 
 
 def test_uneven_load():
-    figures = _load([4, 2, 2, 0])
-    FP64_REF.check(figures["moe/max_violation"], 1.0, "max violation")
-    FP64_REF.check(figures["moe/load_entropy"], 1.5 * math.log(2) / math.log(4), "entropy")
+    figures = _load([4, 2, 1, 0, 1])
+    FP64_REF.check(figures["moe/max_violation"], 1.5, "max violation")
+    FP64_REF.check(figures["moe/load_entropy"], 1.75 * math.log(2) / math.log(5), "entropy")
     assert figures["moe/dead_experts"] == 1
 
 
