@@ -89,10 +89,12 @@ def write_whole(path: Path, content: bytes) -> None:
     aside = path.with_name(f"{path.name}.writing-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(content)
-        os.replace(aside, path)
+        try:
+            aside.write_bytes(content)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise DataProblem(f"cannot write {path}: {error.strerror}; choose another place for the output") from error
 
 

@@ -1,0 +1,204 @@
+"""From flags to the samples of every split."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_moe.data.batch import Samples
+from megatron_moe.data.datasets import Datasets, build_datasets, split_sizes
+from megatron_moe.data.indexed import IndexedTokens
+from megatron_moe.data.loader import train_loader
+from megatron_moe.data.samples import DocumentSamples, SampleRequest
+from megatron_moe.data.tokenizer import load_tokenizer
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import LoopSpec
+from tests.ranks import on_threads
+from tests.tiny_data import EOD, VOCAB, batch_spec, corpus, data_spec, loop_spec, write_tokens
+
+
+def build(loop: LoopSpec | None = None, context: ParallelContext | None = None, **changes) -> Datasets:
+    spec = data_spec(**changes)
+    tokenizer = load_tokenizer(spec.tokenizer)
+    return build_datasets(spec, batch_spec(), loop or loop_spec(), tokenizer, context or ParallelContext.single())
+
+
+def rows(samples: Samples | None) -> list[list[int]]:
+    assert samples is not None
+    return [samples.tokens(index).tolist() for index in range(len(samples))]
+
+
+def direct(prefix: str, split: str, documents: range, num_samples: int | None) -> list[list[int]]:
+    wanted = SampleRequest(documents=documents, split=split, seq_length=8, num_samples=num_samples, seed=1234)
+    return rows(DocumentSamples(IndexedTokens(prefix), prefix, wanted, None))
+
+
+def test_sizes_count_an_evaluation_per_interval_and_one_at_the_end() -> None:
+    sizes = split_sizes(batch_spec(global_size=8), loop_spec(train_iters=25, eval_interval=10, eval_iters=3))
+    assert (sizes.train, sizes.valid, sizes.test) == (25 * 8, 3 * 3 * 8, 3 * 8)
+    assert split_sizes(batch_spec(), loop_spec(eval_interval=None, eval_iters=3)).valid == 3 * 4
+    assert split_sizes(batch_spec(), loop_spec(train_samples=77)).train == 77
+    assert split_sizes(batch_spec(), loop_spec(skip_train=True)).train == 0
+
+
+def test_one_prefix_is_cut_by_the_split(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    built = build(blend=(prefix,))
+    assert rows(built.train) == direct(prefix, "train", range(0, 32), 40)
+    assert [each.name for each in built.valid] == ["validation"]
+    assert rows(built.valid[0].samples) == direct(prefix, "valid", range(32, 36), 4)
+    assert rows(built.test) == direct(prefix, "test", range(36, 40), 4)
+    assert built.masks.vocab_size == VOCAB and built.masks.eod == EOD and built.masks.pad == -1
+    assert built.notes[-1].startswith("samples of 8 tokens: train ")
+
+
+def test_plain_reads_give_what_mapped_reads_give(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    assert rows(build(blend=(prefix,), mmap=False).train) == rows(build(blend=(prefix,), mmap=True).train)
+
+
+def test_every_split_has_its_own_paths(tmp_path: Path) -> None:
+    train, valid, test = (corpus(tmp_path, name=name, seed=seed) for seed, name in enumerate(("a", "b", "c")))
+    built = build(train=(train,), valid=(valid,), test=(test,), split="1,0,0")
+    assert rows(built.train) == direct(train, "train", range(40), 40)
+    assert rows(built.valid[0].samples) == direct(valid, "valid", range(40), 4)
+    assert rows(built.test) == direct(test, "test", range(40), 4)
+    assert build(train=(train,)).valid == ()
+    assert build(train=(train,)).test is None
+
+
+def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
+    first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
+    built = build(blend=("0.25", first, "0.75", second), split="1")
+    assert built.train is not None
+    assert len(built.train) == 10 + 30
+    from_first = {tuple(row) for row in direct(first, "train", range(40), 11)}
+    taken = sum(tuple(row) in from_first for row in rows(built.train))
+    assert taken == 10
+
+
+def test_blend_without_weights_is_one_epoch_of_everything_at_most(tmp_path: Path) -> None:
+    first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
+    built = build(loop_spec(train_iters=10_000), blend=(first, second), split="1")
+    expected = direct(first, "train", range(40), None) + direct(second, "train", range(40), None)
+    assert sorted(rows(built.train)) == sorted(expected)
+
+
+def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
+    third = corpus(tmp_path / "x", name="a", seed=5)
+    built = build(train=(first,), valid=(second, first, third), multiple_validation_sets=True)
+    assert [each.name for each in built.valid] == ["b", first, third]
+    assert rows(built.valid[0].samples) == direct(second, "valid", range(40), 4)
+    with pytest.raises(DataProblem, match="knows no weights"):
+        build(train=(first,), valid=("1", second, "2", third), multiple_validation_sets=True)
+
+
+def test_incomplete_last_validation_sample_is_kept_on_request(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [[1] * 12])
+    loop = loop_spec(eval_iters=1)
+    cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid[0].samples
+    kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid[0].samples
+    assert (len(cut), len(kept)) == (2, 4)
+
+
+def test_mock_data_needs_no_files_and_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    built = build(mock=True, split="969,30,1", seq_length=1024)
+    assert built.train is not None and built.test is not None
+    assert len(built.valid) == 1
+    assert built.train.tokens(0).max() < VOCAB
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_indices_are_cached_beside_the_data_or_where_told(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    build(blend=(prefix,))
+    assert len(list((Path(prefix) / "cache" / "GPTDataset_indices").iterdir())) == 12
+    build(blend=(prefix,), cache_dir=tmp_path / "elsewhere")
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 12
+
+
+def test_data_replaced_at_the_same_place_is_indexed_again(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path, seed=0)
+    before = build(blend=(prefix,))
+    corpus(tmp_path, seed=1)
+    after = build(blend=(prefix,))
+    assert before.fingerprint != after.fingerprint
+    assert rows(after.train) == direct(prefix, "train", range(0, 32), 40)
+
+
+def test_without_training_there_are_no_training_samples(tmp_path: Path) -> None:
+    built = build(loop_spec(skip_train=True), blend=(corpus(tmp_path),))
+    assert built.train is None
+    assert built.fingerprint == "none"
+    assert built.valid
+
+
+def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
+    built = build(blend=(corpus(tmp_path),), split="969,30,1")
+    assert built.test is None
+    assert built.notes[0] == 'no test data: --split "969,30,1" gives it none of 40 documents'
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "there is no training data"),
+        ({"blend": ("{folder}/absent",)}, "absent.idx does not exist"),
+        ({"blend": ("{folder}/corpus",), "split": "0,1,0"}, "the train split is empty"),
+        ({"blend": ("{folder}/empty",)}, "train split of .*empty has none of its 0 documents"),
+        ({"valid": ("{folder}/corpus",)}, "the train split is empty"),
+    ],
+)
+def test_missing_training_data_is_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
+    corpus(tmp_path)
+    write_tokens(tmp_path / "empty", [])
+    named = {
+        key: tuple(word.format(folder=tmp_path) for word in value) if isinstance(value, tuple) else value
+        for key, value in changes.items()
+    }
+    with pytest.raises(DataProblem, match=sentence):
+        build(**named)
+
+
+def test_id_beyond_the_vocabulary_stops_the_step_that_reads_it(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, 100, 7, 8, 9]] * 4)
+    spec = data_spec(train=(prefix,))
+    context = ParallelContext.single()
+    built = build_datasets(spec, batch_spec(), loop_spec(), load_tokenizer(spec.tokenizer), context)
+    with pytest.raises(DataProblem, match=r"token id 100 in .*/a, document \d, token 5 .* not in the vocabulary of 100"):
+        train_loader(built, spec, batch_spec(), context).next_step()
+
+
+def test_ranks_read_the_steps_of_one_rank(tmp_path: Path) -> None:
+    spec = data_spec(blend=(corpus(tmp_path),), dataloader="cyclic")
+
+    def steps(context: ParallelContext) -> list[torch.Tensor]:
+        built = build_datasets(spec, batch_spec(micro=1), loop_spec(), load_tokenizer(spec.tokenizer), context)
+        loader = train_loader(built, spec, batch_spec(micro=1), context)
+        return [torch.stack([batch.tokens_BS for batch in loader.next_step()]) for _ in range(4)]
+
+    alone = steps(ParallelContext.single())
+    both = on_threads(ParallelSpec(world_size=2), steps)
+    for step in range(4):
+        together = np.stack([rank[step] for rank in both], axis=1).reshape(4, 1, 8)
+        np.testing.assert_array_equal(together, alone[step])
+
+
+def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    Path(f"{prefix}.bin").unlink()
+
+    def attempt(context: ParallelContext) -> str:
+        with pytest.raises(DataProblem) as problem:
+            build(context=context, blend=(prefix,))
+        return str(problem.value)
+
+    sentences = on_threads(ParallelSpec(world_size=2), attempt)
+    assert sentences[0] == sentences[1]
+    assert "corpus.bin does not exist" in sentences[0]

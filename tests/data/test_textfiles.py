@@ -1,0 +1,100 @@
+"""Text files as documents."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron_moe.data.textfiles import BadLine, Record, parse_record, read_documents, read_records, write_whole
+from megatron_moe.specs.exitcodes import DataProblem
+
+TEXTS = ["one\nline", "zwei ß", "three"]
+JSONL = "".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(TEXTS)).encode()
+PLAIN = "one\nline\n<|endoftext|>\nzwei ß\n<|endoftext|>\nthree\n".encode()
+
+
+def written(path: Path, content: bytes) -> Path:
+    if path.suffix == ".gz":
+        content = gzip.compress(content[:20]) + gzip.compress(content[20:])
+    elif path.suffix == ".zst":
+        compress = zstandard.ZstdCompressor().compress
+        content = compress(content[:20]) + compress(content[20:])
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "noending"])
+def test_jsonl_is_read_plain_and_compressed_in_several_members(tmp_path: Path, name: str) -> None:
+    assert list(read_documents([written(tmp_path / name, JSONL)], "text")) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
+def test_plain_text_is_cut_at_separator_lines(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name, PLAIN)
+    assert list(read_documents([path], "text")) == ["one\nline\n", "zwei ß\n", "three\n"]
+    assert [record.line for record in read_records(path)] == [1, 4, 6]
+
+
+def test_plain_text_without_separator_is_one_document(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", b"a\n\nb <|endoftext|>\n")
+    assert list(read_documents([path], "text")) == ["a\n\nb <|endoftext|>\n"]
+
+
+def test_blank_lines_of_jsonl_are_no_documents_but_are_counted(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", b'\n{"text": "a"}\n  \n{"text": "b"}')
+    assert [(record.line, parse_record(record, ["text"])) for record in read_records(path)] == [(2, ["a"]), (4, ["b"])]
+
+
+def test_several_keys_give_several_texts() -> None:
+    record = Record(Path("a.jsonl"), 1, b'{"q": "a", "x": 1, "a": "b"}')
+    assert parse_record(record, ["a", "q"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"text": "a"', "not JSON"),
+        (b"plain words", "not JSON"),
+        (b'["a"]', "a JSON list where an object is expected"),
+        (b'{"txt": "a"}', 'no text under the key "text" .the line has txt'),
+        (b'{"text": 3}', 'no text under the key "text"'),
+        (b"{}", 'no text under the key "text" .the line has no key'),
+        (b'{"text": "\xff"}', "not UTF-8 .byte 10"),
+    ],
+)
+def test_malformed_line_says_why(tmp_path: Path, content: bytes, reason: str) -> None:
+    with pytest.raises(BadLine, match=reason):
+        parse_record(Record(Path("a.jsonl"), 1, content), ["text"])
+    path = written(tmp_path / "a.jsonl", b'{"text": "a"}\n' + content + b"\n")
+    with pytest.raises(DataProblem, match=f"a.jsonl, line 2: {reason}"):
+        list(read_documents([path], "text"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("damage", ["cut", "foreign"])
+def test_damaged_compression_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    path = written(tmp_path / name, JSONL)
+    path.write_bytes(path.read_bytes()[:-9] if damage == "cut" else b"not compressed at all")
+    with pytest.raises(DataProblem, match=name):
+        list(read_documents([path], "text"))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataProblem, match="absent.jsonl: No such file"):
+        list(read_documents([tmp_path / "absent.jsonl"], "text"))
+
+
+def test_write_whole_makes_folders_and_leaves_nothing_aside(tmp_path: Path) -> None:
+    write_whole(tmp_path / "new" / "file", b"content")
+    assert [path.read_bytes() for path in (tmp_path / "new").iterdir()] == [b"content"]
+
+
+def test_write_whole_names_the_place_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "file" / "a", tmp_path / "folder"):
+        with pytest.raises(DataProblem, match=f"cannot write {path}"):
+            write_whole(path, b"content")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
