@@ -88,7 +88,8 @@ class Checkpoints:
             return TrainState()
         if source.is_hugging_face:
             folder = Path(source.location.removeprefix(HUGGING_FACE))
-            load_hf(folder, trainer.model)
+            for note in load_hf(folder, trainer.model, self._plan.model):
+                say(note)
             trainer.restored(with_optimizer=False)
             say(f"loaded the weights of {folder}; training starts at iteration 0")
             return TrainState()

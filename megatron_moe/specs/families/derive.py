@@ -68,16 +68,26 @@ def _family(config: HFConfig) -> tuple[LayerSpec, ...]:
 
 
 def differences(ours: ModelSpec, published: ModelSpec) -> list[str]:
-    """One line per field in which `ours` would read the weights of `published` differently, with both values.
+    """One line per field in which `ours` would read the weights of `published` differently, with layers and both values.
 
     What a silent mistake costs most: rope base, norm epsilon, softmax scale, top-k, score function.
     """
     if len(ours.layers) != len(published.layers):
         return [f"number of layers: {len(ours.layers)}, published {len(published.layers)}"]
     lines = _compare("", replace(ours, layers=()), replace(published, layers=()))
+    of_layers: dict[str, list[int]] = {}
     for index, (mine, theirs) in enumerate(zip(ours.layers, published.layers, strict=True)):
-        lines += _compare(f"layer {index} ", mine, theirs)
-    return lines
+        for line in _compare("", mine, theirs):
+            of_layers.setdefault(line, []).append(index)
+    return lines + [f"{_span(layers)} {line}" for line, layers in of_layers.items()]
+
+
+def _span(layers: list[int]) -> str:
+    """layer 3, layers 3-7, or layers 1, 3, 5."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    contiguous = layers[-1] - layers[0] == len(layers) - 1
+    return f"layers {layers[0]}-{layers[-1]}" if contiguous else f"layers {', '.join(map(str, layers))}"
 
 
 def _compare(where: str, mine: Any, theirs: Any) -> list[str]:
