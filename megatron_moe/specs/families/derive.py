@@ -68,7 +68,7 @@ def _family(config: HFConfig) -> tuple[LayerSpec, ...]:
 
 
 def differences(ours: ModelSpec, published: ModelSpec) -> list[str]:
-    """One line per field in which `ours` would read the weights of `published` differently, with layers and both values.
+    """One line per field in which `ours` would read the weights of `published` differently: layers and both values.
 
     What a silent mistake costs most: rope base, norm epsilon, softmax scale, top-k, score function.
     """
