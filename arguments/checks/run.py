@@ -1,0 +1,129 @@
+"""Tries every rule on the settings and collects what is wrong.
+
+A rule is a function whose parameters are flags by name, or facts of the launch. It returns None, or what is wrong with
+the numbers and what would mend it; its docstring is the reason. A rule is not tried when one of its flags has no usable
+value, because that is reported already.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.checks import attention, batch, data, model, moe, moe_router, output
+from arguments.errors import Problem
+from arguments.flag import Flag
+from arguments.parser import Settings
+from arguments.values import words_of
+from megatron_moe.specs.parallel import Launch
+
+Rule = Callable[..., tuple[str, str] | None]
+
+RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *attention.RULES,
+    *moe.RULES,
+    *moe_router.RULES,
+    *batch.RULES,
+    *data.RULES,
+    *output.RULES,
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something rules may ask for that is not a flag."""
+
+    value: Any
+    label: str
+    origin: str
+
+
+def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RULES) -> Iterator[Problem]:
+    """Every rule that does not hold."""
+    facts = {"world_size": Fact(launch.world_size, "ranks", launch.launcher)}
+    for rule in rules:
+        names = list(inspect.signature(rule).parameters)
+        if all(name in facts or settings.known(name) for name in names):
+            complaint = rule(**{name: _value(name, settings, facts) for name in names})
+            if complaint:
+                what, remedy = complaint
+                given = tuple(_row(name, settings, facts) for name in names)
+                yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given)
+
+
+def missing_flags(settings: Settings) -> Iterator[Problem]:
+    """Flags that must be given and are not."""
+    for name, flag in settings.registry.flags.items():
+        if flag.required and name not in settings.values and name not in settings.failed:
+            yield Problem(what=f"{flag.option} is required", remedy=f"--help {flag.option} explains it")
+
+
+def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Problem]:
+    """Values that this program does not have, apart from those it may ignore."""
+    for flag in _unavailable(settings):
+        if not (ignore_harmless and flag.declaration.harmless):
+            yield _not_available(settings, flag)
+
+
+def ignored_flags(settings: Settings) -> dict[str, str]:
+    """Flags that are ignored on request, with a line about each."""
+    return {
+        flag.name: f"ignored: {option_and_value(settings, flag)} is not available"
+        for flag in _unavailable(settings)
+        if flag.declaration.harmless
+    }
+
+
+def flags_without_effect(settings: Settings) -> Iterator[str]:
+    """A line about every given flag that changes nothing."""
+    for name, setting in settings.values.items():
+        flag = settings.registry.flags[name]
+        if flag.declaration.status == "no effect" and setting.value != flag.default:
+            yield f"without effect: {option_and_value(settings, flag)} ({flag.declaration.note})"
+
+
+def option_and_value(settings: Settings, flag: Flag) -> str:
+    """`--lr 0.001`, `--no-load-optim`."""
+    value = settings.setting(flag.name).value
+    if flag.is_switch:
+        return flag.option if value else flag.off_options[0]
+    return f"{flag.option} {shown(flag, value)}"
+
+
+def shown(flag: Flag, value: object) -> str:
+    """A value for people."""
+    if flag.is_switch:
+        return "on" if value else "off"
+    return "not set" if value is None else " ".join(words_of(flag.type, value))
+
+
+def _unavailable(settings: Settings) -> Iterator[Flag]:
+    for name, flag in settings.registry.flags.items():
+        if settings.known(name) and not flag.available(settings.setting(name).value):
+            yield flag
+
+
+def _not_available(settings: Settings, flag: Flag) -> Problem:
+    asked = option_and_value(settings, flag)
+    origin = settings.setting(flag.name).origin
+    ever = "not available yet" if flag.declaration.status == "not yet" else "not available"
+    hints = [flag.declaration.note] if flag.declaration.note else []
+    if flag.declaration.harmless:
+        hints.append("it changes no number: --allow-ignored-flags leaves it out")
+    return Problem(what=f"{asked} is {ever} ({origin})", remedy="; ".join(hints))
+
+
+def _value(name: str, settings: Settings, facts: Mapping[str, Fact]) -> Any:
+    return facts[name].value if name in facts else settings.setting(name).value
+
+
+def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str, str, str]:
+    if name in facts:
+        return facts[name].label, str(facts[name].value), facts[name].origin
+    flag, setting = settings.registry.flags[name], settings.setting(name)
+    return flag.option, shown(flag, setting.value), setting.origin
+
+
+def _reason(rule: Rule) -> str:
+    return " ".join((rule.__doc__ or "").split())

@@ -1,0 +1,107 @@
+"""Old names, and names of other programs, in today's words. Each is accepted for ever, with a note."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from arguments.values import BadValue, parse
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What an old name means today."""
+
+    flags: tuple[tuple[str, Words], ...]
+    """(option, words) of today's flags; none: the name has no meaning any more."""
+    note: str
+
+
+def replace(option: str, words: Sequence[str]) -> Replaced | None:
+    """Today's flags for an old one; None if `option` is not an old name.
+
+    Raises:
+        BadValue: it is, but its value has no meaning.
+    """
+    if option in _RENAMED:
+        today = _RENAMED[option]
+        return Replaced(((today, tuple(words)),), f"is now called {today}")
+    if option in _SWITCHES:
+        return _switch(_SWITCHES[option], words)
+    if option in _GONE:
+        return Replaced((), f"has no meaning any more: {_GONE[option]}")
+    if option in _TRANSLATED:
+        return _TRANSLATED[option](words)
+    return None
+
+
+def old_names() -> dict[str, str]:
+    """Every old name -> what it becomes, for the list of flags."""
+    switches = {old: _text(flags) for old, flags in _SWITCHES.items()}
+    gone = {old: f"nothing: {reason}" for old, reason in _GONE.items()}
+    translated = {old: " ".join((function.__doc__ or "").split()) for old, function in _TRANSLATED.items()}
+    return dict(sorted({**_RENAMED, **switches, **gone, **translated}.items()))
+
+
+def _text(flags: Sequence[tuple[str, Words]]) -> str:
+    return " ".join(word for option, words in flags for word in (option, *words))
+
+
+def _switch(flags: tuple[tuple[str, Words], ...], words: Sequence[str]) -> Replaced:
+    if words and not parse(bool, words):
+        return Replaced((), "is off, which is the default")
+    return Replaced(flags, f"is now written {_text(flags)}")
+
+
+def _no_weight_decay_cond_type(words: Sequence[str]) -> Replaced:
+    """--apply-wd-to-qk-layernorm"""
+    if tuple(words) not in (("apply_wd_to_qk_layernorm",), ("qwen3_next",)):
+        raise BadValue(f"knows apply_wd_to_qk_layernorm and qwen3_next, not {' '.join(words)!r}")
+    return Replaced((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
+
+
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "--batch-size": "--micro-batch-size",
+        "--model-parallel-size": "--tensor-model-parallel-size",
+        "--encoder-num-layers": "--num-layers",
+        "--encoder-seq-length": "--seq-length",
+        "--moe-router-padding-for-fp8": "--moe-router-padding-for-quantization",
+        "--moe-deepep-num-sms": "--moe-flex-dispatcher-num-sms",
+        "--moe-hybridep-num-sms": "--moe-flex-dispatcher-num-sms",
+        "--moe-token-capacity-factor": "--moe-expert-capacity-factor",
+        "--cuda-graph-scope": "--cuda-graph-modules",
+        "--bias-activation-fusion": "--bias-swiglu-fusion",
+        "--linear-attention-type": "--experimental-attention-variant",
+        "--qk-nope-head-dim": "--qk-head-dim",
+        "--qk-rope-head-dim": "--qk-pos-emb-head-dim",
+    }
+)
+_SWITCHES: Mapping[str, tuple[tuple[str, Words], ...]] = MappingProxyType(
+    {
+        "--use-rotary-position-embeddings": (("--position-embedding-type", ("rope",)),),
+        "--recompute-activations": (("--recompute-granularity", ("selective",)),),
+        "--moe-layer-recompute": (("--recompute-granularity", ("selective",)), ("--recompute-modules", ("moe",))),
+        "--moe-enable-deepep": (
+            ("--moe-token-dispatcher-type", ("flex",)),
+            ("--moe-flex-dispatcher-backend", ("deepep",)),
+        ),
+        "--enable-cuda-graph": (("--cuda-graph-impl", ("local",)),),
+        "--external-cuda-graph": (("--cuda-graph-impl", ("transformer_engine",)),),
+        "--offload-optimizer-states": (("--chunked-optimizer-state-offload", ()),),
+    }
+)
+_GONE: Mapping[str, str] = MappingProxyType(
+    {
+        "--no-async-tensor-model-parallel-allreduce": "communication is overlapped where it can be",
+        "--use-separate-send-recv-groups": "pipeline stages have one pair of queues",
+        "--dist-ckpt-format": "checkpoints have one format",
+        "--no-query-key-layer-scaling": "that is the default",
+    }
+)
+_TRANSLATED: Mapping[str, Callable[[Sequence[str]], Replaced]] = MappingProxyType(
+    {
+        "--no-weight-decay-cond-type": _no_weight_decay_cond_type,
+    }
+)

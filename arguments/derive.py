@@ -1,0 +1,61 @@
+"""What follows from flags that were left out, by Megatron's rules. Used by the checks and by resolve."""
+
+from arguments.values import LayerPattern
+
+
+def ffn_hidden_size(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> int:
+    """Four times the hidden size; with SwiGLU two thirds of that, rounded down to a multiple of 64."""
+    if ffn_hidden_size is not None:
+        return ffn_hidden_size
+    return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
+
+
+def head_dim(kv_channels: int | None, hidden_size: int, num_attention_heads: int) -> int:
+    """An equal share of the hidden size."""
+    return hidden_size // num_attention_heads if kv_channels is None else kv_channels
+
+
+def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> tuple[bool, ...]:
+    """Does each layer have experts? Every n-th layer does, counted from the first one."""
+    if not num_experts:
+        return (False,) * num_layers
+    if isinstance(moe_layer_freq, int):
+        return tuple(layer % moe_layer_freq == 0 for layer in range(num_layers))
+    return tuple(entry == 1 for entry in moe_layer_freq)
+
+
+def windowed_layers(
+    num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
+) -> tuple[bool, ...]:
+    """Does each layer's attention have the window? Every n-th layer does not, the n-th being the first of them."""
+    if window_size is None:
+        return (False,) * num_layers
+    if window_attn_skip_freq is None:
+        return (True,) * num_layers
+    if isinstance(window_attn_skip_freq, int):
+        return tuple((layer + 1) % window_attn_skip_freq != 0 for layer in range(num_layers))
+    return tuple(entry == 1 for entry in window_attn_skip_freq)
+
+
+def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[bool, ...]:
+    """Does each layer rotate? Every n-th layer does not, the n-th being the first of them."""
+    if no_rope_freq is None:
+        return (True,) * num_layers
+    if isinstance(no_rope_freq, int):
+        return tuple((layer + 1) % no_rope_freq != 0 for layer in range(num_layers))
+    return tuple(entry == 0 for entry in no_rope_freq)
+
+
+def global_batch_size(global_batch_size: int | None, micro_batch_size: int, data_parallel_size: int) -> int:
+    """One microbatch per data-parallel rank."""
+    return micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
+
+
+def padded_vocab_size(
+    vocab_size: int, divisible_by: int, tensor_model_parallel_size: int, given: int | None, pad: bool
+) -> int:
+    """The next multiple of the padding unit times the tensor-parallel size."""
+    if given is not None:
+        return given
+    unit = divisible_by * tensor_model_parallel_size if pad else 1
+    return -(-vocab_size // unit) * unit

@@ -1,0 +1,187 @@
+"""Questions about flags: `--help`, `--help GROUP`, `--help all`, `--help --flag`, `--find WORD`."""
+
+import textwrap
+from collections.abc import Sequence
+
+from arguments import derive
+from arguments.deprecated import old_names
+from arguments.files import recipe_folders
+from arguments.flag import Flag, docstrings
+from arguments.flags import Flags, Registry, group_classes, normal
+from arguments.parser import unknown_flag
+from arguments.values import describe, words_of
+from megatron_moe.specs.parallel import Launch
+
+_WIDTH = 120
+_NAME_COLUMN = 34
+_FRONT = """\
+Pretrains Mixture-of-Experts language models. One command line of Megatron-style flags describes a run.
+
+  python pretrain_moe.py --recipe quickstart --train-iters 500
+  torchrun --nproc-per-node 8 pretrain_moe.py --config my.yaml --run-dir runs/mine
+  srun python pretrain_moe.py --config my.yaml --lr 3e-4
+  python pretrain_moe.py --recipe quickstart --print-config > my.yaml
+"""
+_POINTERS = """\
+--help GROUP, --help all, --help --lr explain more; --find WORD searches; every switch has --x and --no-x."""
+_STATUS = {
+    "same": "as in Megatron-LM",
+    "close": "close to Megatron-LM",
+    "ours": "not in Megatron-LM",
+    "no effect": "accepted, without effect on numbers",
+    "not yet": "not available yet, but for its default",
+    "refused": "not available, but for its default",
+}
+
+
+def answer(words: Sequence[str], registry: Registry) -> str | None:
+    """The text that the words ask for; None if they ask for none."""
+    for place, word in enumerate(words):
+        following = words[place + 1] if place + 1 < len(words) else ""
+        if word in ("--help", "-h"):
+            return _help(following, registry)
+        if word == "--find":
+            return _find(following, registry)
+    return None
+
+
+def derived(flags: Flags, launch: Launch, vocab_size: int) -> list[str]:
+    """What follows from the flags, for the head of run.yaml."""
+    model, parallel = flags.model, flags.parallel
+    model_parallel = (
+        parallel.tensor_model_parallel_size
+        * parallel.context_parallel_size
+        * flags.pipeline.pipeline_model_parallel_size
+    )
+    data_parallel = launch.world_size // model_parallel
+    micro = flags.training.micro_batch_size
+    batch = derive.global_batch_size(flags.training.global_batch_size, micro, data_parallel)
+    padded = derive.padded_vocab_size(
+        vocab_size,
+        model.make_vocab_size_divisible_by,
+        parallel.tensor_model_parallel_size,
+        model.padded_vocab_size,
+        model.pad_vocab_size,
+    )
+    num_moe = sum(derive.moe_layers(model.num_layers, flags.moe.num_experts, flags.moe.moe_layer_freq))
+    return [
+        "Every flag of this run and where its value came from. Start the same run with --config THIS_FILE.",
+        f"derived: {launch.world_size} ranks = {data_parallel} data-parallel x {model_parallel} model-parallel",
+        f"derived: a step is {batch} sequences = {batch // (micro * data_parallel)} microbatches of {micro} per rank",
+        f"derived: {model.num_layers - num_moe} dense layers, {num_moe} with experts",
+        f"derived: vocabulary of {vocab_size} tokens, padded to {padded}",
+    ]
+
+
+def _help(topic: str, registry: Registry) -> str:
+    if topic.startswith("--") and topic != "--help":
+        return _flag_page(topic, registry)
+    if topic == "all":
+        return "\n\n".join(_group_page(group, registry) for group in group_classes())
+    if topic in group_classes():
+        return _group_page(topic, registry)
+    if topic and not topic.startswith("-"):
+        return f"There is no group {topic!r}. Groups: {', '.join(group_classes())}."
+    return _front_page(registry)
+
+
+def _front_page(registry: Registry) -> str:
+    lines = [_FRONT]
+    for flag, text in _documented(registry):
+        if flag.declaration.essential:
+            lines.append(_one_line(flag, text))
+    counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in group_classes()]
+    lines += ["", *textwrap.wrap("Groups and their numbers of flags: " + ", ".join(counts), _WIDTH), _POINTERS]
+    return "\n".join(lines)
+
+
+def _group_page(group: str, registry: Registry) -> str:
+    heading = " ".join((group_classes()[group].__doc__ or "").split())
+    lines = [f"{group}: {heading}"]
+    for flag, text in _documented(registry, group):
+        lines += ["", f"  {_signature(flag)}"]
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+        if flag.declaration.status != "same":
+            lines.append(f"      ({_status(flag)})")
+    return "\n".join(lines)
+
+
+def _flag_page(option: str, registry: Registry) -> str:
+    found = registry.find(option)
+    if found is None:
+        today = old_names().get(normal(option))
+        if today:
+            return f"{option} is an old name. Today: {today}"
+        problem = unknown_flag(option, registry)
+        return f"{problem.what}; {problem.remedy}"
+    flag = found[0]
+    text = docstrings(group_classes()[flag.group]).get(flag.name, "")
+    recipes = recipes_with(flag)
+    rows = [
+        ("type", describe(flag.type)),
+        ("default", _default(flag)),
+        ("group", flag.group),
+        ("spellings", ", ".join(dict.fromkeys((*flag.on_options, *flag.off_options)))),
+        ("status", _status(flag)),
+        ("recipes", ", ".join(recipes) if recipes else "none sets it"),
+    ]
+    lines = [flag.option, *textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
+    lines += [f"  {name:<10} {value}" for name, value in rows]
+    return "\n".join(lines)
+
+
+def _find(word: str, registry: Registry) -> str:
+    wanted = normal(word.lower())
+    hits = [
+        _one_line(flag, text)
+        for flag, text in _documented(registry)
+        if any(wanted in normal(place.lower()) for place in (*flag.on_options, *flag.off_options, text))
+    ]
+    hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if wanted in old]
+    return "\n".join(hits) if word and hits else f"No flag has {word!r} in its name or its text."
+
+
+def recipes_with(flag: Flag) -> list[str]:
+    """Names of the recipes that set a flag."""
+    spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
+    names = []
+    for path in (path for folder in recipe_folders() if folder.is_dir() for path in sorted(folder.glob("*.yaml"))):
+        keys = (line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines())
+        if any(normal(key.strip()).lstrip("-") in spellings for key in keys):
+            names.append(path.stem)
+    return names
+
+
+def _documented(registry: Registry, only: str | None = None) -> list[tuple[Flag, str]]:
+    """Flags with their help, by group."""
+    found = []
+    for group, group_class in group_classes().items():
+        if only in (None, group):
+            texts = docstrings(group_class)
+            found += [(flag, texts.get(flag.name, "")) for flag in registry.flags.values() if flag.group == group]
+    return found
+
+
+def _one_line(flag: Flag, text: str) -> str:
+    name = f"  {flag.option:<{_NAME_COLUMN}} "
+    default = "" if flag.required or flag.default in (None, False, ()) else f" [{_default(flag)}]"
+    return name + textwrap.shorten(text, _WIDTH - len(name) - len(default), placeholder=" ...") + default
+
+
+def _signature(flag: Flag) -> str:
+    if flag.is_switch:
+        return f"{flag.option} | {flag.off_options[-1]} [{_default(flag)}]"
+    return f"{flag.option} {describe(flag.type)} [{_default(flag)}]"
+
+
+def _default(flag: Flag) -> str:
+    if flag.required:
+        return "required"
+    if flag.is_switch:
+        return "on" if flag.default else "off"
+    return "not set" if flag.default in (None, ()) else " ".join(words_of(flag.type, flag.default))
+
+
+def _status(flag: Flag) -> str:
+    meaning = _STATUS[flag.declaration.status]
+    return f"{meaning}: {flag.declaration.note}" if flag.declaration.note else meaning

@@ -1,0 +1,178 @@
+"""YAML files with flags, in three shapes.
+
+Ours: flag names, flat or nested under their group, with dashes or underscores, and an optional `environment`.
+The Model Zoo's: `MODEL_ARGS` with dashed flags, and `ENV_VARS`.
+Megatron-LM dev's: `ARGS` with underscores, and `ENV_VARS`.
+`${NAME}`, `${NAME:-default}` and `$NAME` stand for environment variables, `$$` for a dollar. Nothing is executed, and a
+scalar is the text that stands in the file, so that `1e-6` is a number and `1:30` is not.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from arguments.errors import Problem
+from arguments.flags import Registry, group_classes
+from arguments.parser import Given
+
+_VARIABLE = re.compile(
+    r"\$(?:(?P<dollar>\$)|\{(?P<braced>\w+)(?::-(?P<default>[^}]*))?\}"
+    r"|(?P<plain>[A-Za-z_]\w*)|(?P<shell>[({]))"
+)
+_NULL = "tag:yaml.org,2002:null"
+_PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value")
+_ARGUMENTS = ("MODEL_ARGS", "ARGS")
+_ENVIRONMENT = ("ENV_VARS", "environment")
+
+
+@dataclass
+class FlagFile:
+    """What one file says."""
+
+    path: Path
+    flags: list[Given] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the run needs."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+class _Unusable(Exception):
+    """A value that cannot be read; the problem is recorded already."""
+
+
+def find_recipe(name: str) -> Path | None:
+    """The file of a recipe: in the repository, or where the wheel put it."""
+    for folder in recipe_folders():
+        path = folder / f"{name}.yaml"
+        if path.is_file():
+            return path
+    return None
+
+
+def recipe_folders() -> tuple[Path, ...]:
+    """Where recipes lie: `scripts/recipes` beside this package, `share/megatron_moe/recipes` of the installation."""
+    beside = Path(__file__).resolve().parent.parent / "scripts" / "recipes"
+    return beside, Path(sys.prefix) / "share" / "megatron_moe" / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Every recipe there is."""
+    return sorted({path.stem for folder in recipe_folders() if folder.is_dir() for path in folder.glob("*.yaml")})
+
+
+def read_file(path: Path, registry: Registry, environ: Mapping[str, str]) -> FlagFile:
+    """The flags of one file. What is wrong with it stands in `problems`."""
+    file = FlagFile(path)
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as problem:
+        file.problems.append(Problem(what=f"{path} cannot be read: {problem.strerror}", remedy="correct --config"))
+    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        file.problems.append(Problem(what=f"{path} is not YAML: {' '.join(str(problem).split())}"))
+    else:
+        _Reader(file, registry, environ).read(root)
+    return file
+
+
+@dataclass
+class _Reader:
+    file: FlagFile
+    registry: Registry
+    environ: Mapping[str, str]
+
+    def read(self, root: yaml.Node | None) -> None:
+        if root is None:
+            return
+        sections = dict(self._pairs(root))
+        for name in _ENVIRONMENT:
+            if name in sections:
+                self._read_environment(sections.pop(name))
+        foreign = [name for name in _ARGUMENTS if name in sections]
+        for name in foreign:
+            self._read_flags(sections[name], false_is_absent=True)
+        if not foreign:
+            self._read_flags(root, false_is_absent=False, without=_ENVIRONMENT, groups=True)
+
+    def _read_environment(self, node: yaml.Node) -> None:
+        for name, value in self._pairs(node):
+            try:
+                self.file.environment[name] = self._scalar(value)
+            except _Unusable:
+                continue
+
+    def _read_flags(
+        self, node: yaml.Node, *, false_is_absent: bool, without: tuple[str, ...] = (), groups: bool = False
+    ) -> None:
+        for name, value in self._pairs(node):
+            if name in without:
+                continue
+            if groups and name in group_classes() and isinstance(value, yaml.MappingNode):
+                self._read_flags(value, false_is_absent=false_is_absent)
+            else:
+                self._read_flag(name, value, false_is_absent)
+
+    def _read_flag(self, name: str, node: yaml.Node, false_is_absent: bool) -> None:
+        option, origin = "--" + name.lstrip("-"), self._place(node)
+        found = self.registry.find(option)
+        if found and found[0].group == "start":
+            self._problem(node, f"{option} belongs on the command line, not in a file")
+            return
+        try:
+            given = self._given(option, node, origin)
+        except _Unusable:
+            self.file.flags.append(Given(option, (), origin, state="unusable"))
+            return
+        empty_variable = given.words == ("",) and isinstance(node, yaml.ScalarNode) and node.value != ""
+        absent = false_is_absent and given.words == ("false",) and not (found and found[0].is_switch)
+        if not absent and not empty_variable:
+            self.file.flags.append(given)
+
+    def _given(self, option: str, node: yaml.Node, origin: str) -> Given:
+        if isinstance(node, yaml.SequenceNode):
+            return Given(option, tuple(self._scalar(item) for item in node.value), origin)
+        if node.tag == _NULL and isinstance(node, yaml.ScalarNode):
+            return Given(option, None, origin)
+        return Given(option, (self._scalar(node),), origin, state="one text")
+
+    def _pairs(self, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
+        if not isinstance(node, yaml.MappingNode):
+            self._problem(node, "holds no `name: value` lines where they are expected")
+            return
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                yield key.value, value
+            else:
+                self._problem(key, "has a key that is not a name")
+
+    def _scalar(self, node: yaml.Node) -> str:
+        """The text of a value with its variables filled in."""
+        if not isinstance(node, yaml.ScalarNode):
+            self._problem(node, "holds a value that is neither a text, a number nor a list of these")
+            raise _Unusable
+        if node.tag.rpartition(":")[2] not in _PLAIN_TAGS:
+            self._problem(node, f"asks for an object ({node.tag}); only texts, numbers and lists are read")
+            raise _Unusable
+        return _VARIABLE.sub(lambda match: self._variable(match, node), node.value)
+
+    def _variable(self, match: re.Match[str], node: yaml.Node) -> str:
+        if match["dollar"]:
+            return "$"
+        if match["shell"]:
+            self._problem(node, f"holds shell code, {node.value!r}, which is never executed; write its result")
+            raise _Unusable
+        name = match["braced"] or match["plain"]
+        value = self.environ.get(name, self.file.environment.get(name, match["default"]))
+        if value is None:
+            self._problem(node, f"needs the environment variable {name}, which is not set", f"export {name}=...")
+            raise _Unusable
+        return value
+
+    def _problem(self, node: yaml.Node, what: str, remedy: str = "") -> None:
+        self.file.problems.append(Problem(what=f"{self._place(node)} {what}", remedy=remedy))
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.file.path}:{node.start_mark.line + 1}"

@@ -1,0 +1,112 @@
+"""All flags: every group, and how they are found by name."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from arguments.flag import Flag, flag, flags_of
+from arguments.groups.attention import AttentionFlags
+from arguments.groups.checkpoint import CheckpointFlags
+from arguments.groups.data import DataFlags
+from arguments.groups.kernels import KernelFlags
+from arguments.groups.logging import LoggingFlags
+from arguments.groups.model import ModelFlags
+from arguments.groups.moe import MoEFlags
+from arguments.groups.offload import OffloadFlags
+from arguments.groups.optimizer import OptimizerFlags
+from arguments.groups.parallel import ParallelFlags
+from arguments.groups.pipeline import PipelineFlags
+from arguments.groups.precision import PrecisionFlags
+from arguments.groups.recompute import RecomputeFlags
+from arguments.groups.resilience import ResilienceFlags
+from arguments.groups.training import TrainingFlags
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFlags:
+    """Files with flags, and questions about flags. (`--help` and `--find` are explained by a plain `--help`.)"""
+
+    config: tuple[str, ...] = flag((), status="ours", essential=True)
+    """YAML files with flags; later ones win over earlier ones, and the command line over all."""
+    recipe: str | None = flag(None, status="ours", essential=True)
+    """Name of a file in scripts/recipes, read before `--config`."""
+    print_config: bool = flag(False, status="ours", essential=True)
+    """Print every value with its origin as a YAML file, and leave."""
+    allow_ignored_flags: bool = flag(False, status="ours")
+    """Ignore flags that are not available and change no number, with a warning, instead of refusing them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Every flag's value, by group. Only `arguments` sees it; the program sees the `RunPlan` made from it."""
+
+    start: StartFlags
+    model: ModelFlags
+    attention: AttentionFlags
+    moe: MoEFlags
+    training: TrainingFlags
+    optimizer: OptimizerFlags
+    data: DataFlags
+    precision: PrecisionFlags
+    checkpoint: CheckpointFlags
+    logging: LoggingFlags
+    kernels: KernelFlags
+    resilience: ResilienceFlags
+    parallel: ParallelFlags
+    pipeline: PipelineFlags
+    recompute: RecomputeFlags
+    offload: OffloadFlags
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Flags":
+        """From the value of every flag, by name."""
+        return cls(
+            **{
+                group.name: group.type(**{entry.name: values[entry.name] for entry in fields(group.type)})
+                for group in fields(cls)
+            }
+        )
+
+
+def group_classes() -> dict[str, Any]:
+    """The class of every group, by name."""
+    return {group.name: group.type for group in fields(Flags)}
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All declared flags, by name and by spelling."""
+
+    flags: Mapping[str, Flag]
+    """By name with underscores."""
+    spellings: Mapping[str, tuple[Flag, bool]]
+    """Every accepted option, with dashes only -> its flag, and whether it sets or switches on (True) or off (False)."""
+
+    @classmethod
+    def declared(cls) -> "Registry":
+        """Of all groups."""
+        return cls.over(entry for name, group in group_classes().items() for entry in flags_of(name, group))
+
+    @classmethod
+    def over(cls, flags: Iterable[Flag]) -> "Registry":
+        """Of given flags. Two flags that share a spelling are a mistake in the groups."""
+        by_name: dict[str, Flag] = {}
+        spellings: dict[str, tuple[Flag, bool]] = {}
+        for entry in flags:
+            assert entry.name not in by_name, f"flag {entry.name} is declared twice"
+            by_name[entry.name] = entry
+            for is_on, options in ((True, entry.on_options), (False, entry.off_options)):
+                for option in map(normal, options):
+                    known = spellings.setdefault(option, (entry, is_on))
+                    assert known == (entry, is_on), f"{option} means both {known[0].name} and {entry.name}"
+        return cls(MappingProxyType(by_name), MappingProxyType(spellings))
+
+    def find(self, option: str) -> tuple[Flag, bool] | None:
+        """The flag behind an option in any spelling, with dashes or underscores."""
+        return self.spellings.get(normal(option))
+
+
+def normal(option: str) -> str:
+    """With dashes only."""
+    return option.replace("_", "-")

@@ -1,0 +1,92 @@
+"""Attention: grouped queries, multi-latent, windows, sinks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import REQUIRED, flag
+from arguments.values import LayerPattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFlags:
+    """Heads, grouped-query and multi-latent attention, windows, sinks."""
+
+    num_attention_heads: int = flag(REQUIRED, essential=True)
+    """Query heads."""
+    group_query_attention: bool = flag(False)
+    """Several query heads share one key and value head."""
+    num_query_groups: int = flag(1)
+    """Key and value heads with `--group-query-attention`."""
+    kv_channels: int | None = flag(None)
+    """Width of a head. Not set: hidden size / heads."""
+    qk_layernorm: bool = flag(False)
+    """Norm of queries and keys; with multi-latent attention of the compressed queries, keys and values."""
+    qk_layernorm_over: Literal["head", "all-heads"] = flag("head", status="ours")
+    """`--qk-layernorm` over every head by itself (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
+    qk_l2_norm: bool = flag(False, status="not yet", note="use --qk-layernorm")
+    """L2 norm of queries and keys."""
+    add_qkv_bias: bool = flag(False)
+    """Bias on the projection to queries, keys and values alone."""
+    attention_dropout: float = flag(0.1)
+    """Dropout on attention probabilities."""
+    attention_output_gate: bool = flag(False)
+    """A sigmoid gate per channel on the output of attention (Qwen3-Next)."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla")
+    """Sinks: none, a fixed zero logit, or one learned logit per head in the softmax denominator."""
+    window_size: tuple[int, int] | None = flag(None)
+    """Sliding window LEFT,RIGHT: visible tokens on either side of the own one, -1 is no limit; 127,0 sees 128."""
+    window_attn_skip_freq: LayerPattern | None = flag(None)
+    """Layers with full attention among windowed ones: every n-th, or a list with 1 for a window."""
+    attention_softmax_in_fp32: bool = flag(False, status="no effect", note="it always is")
+    """Attention softmax in fp32."""
+    apply_query_key_layer_scaling: bool = flag(False, status="no effect", note="it only helps fp16")
+    """Divide logits by the layer number and multiply them again inside the softmax."""
+    qk_clip: bool = flag(False, status="not yet")
+    """Shrink query and key weights of heads whose largest logit exceeds a threshold."""
+    qk_clip_alpha: float = flag(0.5, status="not yet")
+    """Share of the shrinking that falls on the queries."""
+    qk_clip_threshold: float = flag(100.0, status="not yet")
+    """Largest logit that is left alone."""
+
+    multi_latent_attention: bool = flag(False)
+    """Multi-latent attention (DeepSeek)."""
+    q_lora_rank: int | None = flag(None)
+    """Width of compressed queries. Not set: queries are not compressed."""
+    kv_lora_rank: int = flag(32)
+    """Width of compressed keys and values."""
+    qk_head_dim: int = flag(128)
+    """Width of the part of a query or key head without rotation."""
+    qk_pos_emb_head_dim: int = flag(64)
+    """Width of the rotated part of a query or key head."""
+    v_head_dim: int = flag(128)
+    """Width of a value head."""
+    rope_type: Literal["rope", "yarn"] | None = flag(None)
+    """Rotation of multi-latent attention. Not set: yarn."""
+    rotary_scaling_factor: float = flag(1.0)
+    """YaRN: factor by which the context is extended."""
+    original_max_position_embeddings: int = flag(4096)
+    """YaRN in multi-latent attention: context length before extension."""
+    mscale: float = flag(1.0)
+    """YaRN: growth of cos and sin with the logarithm of the factor."""
+    mscale_all_dim: float = flag(0.0)
+    """YaRN: growth that is divided out of cos and sin again; in multi-latent attention its square joins the softmax
+    scale."""
+    mla_down_proj_fusion: bool = flag(False, status="no effect", note="names a kernel")
+    """One matrix product for both compressions."""
+    cache_mla_latents: bool = flag(False, status="no effect", note="concerns inference")
+    """Keep compressed keys and values in the inference cache."""
+
+    experimental_attention_variant: str | None = flag(None, status="not yet", note="only softmax attention exists")
+    """Another mixer in place of attention, such as gated_delta_net."""
+    linear_attention_freq: LayerPattern | None = flag(None, status="not yet", note="only softmax attention exists")
+    """Layers with linear attention."""
+    linear_conv_kernel_dim: int = flag(4, status="not yet", harmless=True)
+    """Width of the convolution in linear attention."""
+    linear_key_head_dim: int = flag(128, status="not yet", harmless=True)
+    """Width of a key head of linear attention."""
+    linear_value_head_dim: int = flag(128, status="not yet", harmless=True)
+    """Width of a value head of linear attention."""
+    linear_num_key_heads: int = flag(16, status="not yet", harmless=True)
+    """Key heads of linear attention."""
+    linear_num_value_heads: int = flag(32, status="not yet", harmless=True)
+    """Value heads of linear attention."""

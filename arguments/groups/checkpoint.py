@@ -1,0 +1,107 @@
+"""What is saved and loaded."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+_OWN_FORMAT = "checkpoints have one format of their own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFlags:
+    """Saving, resuming, loading weights."""
+
+    save: str | None = flag(None)
+    """Folder for checkpoints. Not set: checkpoints/ in the run folder."""
+    save_interval: int | None = flag(None, names=("--persistent-save-interval",), essential=True)
+    """Iterations between checkpoints. Not set: only when the run ends."""
+    save_retain_interval: int | None = flag(None, status="not yet", harmless=True)
+    """Keep only checkpoints of multiples of this."""
+    keep_last_checkpoints: int | None = flag(None, status="ours")
+    """Delete older checkpoints than the last so many. Not set: keep all."""
+    load: str | None = flag(None, essential=True)
+    """Folder with checkpoints to go on from, or hf:FOLDER for Hugging Face weights. A checkpoint of the run's own
+    folder comes first."""
+    fresh: bool = flag(False, status="ours")
+    """Start at iteration 0 although the run's folder holds checkpoints."""
+    finetune: bool = flag(False)
+    """Take weights only and start at iteration 0."""
+    pretrained_checkpoint: str | None = flag(None)
+    """Weights to start from where `--load` holds nothing."""
+    ckpt_step: int | None = flag(None)
+    """Iteration to load instead of the newest."""
+    exit_on_missing_checkpoint: bool = flag(False)
+    """Leave when `--load` holds nothing."""
+    load_optim: bool = flag(True)
+    """Load the optimizer's state."""
+    load_rng: bool = flag(True)
+    """Load the state of random numbers."""
+    save_optim: bool = flag(True)
+    """Save the optimizer's state."""
+    save_rng: bool = flag(True)
+    """Save the state of random numbers."""
+    load_main_params_from_ckpt: bool = flag(False, status="not yet")
+    """Take master weights from the checkpoint's weights."""
+    use_checkpoint_args: bool = flag(False, status="not yet", note="give --config with the run.yaml of that run")
+    """Take the model's flags from the checkpoint."""
+    override_ckpt_iteration: int | None = flag(None, status="not yet")
+    """Pretend another iteration."""
+
+    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag(
+        "torch_dist", status="no effect", note=_OWN_FORMAT
+    )
+    """Format of checkpoints."""
+    auto_detect_ckpt_format: bool = flag(False, status="no effect", note=_OWN_FORMAT)
+    """Find the format out."""
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = flag("assume_ok_unexpected", status="no effect", note="missing and extra tensors are always refused")
+    """What to do about missing and extra tensors."""
+    dist_ckpt_optim_fully_reshardable: bool = flag(False, status="no effect", note="they always are")
+    """Checkpoints of the optimizer fit every layout."""
+    ckpt_fully_parallel_save: bool = flag(True, status="no effect", note=_OWN_FORMAT)
+    """Spread writing over data-parallel ranks."""
+    ckpt_fully_parallel_load: bool = flag(False, status="no effect", note=_OWN_FORMAT)
+    """Spread reading over data-parallel ranks."""
+    ckpt_fully_parallel_load_per_rank_objects: bool = flag(False, status="no effect", note=_OWN_FORMAT)
+    """Read objects per rank."""
+    ckpt_assume_constant_structure: bool = flag(False, status="no effect", note=_OWN_FORMAT)
+    """Plan a save only once."""
+    ckpt_load_validate_sharding_integrity: bool = flag(
+        True, off=("--disable-ckpt-load-validate-sharding-integrity",), status="no effect", note="it always is checked"
+    )
+    """Check that pieces cover every tensor."""
+    ckpt_drop_redundant_extra_state: bool = flag(False, status="no effect", note=_OWN_FORMAT)
+    """Leave redundant state out."""
+    ckpt_convert_format: Literal["torch", "torch_dist"] | None = flag(
+        None, status="refused", note="there is one format; nothing is converted"
+    )
+    """Convert a checkpoint and leave."""
+    ckpt_convert_save: str | None = flag(None, status="refused", note="there is one format; nothing is converted")
+    """Where the converted checkpoint goes."""
+    use_dist_ckpt: bool = flag(False, status="no effect", note=_OWN_FORMAT)
+    """Old name of the distributed format."""
+    async_save: bool = flag(False, status="not yet", harmless=True, note="saving waits until all is written")
+    """Write checkpoints in the background."""
+    async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", status="no effect", note="belongs to --async-save")
+    """Who writes in the background."""
+    async_ckpt_use_cpu_shm: bool = flag(False, status="no effect", note="belongs to --async-save")
+    """Shared memory for that."""
+    use_persistent_ckpt_worker: bool = flag(False, status="no effect", note="belongs to --async-save")
+    """One writer for all checkpoints."""
+    verify_integrity: bool = flag(False, status="no effect", note="every byte always is verified")
+    """Verify checkpoints."""
+    non_persistent_save_interval: int | None = flag(None, status="not yet", harmless=True)
+    """Iterations between rolling checkpoints."""
+    non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
+        None, status="not yet", harmless=True
+    )
+    """Kind of rolling checkpoints."""

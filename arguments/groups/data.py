@@ -1,0 +1,110 @@
+"""Where tokens come from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags:
+    """Data sets, their split and blend, masks, and the tokenizer."""
+
+    data_path: tuple[str, ...] = flag((), essential=True)
+    """Prefixes of .bin/.idx files, or weight and prefix in turn; `--split` divides them."""
+    train_data_path: tuple[str, ...] = flag(())
+    """Prefixes for training alone."""
+    valid_data_path: tuple[str, ...] = flag(())
+    """Prefixes for validation alone."""
+    test_data_path: tuple[str, ...] = flag(())
+    """Prefixes for the test alone."""
+    data_args_path: str | None = flag(None, status="not yet", note="write the prefixes after --data-path")
+    """File with the words of `--data-path`."""
+    per_split_data_args_path: str | None = flag(None, status="not yet", note="use --train-data-path and the like")
+    """JSON file with prefixes for every split."""
+    split: str | None = flag(None, essential=True)
+    """Shares of training, validation and test, such as 99,1,0. Not set: 969, 30, 1."""
+    mock_data: bool = flag(False, essential=True)
+    """Random documents instead of files."""
+    data_cache_path: str | None = flag(None)
+    """Folder for indices. Not set: beside the data."""
+    mmap_bin_files: bool = flag(True)
+    """Map token files into memory."""
+    num_workers: int = flag(2)
+    """Loader processes per rank."""
+    dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
+        None, status="not yet", works=("single", "cyclic"), note="use single or cyclic"
+    )
+    """Samples in order once, or shuffled again in every pass. Not set: single."""
+    reset_position_ids: bool = flag(False)
+    """Positions start again after every end of document."""
+    reset_attention_mask: bool = flag(False)
+    """Attention stays inside of a document."""
+    eod_mask_loss: bool = flag(False)
+    """No loss on end-of-document tokens."""
+    create_attention_mask_in_dataloader: bool = flag(
+        True, status="no effect", note="masks are made where they are used"
+    )
+    """Make attention masks in the loader."""
+    num_dataset_builder_threads: int = flag(1, status="no effect", note="concerns speed")
+    """Threads that build indices."""
+    mid_level_dataset_surplus: float = flag(
+        0.005, status="not yet", note="every data set of a blend is built with a surplus of 0.005"
+    )
+    """Extra samples of every data set in a blend."""
+    multiple_validation_sets: bool = flag(False)
+    """A loss of its own for every validation data set."""
+    full_validation: bool = flag(False, status="not yet", note="use --eval-iters")
+    """Evaluate the whole validation set."""
+
+    tokenizer_type: (
+        Literal[
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "TikTokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+            "GPT2BPETokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ]
+        | None
+    ) = flag(
+        None,
+        status="not yet",
+        works=(
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "TikTokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+        ),
+        note="use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer or NullTokenizer",
+        essential=True,
+    )
+    """What turns text into tokens; NullTokenizer knows only numbers, ByteTokenizer is ours."""
+    tokenizer_model: str | None = flag(None, essential=True)
+    """File of the tokenizer: a SentencePiece model, a folder with tokenizer.json, a tiktoken file."""
+    vocab_size: int | None = flag(None)
+    """Tokens in the vocabulary before padding. Not set: the tokenizer knows."""
+    vocab_file: str | None = flag(None, status="not yet", note="use --tokenizer-type HuggingFaceTokenizer")
+    """Vocabulary of GPT2BPETokenizer."""
+    merge_file: str | None = flag(None, status="not yet", note="use --tokenizer-type HuggingFaceTokenizer")
+    """Merges of GPT2BPETokenizer."""
+    tiktoken_pattern: Literal["v1", "v2"] | None = flag(None)
+    """Version of the tiktoken pattern."""
+    tiktoken_num_special_tokens: int = flag(1000)
+    """Special tokens of a tiktoken vocabulary."""
+    tokenizer_special_tokens: tuple[str, ...] | None = flag(None)
+    """Names of special tokens of a tiktoken vocabulary."""
+    null_tokenizer_eod_id: int | None = flag(None, status="not yet", note="the last id ends a document")
+    """End of document of NullTokenizer."""
+    trust_remote_code: bool = flag(False, status="refused", harmless=True, note="no code is downloaded or executed")
+    """Run code that comes with a tokenizer."""

@@ -1,0 +1,68 @@
+"""Which code computes: device, backends, and names of other programs' kernels."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+_KERNEL = "names a kernel"
+_GRAPHS = "concerns speed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFlags:
+    """Device, kernel backends, CUDA graphs."""
+
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", status="ours", essential=True)
+    """Where to compute; auto takes a GPU if there is one."""
+    kernel_backend: str = flag("auto", status="ours")
+    """Backend of all kernels; auto takes the fastest that is installed, reference is plain torch."""
+    kernel_per_op: tuple[str, ...] = flag((), status="ours")
+    """Backends of single kernels, written OP=BACKEND."""
+
+    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
+        "transformer_engine", status="no effect", note="see --kernel-backend"
+    )
+    """Library of the layers."""
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
+        "auto", status="no effect", note="see --kernel-backend"
+    )
+    """Library of attention."""
+    use_flash_attn: bool = flag(False, status="no effect", note="see --kernel-backend")
+    """Old name of a library of attention."""
+    use_mcore_models: bool = flag(False, status="no effect", note="there is one model")
+    """Old choice of the model's code."""
+    cross_entropy_loss_fusion: bool = flag(False, status="no effect", note=_KERNEL)
+    """Fused loss."""
+    cross_entropy_fusion_impl: Literal["native", "te", "linear"] = flag("native", status="no effect", note=_KERNEL)
+    """Library of the fused loss."""
+    masked_softmax_fusion: bool = flag(True, status="no effect", note=_KERNEL)
+    """Fused softmax."""
+    bias_gelu_fusion: bool = flag(True, status="no effect", note=_KERNEL)
+    """Fused bias and GELU."""
+    bias_swiglu_fusion: bool = flag(True, status="no effect", note=_KERNEL)
+    """Fused bias and SwiGLU."""
+    bias_dropout_fusion: bool = flag(True, status="no effect", note=_KERNEL)
+    """Fused bias, dropout and residual."""
+    rope_fusion: bool = flag(True, names=("--apply-rope-fusion",), status="no effect", note=_KERNEL)
+    """Fused rotation."""
+    persist_layer_norm: bool = flag(True, status="no effect", note=_KERNEL)
+    """Persistent norm kernels."""
+    fused_residual_rmsnorm: bool = flag(False, status="no effect", note=_KERNEL)
+    """Fused residual and norm."""
+    use_transformer_engine_op_fuser: bool = flag(False, status="no effect", note=_KERNEL)
+    """Fused operations of Transformer Engine."""
+    use_te_activation_func: bool = flag(False, status="no effect", note=_KERNEL)
+    """Activations of Transformer Engine."""
+    te_rng_tracker: bool = flag(False, status="no effect", note="random numbers are drawn by key")
+    """Random numbers that captured graphs can draw."""
+    enable_experimental: bool = flag(False, status="no effect", note="nothing is hidden behind it")
+    """Allow experimental features."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = flag(
+        "none", status="no effect", note=_GRAPHS
+    )
+    """Capture parts of a step in CUDA graphs."""
+    cuda_graph_modules: tuple[str, ...] = flag((), status="no effect", note=_GRAPHS)
+    """Captured parts."""
+    cuda_graph_warmup_steps: int = flag(3, status="no effect", note=_GRAPHS)
+    """Iterations before capture."""

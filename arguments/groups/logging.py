@@ -1,0 +1,91 @@
+"""What is reported, how often and where to."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingFlags:
+    """The run folder, the log line, TensorBoard, W&B, timers and profiles."""
+
+    run_dir: str | None = flag(None, status="ours", essential=True)
+    """Folder of the run: configuration, logs, metrics, plots and checkpoints."""
+    log_interval: int = flag(100, essential=True)
+    """Iterations between log lines."""
+    log_style: Literal["megatron", "short"] = flag("megatron", status="ours")
+    """Megatron's long line, or one for people."""
+    progress_bar: bool = flag(True, status="ours")
+    """A progress bar, on a terminal only."""
+    plots: bool = flag(True, status="ours")
+    """Draw plots into the run folder at the end."""
+    log_throughput: bool = flag(False)
+    """TFLOP/s per GPU in the log line."""
+    log_params_norm: bool = flag(False)
+    """Norm of the parameters in the log line."""
+    log_num_zeros_in_grad: bool = flag(False)
+    """Zeros among the gradients in the log line."""
+    log_timers_to_tensorboard: bool = flag(False)
+    """Times to TensorBoard."""
+    log_loss_scale_to_tensorboard: bool = flag(
+        True, off=("--disable-log-loss-scale-to-tensorboard",), status="no effect", note="there is no loss scale"
+    )
+    """Loss scale to TensorBoard."""
+    log_validation_ppl_to_tensorboard: bool = flag(False)
+    """Validation perplexity to TensorBoard."""
+    log_memory_to_tensorboard: bool = flag(False)
+    """Memory to TensorBoard."""
+    log_memory_interval: int | None = flag(None, status="not yet", harmless=True)
+    """Iterations between memory lines."""
+    log_device_memory_used: bool = flag(False, status="not yet", harmless=True)
+    """The device's own count of memory in that line."""
+    log_world_size_to_tensorboard: bool = flag(False)
+    """World size to TensorBoard."""
+    log_progress: bool = flag(False, status="not yet", harmless=True)
+    """A file with the progress of a job over restarts."""
+    log_energy: bool = flag(False, status="not yet", harmless=True)
+    """Energy per GPU."""
+    log_max_attention_logit: bool = flag(False, status="not yet", harmless=True)
+    """Largest attention logit."""
+    log_straggler: bool = flag(False, status="not yet", harmless=True)
+    """Report slow ranks."""
+    logging_level: int | None = flag(None, status="no effect", note="the program has no levels of messages")
+    """Level of Python's logging."""
+    barrier_with_level_1_timing: bool = flag(True, status="no effect", note="concerns timing")
+    """Wait for all ranks before coarse timers."""
+    timing_log_level: Literal[0, 1, 2] = flag(0)
+    """How much is timed."""
+    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
+    """How times of ranks are summed up."""
+    tensorboard_dir: str | None = flag(None)
+    """Folder for TensorBoard. Not set: tensorboard/ in the run folder."""
+    tensorboard_log_interval: int = flag(1)
+    """Iterations between TensorBoard entries."""
+    tensorboard_queue_size: int = flag(1000, status="no effect", note="concerns speed")
+    """Entries that TensorBoard collects before it writes."""
+    wandb_project: str | None = flag(None)
+    """W&B project; switches W&B on."""
+    wandb_exp_name: str | None = flag(None)
+    """W&B name of the run."""
+    wandb_entity: str | None = flag(None)
+    """W&B team."""
+    wandb_save_dir: str | None = flag(None)
+    """Folder for W&B's files. Not set: wandb/ in the run folder."""
+
+    profile: bool = flag(False, status="not yet", harmless=True)
+    """Profile chosen iterations."""
+    profile_step_start: int = flag(10, status="no effect", note="belongs to --profile")
+    """First profiled iteration."""
+    profile_step_end: int = flag(12, status="no effect", note="belongs to --profile")
+    """Iteration at which profiling ends."""
+    profile_ranks: tuple[int, ...] = flag((), status="no effect", note="belongs to --profile")
+    """Profiled ranks."""
+    use_pytorch_profiler: bool = flag(False, status="no effect", note="belongs to --profile")
+    """torch's profiler instead of an external one."""
+    record_memory_history: bool = flag(False, status="not yet", harmless=True)
+    """Record allocations."""
+    memory_snapshot_path: str = flag("snapshot.pickle", status="no effect", note="belongs to --record-memory-history")
+    """File for recorded allocations."""
+    nvtx_ranges: bool = flag(False, status="not yet", harmless=True)
+    """Name the parts of a step in profiles."""

@@ -1,0 +1,125 @@
+"""The shape of the model, apart from attention and experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import REQUIRED, flag
+from arguments.values import LayerPattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Layers, widths, positions, norms, activations, vocabulary, initial values and multi-token prediction."""
+
+    num_layers: int = flag(REQUIRED, essential=True)
+    """Transformer layers, without those of multi-token prediction."""
+    hidden_size: int = flag(REQUIRED, essential=True)
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = flag(None, essential=True)
+    """Width of a dense feed-forward block. Not set: 4 x hidden size, or with a gate 8/3 x hidden size rounded down to a
+    multiple of 64."""
+    seq_length: int = flag(REQUIRED, essential=True)
+    """Tokens in one training sequence."""
+    max_position_embeddings: int = flag(REQUIRED)
+    """Longest position the model knows; at least the sequence length."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
+        "learned_absolute", status="not yet", works=("rope", "yarn", "none"), note="use rope, yarn or none"
+    )
+    """How positions enter: a learned table added to the embedding, rotation of queries and keys, or not at all."""
+    add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
+    """Old switch for the learned table; `--no-position-embedding` is legal only where no table is asked for."""
+    rotary_base: float = flag(10000.0)
+    """Base of the rotation frequencies (theta)."""
+    rotary_percent: float = flag(1.0)
+    """Share of every head that is rotated, from the front."""
+    rotary_interleaved: bool = flag(False)
+    """Rotate pairs of neighbours instead of pairs from the two halves of a head."""
+    rotary_seq_len_interpolation_factor: int | None = flag(None)
+    """Divide positions by this before rotating."""
+    use_rope_scaling: bool = flag(False)
+    """Stretch low rotation frequencies as Llama 3 does."""
+    rope_scaling_factor: float = flag(8.0)
+    """Factor of `--use-rope-scaling`."""
+    no_rope_freq: LayerPattern | None = flag(None)
+    """Layers without rotation: every n-th, or a list with 1 for no rotation."""
+    yarn_original_max_position_embeddings: int | None = flag(None)
+    """YaRN: context length before extension. Not set: 4096."""
+    yarn_beta_fast: float | None = flag(None)
+    """YaRN: dims that turn more often than this over the original length keep their frequency. Not set: 32."""
+    yarn_beta_slow: float | None = flag(None)
+    """YaRN: dims that turn less often than this are fully stretched. Not set: 1."""
+    yarn_correction_range_round_to_int: bool = flag(True)
+    """YaRN: round the border between kept and stretched dims to whole dims (GPT-OSS does not)."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm")
+    """Kind of every norm."""
+    norm_epsilon: float = flag(1e-5)
+    """Added to the variance in every norm."""
+    apply_layernorm_1p: bool = flag(False)
+    """Store the weight of a norm minus one, so that weight decay pulls it towards one."""
+    apply_residual_connection_post_layernorm: bool = flag(False, status="not yet", note="layers are pre-norm")
+    """Take the residual connection from behind the norm."""
+    fp32_residual_connection: bool = flag(
+        False, status="not yet", note="the residual stream has the parameters' format"
+    )
+    """Keep the residual stream in fp32."""
+
+    swiglu: bool = flag(False, essential=True)
+    """Gated feed-forward blocks with SiLU."""
+    quick_geglu: bool = flag(False)
+    """Gated feed-forward blocks with x * sigmoid(1.702 x) (GPT-OSS)."""
+    geglu: bool = flag(False, status="ours")
+    """Gated feed-forward blocks with GELU."""
+    squared_relu: bool = flag(False)
+    """Feed-forward blocks with the square of ReLU, without a gate."""
+    openai_gelu: bool = flag(False)
+    """The tanh form of GELU."""
+    glu_linear_offset: float = flag(0.0)
+    """Added to the linear half of a gated block (GPT-OSS: 1)."""
+    activation_func_clamp_value: float | None = flag(None)
+    """Limit of the inputs of a gated activation: the gate from above, the linear half on both sides."""
+    add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
+    """Biases in linear layers, experts and router."""
+    hidden_dropout: float = flag(0.1)
+    """Dropout behind the embedding and on both branches of every layer."""
+
+    untie_embeddings_and_output_weights: bool = flag(False)
+    """A matrix of its own for the output head."""
+    make_vocab_size_divisible_by: int = flag(128)
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    padded_vocab_size: int | None = flag(None)
+    """Rows of the embedding, instead of padding the vocabulary."""
+    pad_vocab_size: bool = flag(True, off=("--disable-pad-vocab-size",))
+    """Pad the vocabulary."""
+
+    init_method_std: float = flag(0.02)
+    """Standard deviation of initial weights; matrices that write to the residual stream get it divided by
+    sqrt(2 x layers)."""
+    embedding_init_method_std: float | None = flag(None)
+    """The embedding's own; it also takes weight decay off the embedding."""
+    init_method: Literal["normal", "unit_gain"] = flag("normal", status="ours")
+    """unit_gain: standard deviation 1/sqrt(inputs) and random norm weights and biases, so that every part matters when
+    layouts are compared."""
+    init_method_xavier_uniform: bool = flag(False, status="not yet", note="use --init-method-std")
+    """Xavier's uniform initial values."""
+
+    mtp_num_layers: int | None = flag(None)
+    """Depths of multi-token prediction."""
+    mtp_loss_scaling_factor: float = flag(0.1)
+    """Weight of the mean loss of multi-token prediction."""
+    mtp_use_repeated_layer: bool = flag(False)
+    """One layer serves all depths."""
+    mtp_detach_heads: bool = flag(False)
+    """Multi-token prediction does not train the trunk, the embedding or the head."""
+    calculate_per_token_loss: bool = flag(False)
+    """Divide the loss once by the tokens of the global batch, instead of averaging microbatches."""
+
+    hybrid_layer_pattern: str | None = flag(None, status="not yet", note="only attention layers exist")
+    """Kinds of layers, one letter each."""
+    is_hybrid_model: bool = flag(False, status="not yet", note="only attention layers exist")
+    """The model mixes attention with other mixers."""
+    enable_hyper_connections: bool = flag(False, status="not yet", note="one residual stream exists")
+    """Several residual streams with learned connections."""
+    spec: tuple[str, ...] | None = flag(None, status="refused", note="layers are chosen by flags, not by import paths")
+    """Import path of a layer specification."""

@@ -1,0 +1,105 @@
+"""Sizes of the grids over ranks, and how gradients and parameters travel between data-parallel ranks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFlags:
+    """Tensor, context, expert and data parallelism."""
+
+    tensor_model_parallel_size: int = flag(1, status="not yet", note="data parallelism is available")
+    """Ranks that split attention, dense blocks and the vocabulary."""
+    sequence_parallel: bool = flag(False, status="no effect", note="one tensor-parallel rank has the whole sequence")
+    """Split norms and dropout along the sequence over tensor-parallel ranks."""
+    context_parallel_size: int = flag(1, status="not yet", note="data parallelism is available")
+    """Ranks that split the sequence."""
+    expert_model_parallel_size: int = flag(1, status="not yet", note="data parallelism is available")
+    """Ranks over which the experts are spread."""
+    expert_tensor_parallel_size: int | None = flag(
+        None, status="not yet", works=(1,), note="data parallelism is available"
+    )
+    """Ranks that split one expert. Not set: the tensor-parallel size."""
+    use_tp_pp_dp_mapping: bool = flag(False)
+    """Pipeline stages before data-parallel ranks in the order of ranks."""
+    cp_comm_type: tuple[str, ...] = flag(("p2p",), status="no effect", note="one context-parallel rank")
+    """How context-parallel ranks exchange keys and values."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, status="not yet")
+    """Two sizes whose product is the context-parallel size."""
+    distributed_backend: Literal["nccl", "gloo"] = flag(
+        "nccl", status="no effect", note="the device decides: nccl on GPUs, gloo on CPUs"
+    )
+    """Library for collectives."""
+    distributed_timeout_minutes: int = flag(10)
+    """How long a collective may wait."""
+    local_rank: int = flag(0, status="no effect", note="the launcher's environment says it")
+    """Rank on this host."""
+
+    tp_comm_overlap: bool = flag(False, status="no effect", note="concerns speed")
+    """Overlap tensor-parallel communication with matrix products."""
+    tp_comm_overlap_cfg: str | None = flag(None, status="no effect", note="concerns speed")
+    """File with settings for that."""
+    overlap_moe_expert_parallel_comm: bool = flag(False, status="no effect", note="concerns speed")
+    """Hide expert communication behind another microbatch."""
+    delay_wgrad_compute: bool = flag(False, status="no effect", note="concerns speed")
+    """Compute weight gradients later than input gradients."""
+    high_priority_stream_groups: tuple[str, ...] = flag((), status="no effect", note="concerns speed")
+    """Groups whose communication goes first."""
+    nccl_communicator_config_path: str | None = flag(None, status="no effect", note="concerns speed")
+    """File with settings per group."""
+    disable_gloo_process_groups: bool = flag(False, status="no effect", note="none are made beside the main groups")
+    """Make no gloo twins of the groups."""
+    use_nccl_ub: bool = flag(False, status="no effect", note="concerns speed")
+    """Registered communication buffers."""
+
+    use_distributed_optimizer: bool = flag(False, status="no effect", note="the same numbers, sharded or not")
+    """Shard the optimizer over data-parallel ranks."""
+    num_distributed_optimizer_instances: int = flag(1, status="no effect", note="the same numbers, sharded or not")
+    """Copies of the sharded optimizer."""
+    overlap_grad_reduce: bool = flag(False, status="no effect", note="concerns speed")
+    """Reduce gradients during the backward pass."""
+    overlap_param_gather: bool = flag(False, status="no effect", note="concerns speed")
+    """Gather parameters during the forward pass."""
+    overlap_param_gather_with_optimizer_step: bool = flag(False, status="no effect", note="concerns speed")
+    """Gather the first parameters during the optimizer step."""
+    align_param_gather: bool = flag(True, status="no effect", note="concerns speed")
+    """All stages gather at the same time."""
+    align_grad_reduce: bool = flag(
+        True, off=("--disable-align-grad-reduce",), status="no effect", note="concerns speed"
+    )
+    """All stages reduce at the same time."""
+    ddp_num_buckets: int | None = flag(None, status="no effect", note="concerns speed")
+    """Number of gradient buckets."""
+    ddp_bucket_size: int | None = flag(None, status="no effect", note="concerns speed")
+    """Elements in a gradient bucket."""
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, status="no effect", note="concerns speed")
+    """Pad buckets to large powers of two."""
+    ddp_average_in_collective: bool = flag(False, status="no effect", note="the mean is the same")
+    """Average inside of the collective."""
+    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
+        False, status="no effect", note="gradients are reduced in their own format, fp32 unless asked otherwise"
+    )
+    """Sum gradients in fp32."""
+    gradient_accumulation_fusion: bool = flag(True, status="no effect", note="names a kernel")
+    """Add weight gradients to the buffer inside of the matrix product."""
+
+    use_megatron_fsdp: bool = flag(False, status="not yet", note="use data parallelism")
+    """Shard parameters over data-parallel ranks."""
+    use_torch_fsdp2: bool = flag(False, status="not yet", note="use data parallelism")
+    """Shard parameters with torch's FSDP2."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = flag(
+        "optim_grads_params", status="no effect", note="belongs to --use-megatron-fsdp"
+    )
+    """What is sharded."""
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
+        "no_shard", status="no effect", note="belongs to --use-megatron-fsdp"
+    )
+    """What is sharded between groups of ranks."""
+    fsdp_double_buffer: bool = flag(False, status="no effect", note="belongs to --use-megatron-fsdp")
+    """Two persistent buffers for gathered parameters."""
+    init_model_with_meta_device: bool = flag(False, status="no effect", note="belongs to --use-megatron-fsdp")
+    """Build the model without memory first."""
+    use_layer_wise_param_layout: bool = flag(True, status="no effect", note="concerns the layout in memory")
+    """Whole parameters per rank in layer-wise optimizers."""

@@ -1,0 +1,46 @@
+"""Pipeline stages and the order of their work."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFlags:
+    """How layers are spread over pipeline stages."""
+
+    pipeline_model_parallel_size: int = flag(1, status="not yet", note="data parallelism is available")
+    """Ranks that split the layers."""
+    pipeline_model_parallel_layout: str | None = flag(None, status="not yet", note="one stage has all layers")
+    """Layers of every stage, written like Et*3|(tt|)*29m|L."""
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, status="not yet", note="one stage has all layers")
+    """Layers of a virtual stage."""
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, status="not yet", works=(1,), note="one stage has all layers"
+    )
+    """Virtual stages of a rank."""
+    decoder_first_pipeline_num_layers: int | None = flag(None, status="not yet", note="one stage has all layers")
+    """Layers of the first stage."""
+    decoder_last_pipeline_num_layers: int | None = flag(None, status="not yet", note="one stage has all layers")
+    """Layers of the last stage."""
+    account_for_embedding_in_pipeline_split: bool = flag(False, status="no effect", note="one stage has all layers")
+    """Count the embedding as a layer."""
+    account_for_loss_in_pipeline_split: bool = flag(False, status="no effect", note="one stage has all layers")
+    """Count the head as a layer."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None, status="no effect", note="one stage has all layers"
+    )
+    """Microbatches that a virtual stage takes in a row."""
+    overlap_p2p_communication: bool = flag(
+        True, names=("--overlap-p2p-comm",), status="no effect", note="concerns speed"
+    )
+    """Send and receive between stages during computation."""
+    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = flag(
+        None, status="no effect", note="concerns speed"
+    )
+    """Library for sends between stages."""
+    defer_embedding_wgrad_compute: bool = flag(False, status="no effect", note="concerns speed")
+    """Compute weight gradients of the head at the end of the step."""
+    wgrad_deferral_limit: int = flag(0, status="no effect", note="concerns speed")
+    """Microbatches whose head gradients wait."""

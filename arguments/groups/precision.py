@@ -1,0 +1,80 @@
+"""Number formats."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionFlags:
+    """Formats of parameters, gradients, optimizer state, and low-precision matrix products."""
+
+    bf16: bool = flag(False, essential=True)
+    """Parameters and activations in bf16, master weights and gradients in fp32. Without it all is fp32."""
+    fp64: bool = flag(False, status="ours")
+    """Everything in double precision, for proofs."""
+    fp16: bool = flag(False, status="refused", note="fp16 needs loss scaling, which is not built; use --bf16")
+    """Parameters and activations in fp16."""
+    deterministic_mode: bool = flag(False)
+    """The same command gives the same numbers, bit for bit."""
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, status="no effect", note="they always are, unless asked otherwise"
+    )
+    """Accumulate and reduce gradients in fp32."""
+    grad_reduce_in_bf16: bool = flag(False, status="not yet", note="gradients are reduced in fp32")
+    """Reduce gradients in bf16."""
+    disable_bf16_reduced_precision_matmul: bool = flag(False, status="no effect", note="products accumulate in fp32")
+    """Forbid reduced-precision accumulation in bf16 matrix products."""
+    fp16_lm_cross_entropy: bool = flag(False, status="not yet", note="the loss is computed in fp32")
+    """Compute the loss in fp16."""
+
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(None, status="not yet", note="use --bf16")
+    """Matrix products in FP8, of this format."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
+        "delayed", status="no effect", note="belongs to --fp8-format"
+    )
+    """How FP8 tensors are scaled."""
+    fp8_margin: int = flag(0, status="no effect", note="belongs to --fp8-format")
+    """Exponent margin of delayed scaling."""
+    fp8_amax_history_len: int = flag(1, status="no effect", note="belongs to --fp8-format")
+    """Steps whose maxima delayed scaling remembers."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
+        "most_recent", status="no effect", note="belongs to --fp8-format"
+    )
+    """Which of the remembered maxima counts."""
+    fp8_wgrad: bool = flag(True, off=("--disable-fp8-wgrad",), status="no effect", note="belongs to --fp8-format")
+    """Weight gradients in FP8 too."""
+    fp8_param_gather: bool = flag(False, status="no effect", note="belongs to --fp8-format")
+    """Keep and gather weights in FP8."""
+    first_last_layers_bf16: bool = flag(False, status="no effect", note="belongs to --fp8-format")
+    """The first and last layers stay in bf16."""
+    num_layers_at_start_in_bf16: int = flag(1, status="no effect", note="belongs to --fp8-format")
+    """How many first layers."""
+    num_layers_at_end_in_bf16: int = flag(1, status="no effect", note="belongs to --fp8-format")
+    """How many last layers."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = flag(False, status="no effect", note="belongs to --fp8-format")
+    """Gather parameters through the gradient buffer."""
+    fp4_format: Literal["e2m1"] | None = flag(None, status="not yet", note="use --bf16")
+    """Matrix products in FP4."""
+    fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", status="no effect", note="belongs to --fp4-format")
+    """How FP4 tensors are scaled."""
+    fp4_param_gather: bool = flag(False, status="no effect", note="belongs to --fp4-format")
+    """Keep and gather weights in FP4."""
+
+    use_precision_aware_optimizer: bool = flag(
+        False, status="no effect", note="the formats below decide what the optimizer keeps"
+    )
+    """Optimizer state in chosen formats."""
+    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", status="not yet", note="gradients are kept in fp32")
+    """Format of gradients in the optimizer."""
+    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", status="not yet", note="master weights are kept in fp32")
+    """Format of master weights."""
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
+        "fp32", status="not yet", note="moments are kept in fp32"
+    )
+    """Format of Adam's first moment."""
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
+        "fp32", status="not yet", note="moments are kept in fp32"
+    )
+    """Format of Adam's second moment."""

@@ -1,0 +1,22 @@
+"""What is forgotten in the forward pass and computed again in the backward pass."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeFlags:
+    """Activation recomputation: saves memory, changes no number."""
+
+    recompute_granularity: Literal["full", "selective"] | None = flag(None, status="not yet", harmless=True)
+    """Recompute whole layers, or chosen modules."""
+    recompute_method: Literal["uniform", "block"] | None = flag(None, status="not yet", harmless=True)
+    """Whole layers: in chunks, or the first ones of every stage."""
+    recompute_num_layers: int | None = flag(None, status="not yet", harmless=True)
+    """Layers in a chunk, or layers of a stage."""
+    recompute_modules: tuple[str, ...] | None = flag(None, status="not yet", harmless=True)
+    """Chosen modules, such as core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts."""
+    distribute_saved_activations: bool = flag(False, status="not yet", harmless=True)
+    """Spread saved inputs over tensor-parallel ranks."""

@@ -1,0 +1,32 @@
+"""What happens when something goes wrong."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResilienceFlags:
+    """Signals, non-finite numbers, replicas that differ."""
+
+    check_for_nan_in_loss_and_grad: bool = flag(True)
+    """Stop at a loss or gradient that is not finite."""
+    check_for_spiky_loss: bool = flag(False, status="not yet", harmless=True)
+    """Report a loss far above the largest seen."""
+    check_for_large_grads: bool = flag(False, status="not yet", harmless=True)
+    """Report unexpectedly large gradients."""
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(None, status="not yet", harmless=True)
+    """Iterations between comparisons of weights over data-parallel ranks."""
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = flag(
+        "validate_results", status="no effect", note="a bad step stops the run"
+    )
+    """What follows a suspicious result."""
+    exit_signal_handler: bool = flag(False, status="not yet", harmless=True)
+    """Save and leave on a signal."""
+    exit_signal: str = flag("SIGTERM", status="no effect", note="belongs to --exit-signal-handler")
+    """Which signal."""
+    distributed_timeout_seconds_after_init: int | None = flag(None, status="not yet", harmless=True)
+    """How long a collective may wait after the first iteration."""
+    fake_process_group: bool = flag(False, names=("--fake-init-process-group",), status="not yet")
+    """Be one rank of a cluster that is not there."""

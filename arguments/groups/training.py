@@ -1,0 +1,58 @@
+"""Batches, length of the run, evaluation, leaving."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import REQUIRED, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFlags:
+    """Batches, length of the run, evaluation, seeds, and leaving early."""
+
+    micro_batch_size: int = flag(REQUIRED, essential=True)
+    """Sequences per microbatch and rank."""
+    global_batch_size: int | None = flag(None, essential=True)
+    """Sequences per step over all ranks. Not set: one microbatch per rank."""
+    rampup_batch_size: tuple[int, int, int] | None = flag(None)
+    """START INCREMENT SAMPLES: the global batch grows from START in steps of INCREMENT over so many samples."""
+    step_batch_size_schedule: str | None = flag(None, status="not yet", note="use --rampup-batch-size")
+    """Batch sizes at thresholds."""
+    decrease_batch_size_if_needed: bool = flag(False, status="not yet", note="choose a batch size that divides")
+    """Round a batch size down that the ranks do not divide."""
+    train_iters: int | None = flag(None, essential=True)
+    """Iterations of the run."""
+    train_samples: int | None = flag(None)
+    """Samples of the run, instead of iterations."""
+    eval_interval: int | None = flag(None, essential=True)
+    """Iterations between evaluations. Not set: none during training."""
+    eval_iters: int = flag(100, essential=True)
+    """Batches of an evaluation."""
+    skip_train: bool = flag(False)
+    """Evaluate only."""
+    exit_interval: int | None = flag(None)
+    """Save and leave when the iteration is a multiple of this."""
+    exit_duration_in_mins: int | None = flag(None)
+    """Save and leave after so many minutes."""
+    seed: int = flag(1234)
+    """Start of all random numbers."""
+    data_parallel_random_init: bool = flag(
+        False, status="refused", note="all data-parallel ranks hold the same weights"
+    )
+    """Other initial weights on every data-parallel rank."""
+    use_cpu_initialization: bool = flag(False, status="no effect", note="initial weights always are drawn on the CPU")
+    """Draw initial weights on the CPU."""
+    initialization: bool = flag(True, status="no effect", note="weights always are initialised before they are loaded")
+    """Initialise weights."""
+    manual_gc: bool = flag(False)
+    """Collect Python's garbage at chosen iterations only."""
+    manual_gc_interval: int = flag(0)
+    """Iterations between collections."""
+    manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",), status="no effect", note="concerns speed")
+    """Collect around evaluations."""
+    empty_unused_memory_level: Literal[0, 1, 2] = flag(0, status="no effect", note="concerns memory")
+    """Give unused device memory back in every step."""
+    iterations_to_skip: tuple[int, ...] = flag((), status="not yet")
+    """Iterations whose data is passed over."""
+    train_sync_interval: int | None = flag(None, status="no effect", note="concerns speed")
+    """Wait for the device every so many iterations."""

@@ -1,0 +1,171 @@
+"""Who this process is: read from the environment that torchrun, srun or mpirun leave behind."""
+
+import re
+from collections.abc import Mapping
+from typing import NoReturn
+
+from arguments.errors import Problem
+from megatron_moe.specs.parallel import Launch
+
+_SRUN_SPECIAL_STEPS = 4294967290
+"""Step numbers from here on are not made by a user's srun: interactive, batch, external."""
+
+
+class LaunchProblem(Exception):
+    """The environment says nothing usable."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        self.problem = Problem(what=what, remedy=remedy)
+        super().__init__(what)
+
+
+def launch_of(environ: Mapping[str, str]) -> Launch:
+    """The launch that the environment describes; without a launcher one process.
+
+    Variables named like torchrun's come first: whoever set them knows of the others. They must agree with srun's unless
+    torchrun itself set them, because then srun started one torchrun per host.
+
+    Raises:
+        LaunchProblem: something is missing, is no number, or two launchers contradict each other.
+    """
+    if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
+        launch = _torchrun(environ)
+        if "TORCHELASTIC_RUN_ID" not in environ and _started_by_srun(environ):
+            _agree(launch, _slurm(environ))
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        launch = _openmpi(environ)
+    elif _started_by_srun(environ):
+        launch = _slurm(environ)
+    else:
+        launch = Launch(master_addr=environ.get("MASTER_ADDR", "127.0.0.1"), master_port=_port(environ))
+    return _checked(launch)
+
+
+def allocation_note(environ: Mapping[str, str]) -> str | None:
+    """A hint for somebody who has a SLURM allocation and forgot srun."""
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in environ and tasks != "1" and not _started_by_srun(environ) and "RANK" not in environ:
+        return f"inside of a SLURM allocation of {tasks} tasks, but not started by srun: one process only"
+    return None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Launch:
+    world_size = _number(environ, "WORLD_SIZE")
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if world_size == 1 else {}
+    known = {**alone, **environ}
+    return Launch(
+        rank=_number(known, "RANK"),
+        world_size=world_size,
+        local_rank=_number(known, "LOCAL_RANK"),
+        local_world_size=_number(known, "LOCAL_WORLD_SIZE"),
+        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_port(environ),
+        restart_count=_number({"TORCHELASTIC_RESTART_COUNT": "0", **environ}, "TORCHELASTIC_RESTART_COUNT"),
+        launcher="torchrun",
+    )
+
+
+def _started_by_srun(environ: Mapping[str, str]) -> bool:
+    """A shell inside of an allocation has most of srun's variables too; only a step of its own tells them apart."""
+    if "SLURM_PROCID" not in environ or "SLURM_NTASKS" not in environ:
+        return False
+    step = environ.get("SLURM_STEP_ID")
+    if step is None:
+        return environ.get("ENVIRONMENT") != "BATCH"
+    return not step.isdigit() or int(step) < _SRUN_SPECIAL_STEPS
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch:
+    world_size = _number(environ, "SLURM_NTASKS")
+    address = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_JOB_NODELIST", ""))
+    return Launch(
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number({"SLURM_LOCALID": "0", **environ} if world_size == 1 else environ, "SLURM_LOCALID"),
+        local_world_size=_slurm_tasks_per_node(environ, world_size),
+        master_addr=address or _missing("SLURM_JOB_NODELIST"),
+        master_port=_port(environ, 20000 + _number({"SLURM_JOB_ID": "0", **environ}, "SLURM_JOB_ID") % 20000),
+        restart_count=_number({"SLURM_RESTART_COUNT": "0", **environ}, "SLURM_RESTART_COUNT"),
+        launcher="slurm",
+    )
+
+
+def _slurm_tasks_per_node(environ: Mapping[str, str], world_size: int) -> int:
+    if environ.get("SLURM_NTASKS_PER_NODE"):
+        return min(_number(environ, "SLURM_NTASKS_PER_NODE"), world_size)
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    leading = re.match(r"\d+", counts)
+    if leading:
+        return int(leading[0])
+    return 1 if world_size == 1 else _missing("SLURM_NTASKS_PER_NODE")
+
+
+def _first_host(node_list: str) -> str:
+    """`node[003-010,012]-ib,other5` -> `node003-ib`."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", node_list).partition(",")[0]
+
+
+def _openmpi(environ: Mapping[str, str]) -> Launch:
+    world_size = _number(environ, "OMPI_COMM_WORLD_SIZE")
+    local_world_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if world_size != local_world_size and "MASTER_ADDR" not in environ:
+        raise LaunchProblem(
+            f"mpirun started {world_size} ranks on several hosts, but MASTER_ADDR is not set",
+            "export MASTER_ADDR, the name of the host of rank 0, with mpirun -x MASTER_ADDR",
+        )
+    return Launch(
+        rank=_number(environ, "OMPI_COMM_WORLD_RANK"),
+        world_size=world_size,
+        local_rank=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=local_world_size,
+        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_port(environ),
+        launcher="openmpi",
+    )
+
+
+def _agree(launch: Launch, slurm: Launch) -> None:
+    for variable, ours, theirs, name in (
+        ("RANK", launch.rank, slurm.rank, "SLURM_PROCID"),
+        ("WORLD_SIZE", launch.world_size, slurm.world_size, "SLURM_NTASKS"),
+        ("LOCAL_RANK", launch.local_rank, slurm.local_rank, "SLURM_LOCALID"),
+    ):
+        if ours != theirs:
+            raise LaunchProblem(
+                f"two launchers contradict each other: {variable}={ours}, but {name}={theirs}",
+                f"unset {variable}, or start torchrun instead of setting its variables",
+            )
+
+
+def _checked(launch: Launch) -> Launch:
+    if not 0 <= launch.rank < launch.world_size:
+        raise LaunchProblem(f"rank {launch.rank} does not exist in a world of {launch.world_size} ranks")
+    if not 0 <= launch.local_rank < launch.local_world_size:
+        raise LaunchProblem(
+            f"local rank {launch.local_rank} does not exist on a host with {launch.local_world_size} ranks"
+        )
+    if launch.local_world_size > launch.world_size:
+        raise LaunchProblem(
+            f"{launch.local_world_size} ranks on a host are more than the {launch.world_size} of the world"
+        )
+    return launch
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        _missing(name)
+    try:
+        return int(str(text))
+    except ValueError:
+        raise LaunchProblem(f"the environment variable {name} is {text!r}, which is not a whole number") from None
+
+
+def _port(environ: Mapping[str, str], otherwise: int = 29500) -> int:
+    return _number({"MASTER_PORT": str(otherwise), **environ}, "MASTER_PORT")
+
+
+def _missing(name: str) -> NoReturn:
+    raise LaunchProblem(
+        f"the launcher did not set the environment variable {name}", "start with torchrun, srun, mpirun or plain python"
+    )

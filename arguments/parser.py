@@ -1,0 +1,160 @@
+"""From words to settings: what was given, in layers that win over each other, becomes one value per flag."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from typing import Literal
+
+from arguments.deprecated import Replaced, replace
+from arguments.errors import Problem
+from arguments.flag import Flag
+from arguments.flags import Registry, normal
+from arguments.values import BadValue, cut, is_list, is_optional, parse, words_of
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One flag as somebody wrote it."""
+
+    option: str
+    """With its dashes: `--num-layers`."""
+    words: tuple[str, ...] | None
+    """The words after it; None: taken back (null in a file)."""
+    origin: str
+    """Where it was written: `command line`, `recipe.yaml:12`."""
+    state: Literal["words", "one text", "unusable"] = "words"
+    """one text: of a file, so that a list still has to be cut at its blanks; unusable: its problem is reported."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag's value and where it came from."""
+
+    value: object
+    origin: str
+
+
+@dataclass
+class Settings:
+    """What all layers together say."""
+
+    registry: Registry
+    values: dict[str, Setting] = field(default_factory=dict)
+    """By flag name; only flags that were given."""
+    failed: set[str] = field(default_factory=set)
+    """Flags that were given something unusable. Rules about them are not tried."""
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def setting(self, name: str) -> Setting:
+        """The value in force."""
+        return self.values.get(name, Setting(self.registry.flags[name].default, "default"))
+
+    def known(self, name: str) -> bool:
+        """Does the flag have a usable value?"""
+        return name not in self.failed and (name in self.values or not self.registry.flags[name].required)
+
+
+def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
+    """The command line as flags with their words. A word that begins with two dashes is a flag."""
+    found: list[Given] = []
+    problems: list[Problem] = []
+    for word in words:
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            found.append(Given(option, (value,) if equals else (), COMMAND_LINE))
+        elif found:
+            last = found[-1]
+            found[-1] = Given(last.option, (*(last.words or ()), word), last.origin)
+        else:
+            problems.append(Problem(what=f"{word!r} stands before any flag", remedy="begin flags with two dashes"))
+    return found, problems
+
+
+def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
+    """Every layer's flags; later layers win over earlier ones in silence, within a layer a change is noted."""
+    settings = Settings(registry)
+    for layer in layers:
+        in_this_layer: dict[str, Setting] = {}
+        for given in layer:
+            for plain in _replaced(given, settings):
+                _take(plain, settings, in_this_layer)
+        settings.values |= in_this_layer
+    return settings
+
+
+def _replaced(given: Given, settings: Settings) -> list[Given]:
+    """Old names in today's words."""
+    if given.words is None:
+        return [given]
+    try:
+        replaced = replace(normal(given.option), given.words)
+    except BadValue as problem:
+        settings.problems.append(Problem(what=f"{given.option} {problem}", given=(_row(given),)))
+        return []
+    if replaced is None:
+        return [given]
+    assert isinstance(replaced, Replaced)
+    settings.notes.append(f"{given.option} ({given.origin}): {replaced.note}")
+    return [changed(given, option=option, words=words) for option, words in replaced.flags]
+
+
+def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
+    found = settings.registry.find(given.option)
+    if found is None:
+        unknown = unknown_flag(given.option, settings.registry)
+        settings.problems.append(changed(unknown, what=f"{unknown.what} ({given.origin})"))
+        return
+    flag, switched_on = found
+    if given.state == "unusable":
+        settings.failed.add(flag.name)
+        return
+    try:
+        value = _value(flag, switched_on, given)
+    except BadValue as problem:
+        shown = " ".join((given.option, *(given.words or ())))
+        remedy = flag.declaration.note if flag.declaration.status == "refused" else ""
+        settings.problems.append(Problem(what=f"{shown} {problem}", remedy=remedy, given=(_row(given),)))
+        settings.failed.add(flag.name)
+        return
+    before = layer.get(flag.name)
+    if before and before.value != value:
+        settings.notes.append(
+            f"{flag.option} is given twice: {_shown(flag, before.value)} ({before.origin}), then "
+            f"{_shown(flag, value)} ({given.origin}); the last one wins"
+        )
+    layer[flag.name] = Setting(value, given.origin)
+
+
+def _value(flag: Flag, switched_on: bool, given: Given) -> object:
+    if given.words is None:
+        if not is_optional(flag.type):
+            raise BadValue(f"cannot be null; leave it out for its default {_shown(flag, flag.default)}")
+        return None
+    if flag.is_switch:
+        if len(given.words) > 1:
+            raise BadValue("takes no value")
+        return (parse(bool, given.words) if given.words else True) is switched_on
+    if not given.words and not is_list(flag.type):
+        raise BadValue("needs a value")
+    if given.state == "one text" and is_list(flag.type):
+        return parse(flag.type, cut(given.words[0]))
+    return parse(flag.type, given.words)
+
+
+def unknown_flag(option: str, registry: Registry) -> Problem:
+    """That an option is not known, with the three nearest that are."""
+    near = difflib.get_close_matches(normal(option), registry.spellings, n=3, cutoff=0.5)
+    remedy = f"did you mean {' or '.join(near)}?" if near else "--find WORD searches the flags"
+    return Problem(what=f"{option} is not a flag", remedy=remedy)
+
+
+def _row(given: Given) -> tuple[str, str, str]:
+    return given.option, " ".join(given.words or ()), given.origin
+
+
+def _shown(flag: Flag, value: object) -> str:
+    return "nothing" if value is None else " ".join(words_of(flag.type, value))

@@ -1,0 +1,140 @@
+"""From the words of a command line to a checked RunPlan. The door of this package."""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arguments import explain
+from arguments.checks.run import broken_rules, flags_without_effect, ignored_flags, missing_flags, unavailable_flags
+from arguments.errors import Finished, FlagErrors, Problem
+from arguments.export import yaml_text
+from arguments.files import find_recipe, read_file, recipe_names
+from arguments.flags import Flags, Registry
+from arguments.launch import LaunchProblem, allocation_note, launch_of
+from arguments.parser import Given, Settings, settle, split
+from arguments.resolve import needed_environment, run_plan, tokenizer_spec
+from megatron_moe.specs.parallel import Launch
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import TokenizerSpec
+
+VocabSizeOf = Callable[[TokenizerSpec], int]
+
+
+def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: VocabSizeOf | None = None) -> RunPlan:
+    """The plan that a command line asks for.
+
+    Args:
+        argv: the words behind the program's name.
+        environ: the environment: who started this process, and the variables that files name.
+        vocab_size_of: how to ask a tokenizer for its vocabulary size; only called when `--vocab-size` is not given.
+
+    Raises:
+        FlagErrors: everything that is wrong with it, at once.
+        Finished: it asked for a text (`--help`, `--find`, `--print-config`), which the exception carries.
+    """
+    registry = Registry.declared()
+    answer = explain.answer(argv, registry)
+    if answer is not None:
+        raise Finished(answer)
+    told = _told(argv, environ, registry)
+    if told.settings.setting("print_config").value:
+        _refuse(told.settings.problems)
+        raise Finished(yaml_text(told.settings, told.environment))
+    flags, launch = _checked(told, environ)
+    vocab_size = _vocab_size(flags, vocab_size_of)
+    return _plan(flags, launch, vocab_size, told, command_line=shlex.join(argv))
+
+
+@dataclass
+class _Told:
+    """What command line and files say together."""
+
+    settings: Settings
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
+    words, problems = split(argv)
+    start = [given for given in words if _is_start_flag(given, registry)]
+    paths, missing = _paths(settle(registry, [start]))
+    files = [read_file(path, registry, environ) for path in paths]
+    settings = settle(registry, [*(file.flags for file in files), words])
+    for file in files:
+        problems += file.problems
+    settings.problems[:0] = [*problems, *missing]
+    environment = {name: value for file in files for name, value in file.environment.items()}
+    return _Told(settings, environment)
+
+
+def _is_start_flag(given: Given, registry: Registry) -> bool:
+    found = registry.find(given.option)
+    return found is not None and found[0].group == "start"
+
+
+def _paths(start: Settings) -> tuple[list[Path], list[Problem]]:
+    """The files to read, the recipe first."""
+    paths: list[Path] = []
+    problems: list[Problem] = []
+    name = start.setting("recipe").value
+    if name is not None:
+        recipe = find_recipe(str(name))
+        if recipe:
+            paths.append(recipe)
+        else:
+            known = ", ".join(recipe_names()) or "none"
+            problems.append(Problem(what=f"there is no recipe {name!r}", remedy=f"choose one of: {known}"))
+    config = start.setting("config").value
+    assert isinstance(config, tuple)
+    return [*paths, *map(Path, config)], problems
+
+
+def _checked(told: _Told, environ: Mapping[str, str]) -> tuple[Flags, Launch]:
+    """The flags and the launch, or everything that is wrong with them."""
+    settings = told.settings
+    ignore = bool(settings.setting("allow_ignored_flags").value)
+    problems = list(settings.problems)
+    launch = Launch()
+    try:
+        launch = launch_of(environ)
+    except LaunchProblem as trouble:
+        problems.append(trouble.problem)
+    problems += missing_flags(settings)
+    problems += broken_rules(settings, launch)
+    problems += unavailable_flags(settings, ignore)
+    _refuse(problems)
+    note = allocation_note(environ)
+    settings.notes += [note] if note else []
+    settings.notes += flags_without_effect(settings)
+    values = {name: settings.setting(name).value for name in settings.registry.flags}
+    if ignore:
+        ignored = ignored_flags(settings)
+        settings.notes += ignored.values()
+        values |= {name: settings.registry.flags[name].default for name in ignored}
+    return Flags.of(values), launch
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise FlagErrors(problems)
+
+
+def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None) -> int:
+    if flags.data.vocab_size is not None:
+        return flags.data.vocab_size
+    if vocab_size_of is None:
+        raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
+    return vocab_size_of(tokenizer_spec(flags))
+
+
+def _plan(flags: Flags, launch: Launch, vocab_size: int, told: _Told, command_line: str) -> RunPlan:
+    environment = needed_environment(flags) | told.environment
+    return run_plan(
+        flags,
+        launch,
+        vocab_size,
+        environment=tuple(environment.items()),
+        command_line=command_line,
+        notes=tuple(told.settings.notes),
+        resolved_yaml=yaml_text(told.settings, told.environment, explain.derived(flags, launch, vocab_size)),
+    )

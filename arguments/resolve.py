@@ -1,0 +1,263 @@
+"""The only place where flags become specs."""
+
+from pathlib import Path
+from typing import Any
+
+from arguments import derive
+from arguments.flags import Flags
+from arguments.resolve_model import model_spec
+from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.run import KernelSpec, RunPlan
+from megatron_moe.specs.train import (
+    BatchSpec,
+    CheckpointSpec,
+    DataSpec,
+    LoggingSpec,
+    LoopSpec,
+    LRSpec,
+    OptimizerSpec,
+    TokenizerSpec,
+)
+
+_TOKENIZER_KINDS = (
+    ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
+    ("Llama2Tokenizer", "SentencePieceTokenizer"),
+)
+_DETERMINISTIC_CUBLAS = ":4096:8"
+
+
+def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
+    """The plan of checked flags. `provenance` are the plan's fields that say how it came about."""
+    parallel = parallel_spec(flags, launch)
+    batch = batch_spec(flags, parallel.dp)
+    loop = _loop(flags, batch)
+    return RunPlan(
+        model=model_spec(flags, vocab_size),
+        parallel=parallel,
+        precision=_precision(flags),
+        optimizer=_optimizer(flags),
+        lr=_lr(flags, batch, loop),
+        batch=batch,
+        data=_data(flags, vocab_size),
+        loop=loop,
+        checkpoint=_checkpoint(flags),
+        logging=_logging(flags),
+        kernels=_kernels(flags),
+        launch=launch,
+        device=flags.kernels.device,
+        **provenance,
+    )
+
+
+def needed_environment(flags: Flags) -> dict[str, str]:
+    """Environment variables without which a flag would not hold what it promises."""
+    return {"CUBLAS_WORKSPACE_CONFIG": _DETERMINISTIC_CUBLAS} if flags.precision.deterministic_mode else {}
+
+
+def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:
+    """Sizes of the grids."""
+    parallel, pipeline = flags.parallel, flags.pipeline
+    tp = parallel.tensor_model_parallel_size
+    return ParallelSpec(
+        tp=tp,
+        pp=pipeline.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size or tp,
+        world_size=launch.world_size,
+        sequence_parallel=parallel.sequence_parallel and tp > 1,
+        virtual_stages=pipeline.num_virtual_stages_per_pipeline_rank or 1,
+        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        timeout_minutes=float(parallel.distributed_timeout_minutes),
+    )
+
+
+def batch_spec(flags: Flags, data_parallel_size: int) -> BatchSpec:
+    """Microbatch, global batch and its growth."""
+    training = flags.training
+    return BatchSpec(
+        micro=training.micro_batch_size,
+        global_size=derive.global_batch_size(training.global_batch_size, training.micro_batch_size, data_parallel_size),
+        rampup=training.rampup_batch_size,
+    )
+
+
+def tokenizer_spec(flags: Flags) -> TokenizerSpec:
+    """Which tokenizer."""
+    data = flags.data
+    assert data.tokenizer_type is not None
+    kind: Any = dict(_TOKENIZER_KINDS).get(data.tokenizer_type, data.tokenizer_type)
+    return TokenizerSpec(
+        kind=kind,
+        model=_path(data.tokenizer_model),
+        vocab_size=data.vocab_size,
+        tiktoken_pattern=data.tiktoken_pattern,
+        num_special_tokens=data.tiktoken_num_special_tokens,
+        special_tokens=data.tokenizer_special_tokens or (),
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
+
+
+def _precision(flags: Flags) -> PrecisionSpec:
+    precision = flags.precision
+    if precision.fp64:
+        return PrecisionSpec(params="fp64", grads="fp64", master="fp64", deterministic=precision.deterministic_mode)
+    return PrecisionSpec(
+        params="bf16" if precision.bf16 else "fp32",
+        grads="bf16" if precision.grad_reduce_in_bf16 else "fp32",
+        deterministic=precision.deterministic_mode,
+    )
+
+
+def _optimizer(flags: Flags) -> OptimizerSpec:
+    optimizer = flags.optimizer
+    return OptimizerSpec(
+        beta1=optimizer.adam_beta1,
+        beta2=optimizer.adam_beta2,
+        eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        decay_qk_norm=optimizer.apply_wd_to_qk_layernorm,
+        decoupled_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.decoupled_min_lr,
+    )
+
+
+def _lr(flags: Flags, batch: BatchSpec, loop: LoopSpec) -> LRSpec:
+    """Lengths in samples: those in iterations are multiplied by the global batch size."""
+    optimizer, size = flags.optimizer, batch.global_size
+    if flags.training.train_samples is not None:
+        length, wsd = flags.training.train_samples, optimizer.lr_wsd_decay_samples
+        decay, warmup = optimizer.lr_decay_samples, optimizer.lr_warmup_samples
+    else:
+        length, wsd = loop.train_iters * size, _times(optimizer.lr_wsd_decay_iters, size)
+        decay, warmup = _times(optimizer.lr_decay_iters, size), optimizer.lr_warmup_iters * size
+    decay = length if decay is None else decay
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = int(optimizer.lr_warmup_fraction * decay)
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    return LRSpec(
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        init_lr=optimizer.lr_warmup_init,
+        style=optimizer.lr_decay_style,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        wsd_style=optimizer.lr_wsd_decay_style,
+        wsd_decay_samples=wsd,
+        start_weight_decay=optimizer.weight_decay if start is None else start,
+        end_weight_decay=optimizer.weight_decay if end is None else end,
+        weight_decay_style=optimizer.weight_decay_incr_style,
+        weight_decay_samples=length,
+        override=optimizer.override_opt_param_scheduler,
+        use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
+    )
+
+
+def _times(iterations: int | None, size: int) -> int | None:
+    return None if iterations is None else iterations * size
+
+
+def _loop(flags: Flags, batch: BatchSpec) -> LoopSpec:
+    training = flags.training
+    train_iters = training.train_iters
+    if train_iters is None:
+        assert training.train_samples is not None
+        train_iters = batch.steps_for(training.train_samples)
+    minutes = training.exit_duration_in_mins
+    return LoopSpec(
+        train_iters=train_iters,
+        train_samples=training.train_samples,
+        eval_interval=training.eval_interval,
+        eval_iters=training.eval_iters,
+        exit_interval=training.exit_interval,
+        exit_duration_minutes=None if minutes is None else float(minutes),
+        seed=training.seed,
+        skip_train=training.skip_train,
+        per_token_loss=flags.model.calculate_per_token_loss,
+        check_nonfinite=flags.resilience.check_for_nan_in_loss_and_grad,
+        manual_gc=training.manual_gc,
+        manual_gc_interval=training.manual_gc_interval,
+    )
+
+
+def _data(flags: Flags, vocab_size: int) -> DataSpec:
+    data = flags.data
+    return DataSpec(
+        train=data.train_data_path,
+        valid=data.valid_data_path,
+        test=data.test_data_path,
+        blend=data.data_path,
+        split="969, 30, 1" if data.split is None else data.split,
+        mock=data.mock_data,
+        cache_dir=_path(data.data_cache_path),
+        seq_length=flags.model.seq_length,
+        seed=flags.training.seed,
+        tokenizer=tokenizer_spec(flags),
+        vocab_size=vocab_size,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        mmap=data.mmap_bin_files,
+        num_workers=data.num_workers,
+        multiple_validation_sets=data.multiple_validation_sets,
+        dataloader="cyclic" if data.dataloader_type == "cyclic" else "single",
+    )
+
+
+def _checkpoint(flags: Flags) -> CheckpointSpec:
+    checkpoint, moe = flags.checkpoint, flags.moe
+    run_dir = _path(flags.logging.run_dir)
+    return CheckpointSpec(
+        save=_path(checkpoint.save) or (run_dir / "checkpoints" if run_dir else None),
+        save_interval=checkpoint.save_interval,
+        load=checkpoint.load or None,
+        pretrained=checkpoint.pretrained_checkpoint,
+        ckpt_step=checkpoint.ckpt_step,
+        finetune=checkpoint.finetune,
+        load_optim=checkpoint.load_optim and not moe.moe_use_upcycling,
+        load_rng=checkpoint.load_rng and not moe.moe_use_upcycling,
+        save_optim=checkpoint.save_optim,
+        save_rng=checkpoint.save_rng,
+        exit_on_missing=checkpoint.exit_on_missing_checkpoint,
+        fresh=checkpoint.fresh,
+        keep_last=checkpoint.keep_last_checkpoints,
+        upcycle=moe.moe_use_upcycling,
+        upcycle_granularity=moe.moe_upcycling_granularity,
+    )
+
+
+def _logging(flags: Flags) -> LoggingSpec:
+    logging = flags.logging
+    run_dir = _path(logging.run_dir)
+    return LoggingSpec(
+        run_dir=run_dir,
+        log_interval=logging.log_interval,
+        style=logging.log_style,
+        progress_bar=logging.progress_bar,
+        tensorboard_dir=_path(logging.tensorboard_dir) or (run_dir / "tensorboard" if run_dir else None),
+        tensorboard_interval=logging.tensorboard_log_interval,
+        wandb_project=logging.wandb_project or "",
+        wandb_exp_name=logging.wandb_exp_name or "",
+        wandb_entity=logging.wandb_entity or "",
+        wandb_save_dir=_path(logging.wandb_save_dir) or (run_dir / "wandb" if run_dir else None),
+        log_throughput=logging.log_throughput,
+        log_params_norm=logging.log_params_norm,
+        log_num_zeros=logging.log_num_zeros_in_grad,
+        log_memory=logging.log_memory_to_tensorboard,
+        log_timers=logging.log_timers_to_tensorboard,
+        log_validation_ppl=logging.log_validation_ppl_to_tensorboard,
+        log_world_size=logging.log_world_size_to_tensorboard,
+        timing_level=logging.timing_log_level,
+        timing_option=logging.timing_log_option,
+        per_layer_moe=flags.moe.moe_per_layer_logging,
+        plots=logging.plots,
+    )
+
+
+def _kernels(flags: Flags) -> KernelSpec:
+    wishes = tuple((op, backend) for op, _, backend in (wish.partition("=") for wish in flags.kernels.kernel_per_op))
+    return KernelSpec(backend=flags.kernels.kernel_backend, per_op=wishes)

@@ -1,0 +1,274 @@
+"""From flags to the `ModelSpec`."""
+
+import math
+
+from arguments import derive
+from arguments.flags import Flags
+from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec, yarn_mscale
+from megatron_moe.specs.model import InitSpec, LayerSpec, ModelSpec, MTPSpec
+from megatron_moe.specs.moe import (
+    ActivationSpec,
+    CapacitySpec,
+    ExpertsSpec,
+    MLPSpec,
+    MoESpec,
+    RouterSpec,
+    SharedExpertsSpec,
+)
+
+
+def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
+    """The model of a true vocabulary size."""
+    model = flags.model
+    rotation = {"rope": "rope", "yarn": "rope"}
+    return ModelSpec(
+        hidden_size=model.hidden_size,
+        vocab_size=derive.padded_vocab_size(
+            vocab_size,
+            model.make_vocab_size_divisible_by,
+            flags.parallel.tensor_model_parallel_size,
+            model.padded_vocab_size,
+            model.pad_vocab_size,
+        ),
+        layers=_layers(flags),
+        norm=_norm(flags),
+        position_embedding=rotation.get(model.position_embedding_type, model.position_embedding_type),  # type: ignore[arg-type]
+        max_positions=model.max_position_embeddings,
+        tied_embeddings=not model.untie_embeddings_and_output_weights,
+        embedding_dropout=model.hidden_dropout,
+        mtp=_mtp(flags),
+        init=InitSpec(
+            std=model.init_method_std,
+            output_std=model.init_method_std / math.sqrt(2 * model.num_layers),
+            embedding_std=model.embedding_init_method_std,
+            method=model.init_method,
+        ),
+    )
+
+
+def _layers(flags: Flags) -> tuple[LayerSpec, ...]:
+    model, attention = flags.model, flags.attention
+    places = zip(
+        derive.moe_layers(model.num_layers, flags.moe.num_experts, flags.moe.moe_layer_freq),
+        derive.windowed_layers(model.num_layers, attention.window_size, attention.window_attn_skip_freq),
+        derive.rotated_layers(model.num_layers, model.no_rope_freq),
+        strict=True,
+    )
+    return tuple(
+        LayerSpec(
+            mixer=_mixer(flags, windowed, rotated),
+            feed_forward=moe_spec(flags) if is_moe else _dense(flags),
+            norm=_norm(flags),
+            hidden_dropout=model.hidden_dropout,
+        )
+        for is_moe, windowed, rotated in places
+    )
+
+
+def _norm(flags: Flags) -> NormSpec:
+    model = flags.model
+    return NormSpec(kind=model.normalization, eps=model.norm_epsilon, zero_centered=model.apply_layernorm_1p)
+
+
+def _mtp(flags: Flags) -> MTPSpec | None:
+    model = flags.model
+    if not model.mtp_num_layers:
+        return None
+    return MTPSpec(
+        num_layers=model.mtp_num_layers,
+        loss_scaling_factor=model.mtp_loss_scaling_factor,
+        repeated_layer=model.mtp_use_repeated_layer,
+        detach_heads=model.mtp_detach_heads,
+    )
+
+
+def _mixer(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec | MLASpec:
+    return _mla(flags, windowed) if flags.attention.multi_latent_attention else _attention(flags, windowed, rotated)
+
+
+def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionSpec:
+    attention = flags.attention
+    return CoreAttentionSpec(
+        softmax_scale=scale,
+        window=attention.window_size if windowed else None,
+        sinks=attention.softmax_type == "learnable",
+        off_by_one=attention.softmax_type == "off-by-one",
+        dropout=attention.attention_dropout,
+    )
+
+
+def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec:
+    model, attention = flags.model, flags.attention
+    head_dim = derive.head_dim(attention.kv_channels, model.hidden_size, attention.num_attention_heads)
+    rotates = rotated and model.position_embedding_type in ("rope", "yarn")
+    scope = {"head": "per_head", "all-heads": "full"}[attention.qk_layernorm_over]
+    return AttentionSpec(
+        hidden_size=model.hidden_size,
+        num_heads=attention.num_attention_heads,
+        num_query_groups=attention.num_query_groups
+        if attention.group_query_attention
+        else attention.num_attention_heads,
+        head_dim=head_dim,
+        core=_core(flags, head_dim**-0.5, windowed),
+        rope=_rope(flags, head_dim) if rotates else None,
+        qk_norm=scope if attention.qk_layernorm else "none",  # type: ignore[arg-type]
+        norm=_norm(flags),
+        qkv_bias=model.add_bias_linear or attention.add_qkv_bias,
+        out_bias=model.add_bias_linear,
+        output_gate=attention.attention_output_gate,
+    )
+
+
+def _rope(flags: Flags, head_dim: int) -> RopeSpec:
+    """Rotation of grouped-query attention."""
+    model = flags.model
+    dim = int(head_dim * model.rotary_percent)
+    if model.position_embedding_type == "yarn":
+        return _yarn(flags, dim, model.rotary_interleaved, model.yarn_original_max_position_embeddings or 4096)
+    plain = {"dim": dim, "base": model.rotary_base, "interleaved": model.rotary_interleaved}
+    if model.use_rope_scaling:
+        return RopeSpec(
+            scaling="llama3", scaling_factor=model.rope_scaling_factor, original_max_positions=8192, **plain
+        )
+    stretch = model.rotary_seq_len_interpolation_factor
+    if stretch is not None and stretch != 1:
+        return RopeSpec(scaling="linear", scaling_factor=float(stretch), **plain)
+    return RopeSpec(**plain)
+
+
+def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int) -> RopeSpec:
+    model, attention = flags.model, flags.attention
+    return RopeSpec(
+        dim=dim,
+        base=model.rotary_base,
+        interleaved=interleaved,
+        scaling="yarn",
+        scaling_factor=attention.rotary_scaling_factor,
+        original_max_positions=original_max_positions,
+        beta_fast=32.0 if model.yarn_beta_fast is None else model.yarn_beta_fast,
+        beta_slow=1.0 if model.yarn_beta_slow is None else model.yarn_beta_slow,
+        mscale=attention.mscale,
+        mscale_all_dim=attention.mscale_all_dim,
+        truncate=model.yarn_correction_range_round_to_int,
+    )
+
+
+def _mla(flags: Flags, windowed: bool) -> MLASpec:
+    model, attention = flags.model, flags.attention
+    rope_dim = attention.qk_pos_emb_head_dim
+    gain = 1.0
+    if attention.rope_type == "rope":
+        rope = RopeSpec(dim=rope_dim, base=model.rotary_base, interleaved=True)
+    else:
+        rope = _yarn(flags, rope_dim, True, attention.original_max_position_embeddings)
+        gain = yarn_mscale(attention.rotary_scaling_factor, attention.mscale_all_dim)
+    return MLASpec(
+        hidden_size=model.hidden_size,
+        num_heads=attention.num_attention_heads,
+        q_lora_rank=attention.q_lora_rank,
+        kv_lora_rank=attention.kv_lora_rank,
+        qk_head_dim=attention.qk_head_dim,
+        qk_rope_dim=rope_dim,
+        v_head_dim=attention.v_head_dim,
+        core=_core(flags, gain * gain * (attention.qk_head_dim + rope_dim) ** -0.5, windowed),
+        rope=rope,
+        qk_norm=attention.qk_layernorm,
+        norm=_norm(flags),
+    )
+
+
+def _activation(flags: Flags) -> ActivationSpec:
+    model = flags.model
+    extras = {"clamp": model.activation_func_clamp_value, "linear_offset": model.glu_linear_offset}
+    if model.swiglu:
+        return ActivationSpec(kind="silu", gated=True, **extras)  # type: ignore[arg-type]
+    if model.quick_geglu:
+        return ActivationSpec(kind="quick_gelu", gated=True, **extras)  # type: ignore[arg-type]
+    if model.geglu:
+        return ActivationSpec(kind="gelu", gated=True, **extras)  # type: ignore[arg-type]
+    if model.squared_relu:
+        return ActivationSpec(kind="squared_relu")
+    return ActivationSpec(kind="gelu_tanh" if model.openai_gelu else "gelu")
+
+
+def _dense(flags: Flags) -> MLPSpec:
+    model = flags.model
+    return MLPSpec(
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=derive.ffn_hidden_size(model.ffn_hidden_size, model.hidden_size, model.swiglu),
+        activation=_activation(flags),
+        bias=model.add_bias_linear,
+    )
+
+
+def moe_spec(flags: Flags) -> MoESpec:
+    """A layer with experts."""
+    moe = flags.moe
+    capacity = None
+    if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
+        capacity = CapacitySpec(
+            factor=moe.moe_expert_capacity_factor,
+            policy=moe.moe_token_drop_policy,
+            pad=moe.moe_pad_expert_input_to_capacity,
+        )
+    return MoESpec(
+        router=_router(flags),
+        experts=_experts(flags),
+        capacity=capacity,
+        shared=_shared(flags),
+        latent_size=moe.moe_latent_size,
+        dispatcher="local",
+    )
+
+
+def _router(flags: Flags) -> RouterSpec:
+    moe = flags.moe
+    assert moe.num_experts
+    return RouterSpec(
+        hidden_size=flags.model.hidden_size,
+        num_experts=moe.num_experts,
+        topk=moe.moe_router_topk,
+        score_function=moe.moe_router_score_function,
+        pre_softmax=moe.moe_router_pre_softmax,
+        num_groups=moe.moe_router_num_groups,
+        group_topk=moe.moe_router_group_topk,
+        scaling_factor=moe.moe_router_topk_scaling_factor or None,
+        expert_bias=moe.moe_router_enable_expert_bias,
+        bias_update_rate=moe.moe_router_bias_update_rate,
+        balancing=moe.moe_router_load_balancing_type,
+        aux_loss_coeffs=moe.moe_aux_loss_coeff,
+        z_loss_coeff=moe.moe_z_loss_coeff,
+        input_jitter_eps=moe.moe_input_jitter_eps,
+        dtype=moe.moe_router_dtype,
+        force_balancing=moe.moe_router_force_load_balancing,
+        force_biased=moe.moe_router_force_biased,
+        linear_bias=flags.model.add_bias_linear,
+        quantile_ema=moe.moe_router_quantile_balancing_ema,
+    )
+
+
+def _experts(flags: Flags) -> ExpertsSpec:
+    model, moe = flags.model, flags.moe
+    assert moe.num_experts
+    dense_width = derive.ffn_hidden_size(model.ffn_hidden_size, model.hidden_size, model.swiglu)
+    return ExpertsSpec(
+        num_experts=moe.num_experts,
+        hidden_size=moe.moe_latent_size or model.hidden_size,
+        ffn_hidden_size=moe.moe_ffn_hidden_size or dense_width,
+        activation=_activation(flags),
+        bias=model.add_bias_linear,
+        grouped=moe.moe_grouped_gemm,
+        probs_on_input=moe.moe_apply_probs_on_input,
+    )
+
+
+def _shared(flags: Flags) -> SharedExpertsSpec | None:
+    moe = flags.moe
+    if not moe.moe_shared_expert_intermediate_size:
+        return None
+    mlp = MLPSpec(
+        hidden_size=flags.model.hidden_size,
+        ffn_hidden_size=moe.moe_shared_expert_intermediate_size,
+        activation=_activation(flags),
+    )
+    return SharedExpertsSpec(mlp=mlp, gate=moe.moe_shared_expert_gate)

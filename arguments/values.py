@@ -1,0 +1,210 @@
+"""The text of a flag's value into the value that its annotation promises, and back. Nothing is ever evaluated."""
+
+import ast
+import math
+import shlex
+import types
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Literal, Union, get_args, get_origin
+
+LayerPattern = int | tuple[int, ...]
+"""Every n-th layer, or one number per layer, written as an expression: `([0]*3+[1]*58)`."""
+
+_LONGEST_EXPRESSION = 1000
+_LONGEST_PATTERN = 10_000
+_TRUE = ("true", "yes", "on")
+_FALSE = ("false", "no", "off")
+
+
+class BadValue(ValueError):
+    """A text that is not a value of the wanted type. The message completes "--flag TEXT ..."."""
+
+
+def strip_quotes(text: str) -> str:
+    """Without one level of matching quotes: shells and YAML inside of each other leave them."""
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return text
+
+
+def parse(annotation: Any, texts: Sequence[str]) -> Any:
+    """The value of `texts`, the words given to a flag.
+
+    Raises:
+        BadValue: they are no value of that type.
+    """
+    kind = _without_none(annotation)
+    words = [strip_quotes(text) for text in texts]
+    if kind == LayerPattern:
+        return layer_pattern(_single(words))
+    if get_origin(kind) is tuple:
+        return _tuple(get_args(kind), words)
+    return _scalar(kind, _single(words))
+
+
+def cut(text: str) -> list[str]:
+    """The words of a text, as a shell would cut them.
+
+    Raises:
+        BadValue: a quote is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise BadValue("has a quote that is not closed") from None
+
+
+def words_of(annotation: Any, value: object) -> list[str]:
+    """The words that `parse` reads as `value`."""
+    if isinstance(value, tuple):
+        return [_pattern_text(value)] if _without_none(annotation) == LayerPattern else [_word(item) for item in value]
+    return [_word(value)]
+
+
+def _word(value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f'"{text}"' if strip_quotes(text) != text else text
+
+
+def _pattern_text(pattern: tuple[int, ...]) -> str:
+    """A sum of repeated lists: `([0]*3+[1]*58)`."""
+    runs = [f"[{entry}]*{len(list(same))}" for entry, same in groupby(pattern)]
+    return "(" + "+".join(runs) + ")" if runs else "[]"
+
+
+def describe(annotation: Any) -> str:
+    """The type for people: `int`, `a | b | c`, `float ...`, `layer pattern`."""
+    kind = _without_none(annotation)
+    if kind is bool:
+        return "switch"
+    if kind == LayerPattern:
+        return "layer pattern"
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        return f"{describe(items[0])} ..." if items[-1] is Ellipsis else " ".join(describe(item) for item in items)
+    if get_origin(kind) is Literal:
+        return " | ".join(str(choice) for choice in get_args(kind))
+    return "text" if kind is str else str(kind.__name__)
+
+
+def is_optional(annotation: Any) -> bool:
+    """May the value be None, that is: not set?"""
+    return types.NoneType in get_args(annotation)
+
+
+def is_list(annotation: Any) -> bool:
+    """Does the flag take several words?"""
+    kind = _without_none(annotation)
+    return get_origin(kind) is tuple and kind != LayerPattern
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation
+    return Union[tuple(member for member in get_args(annotation) if member is not types.NoneType)]  # noqa: UP007
+
+
+def _single(words: Sequence[str]) -> str:
+    if len(words) != 1:
+        raise BadValue(f"takes one value, not {len(words)}")
+    return words[0]
+
+
+def _tuple(items: tuple[Any, ...], words: Sequence[str]) -> tuple[Any, ...]:
+    if items[-1] is Ellipsis:
+        if items[0] is not str:
+            words = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
+        return tuple(_scalar(items[0], strip_quotes(word)) for word in words)
+    parts = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
+    if len(parts) != len(items):
+        raise BadValue(f"takes {len(items)} values, not {len(parts)}")
+    return tuple(_scalar(item, part) for item, part in zip(items, parts, strict=True))
+
+
+def _scalar(kind: Any, word: str) -> Any:
+    if get_origin(kind) is Literal:
+        return _choice(get_args(kind), word)
+    if kind is bool:
+        return _switch(word)
+    if kind is str:
+        return word
+    return _number(kind, word)
+
+
+def _choice(choices: tuple[Any, ...], word: str) -> Any:
+    for choice in choices:
+        if str(choice) == word:
+            return choice
+    raise BadValue(f"is none of {', '.join(str(choice) for choice in choices)}")
+
+
+def _switch(word: str) -> bool:
+    if word.lower() in _TRUE:
+        return True
+    if word.lower() in _FALSE:
+        return False
+    raise BadValue("takes no value, or true or false")
+
+
+def _number(kind: type, word: str) -> int | float:
+    try:
+        value = kind(word)
+    except ValueError:
+        raise BadValue("is not a whole number" if kind is int else "is not a number") from None
+    if not math.isfinite(value):
+        raise BadValue("is not a finite number")
+    return value
+
+
+def layer_pattern(expression: str) -> LayerPattern:
+    """A number, or a list made of digits, lists, `+`, `*` and parentheses.
+
+    Raises:
+        BadValue: anything else, or a list longer than any model is deep.
+    """
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise BadValue(f"is longer than {_LONGEST_EXPRESSION} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        value = _calculate(tree.body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        if isinstance(problem, BadValue):
+            raise
+        raise BadValue("is no pattern of layers such as 2 or ([0]*3+[1]*58)") from None
+    return value if isinstance(value, int) else tuple(value)
+
+
+def _calculate(node: ast.expr) -> int | list[int]:
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool) and value <= _LONGEST_PATTERN:
+            return value
+        case ast.List(elts=entries):
+            return _flat([_calculate(entry) for entry in entries])
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
+            return _combined(_calculate(left), operator, _calculate(right))
+    raise BadValue("may hold only whole numbers, lists, +, * and parentheses")
+
+
+def _flat(entries: list[int | list[int]]) -> list[int]:
+    if not all(isinstance(entry, int) for entry in entries):
+        raise BadValue("has a list inside of a list")
+    return [entry for entry in entries if isinstance(entry, int)]
+
+
+def _combined(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:
+    result: int | list[int]
+    match left, operator, right:
+        case int(), ast.Add(), int():
+            result = left + right
+        case int(), ast.Mult(), int():
+            result = left * right
+        case list(), ast.Add(), list():
+            result = left + right
+        case (list() as entries, ast.Mult(), int() as times) | (int() as times, ast.Mult(), list() as entries):
+            result = entries * min(times, _LONGEST_PATTERN)
+        case _:
+            raise BadValue("adds or multiplies what does not fit: lists add to lists and repeat by numbers")
+    if (result if isinstance(result, int) else len(result)) > _LONGEST_PATTERN:
+        raise BadValue(f"goes beyond {_LONGEST_PATTERN}")
+    return result
