@@ -70,7 +70,7 @@ class Attention(nn.Module):
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
         spec = self.spec
-        q_SBND, gate_SBA, k_SBGD, v_SBGD = self._project(hidden_SBH)
+        q_SBND, gate_SBND, k_SBGD, v_SBGD = self._project(hidden_SBH)
         if spec.qk_norm != "none":
             q_SBND = self._norm(self.q_layernorm, q_SBND)
             k_SBGD = self._norm(self.k_layernorm, k_SBGD)
@@ -79,19 +79,18 @@ class Attention(nn.Module):
         context_SBND = self.kernels.attention(
             q_SBND, k_SBGD, v_SBGD, spec.core, self.sinks, meta.segments_BS, meta.key(self.site)
         )
-        context_SBA = context_SBND.flatten(2)
-        if gate_SBA is not None:
-            wide = internal_dtype(context_SBA.dtype)
-            context_SBA = (context_SBA.to(wide) * torch.sigmoid(gate_SBA.to(wide))).to(context_SBA.dtype)
-        return self.linear_proj(context_SBA)
+        if gate_SBND is not None:
+            wide = internal_dtype(context_SBND.dtype)
+            context_SBND = (context_SBND.to(wide) * torch.sigmoid(gate_SBND.to(wide))).to(context_SBND.dtype)
+        return self.linear_proj(context_SBND.flatten(2))
 
     def _project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """q [S, B, N, D], gate [S, B, N * D] or None, k and v [S, B, G, D]"""
+        """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
         spec = self.spec
-        mixed_SBGR = self.linear_qkv(hidden_SBH).unflatten(-1, (spec.num_query_groups, -1))
-        q_SBGR, *gate, k_SBGD, v_SBGD = mixed_SBGR.split(self.group_rows, dim=-1)
-        q_SBND = q_SBGR.flatten(2).unflatten(-1, (spec.num_heads, spec.head_dim))
-        return q_SBND, gate[0].flatten(2) if gate else None, k_SBGD, v_SBGD
+        rows_of_groups = self.linear_qkv(hidden_SBH).unflatten(-1, (spec.num_query_groups, -1))
+        *of_q, k_SBGD, v_SBGD = rows_of_groups.split(self.group_rows, dim=-1)
+        q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (spec.num_heads, spec.head_dim)) for x in of_q)
+        return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm, x_SBND: Tensor) -> Tensor:
         if self.spec.qk_norm == "per_head":

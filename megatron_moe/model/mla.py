@@ -65,6 +65,6 @@ class MLA(nn.Module):
         spec = self.spec
         latent, turned = self.linear_kv_down_proj(hidden_SBH).split((spec.kv_lora_rank, spec.qk_rope_dim), dim=-1)
         turned_SB1D = rotate(self.kernels, turned[:, :, None], spec.rope, meta)
-        kv_SBNC = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (spec.num_heads, -1))
-        nope_SBND, v_SBNE = kv_SBNC.split((spec.qk_head_dim, spec.v_head_dim), dim=-1)
+        kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (spec.num_heads, -1))
+        nope_SBND, v_SBNE = kv.split((spec.qk_head_dim, spec.v_head_dim), dim=-1)
         return torch.cat([nope_SBND, turned_SB1D.expand(-1, -1, spec.num_heads, -1)], dim=-1), v_SBNE
