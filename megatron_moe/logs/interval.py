@@ -75,6 +75,7 @@ class Interval:
             consumed_tokens=consumed_samples * self.seq_length,
             batch_size=last.num_samples,
             tokens_per_step=last.num_samples * self.seq_length,
+            num_steps=len(readings),
             step_seconds=sum(reading.seconds for reading in readings) / len(readings),
             learning_rate=last.learning_rate,
             losses={"lm loss": sum(applied) / len(applied) if applied else last.loss},

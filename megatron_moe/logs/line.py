@@ -28,6 +28,8 @@ class StepReport:
     batch_size: int
     """Sequences per step over all ranks."""
     tokens_per_step: int
+    num_steps: int = 1
+    """Steps that this report covers."""
     step_seconds: float
     """Mean wall time of one step."""
     learning_rate: float

@@ -27,7 +27,7 @@ from megatron_moe.logs.run_folder import prepare_run_folder, write_provenance
 from megatron_moe.logs.sinks import Entry, Guard, JsonLines, LogFile, Sink, TensorBoard, WandB
 from megatron_moe.logs.tags import layer_tags, step_record, step_tags, validation_record, validation_tags, wanted_tags
 from megatron_moe.logs.tally import Metric
-from megatron_moe.logs.timers import timer_lines
+from megatron_moe.logs.timers import Timers, timer_lines
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.count_flops import flops_per_step, peak_flops
 from megatron_moe.specs.exitcodes import EnvironmentProblem
@@ -72,6 +72,7 @@ class Reporter:
             world_size=context.group("world").size,
             peak_flops=_device_peak(plan, context),
         )
+        self.timers = Timers(self.spec.timing_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._tell)
         self._console: Console = make_console(
@@ -117,22 +118,15 @@ class Reporter:
             params_norm=params_norm,
         )
 
-    def step(self, report: StepReport, timings: Mapping[str, Sequence[float]] | None = None) -> None:
-        """Prints and records a report. `timings`: milliseconds per rank, from `Timers.take`."""
+    def step(self, report: StepReport) -> None:
+        """Prints and records a report. Every rank must call it: the timers are gathered."""
+        timings = self.timers.take(self.context, report.num_steps)
         if self.context.is_last:
             self.write(step_line(report, self.spec))
-            for line in timer_lines(timings or {}, self.spec.timing_option):
+            for line in timer_lines(timings, self.spec.timing_option):
                 self.write(line)
-            tags: dict[str, Any] = {**step_tags(report), **memory_tags(self.context.device)}
-            if self.spec.per_layer_moe:
-                tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
-            if report.iteration % self.spec.tensorboard_interval == 0:
-                # `observe` drew these for every step; the averages of the report stay in metrics.jsonl.
-                tags = {tag: value for tag, value in tags.items() if tag not in _EVERY_STEP}
-            record = {**step_record(report), **memory_tags(self.context.device)}
-            if timings:
-                record |= {f"timers/{name}": max(ranks) for name, ranks in timings.items()}
-            self._log(report.iteration, wanted_tags(tags, self.spec), record)
+            extra = memory_tags(self.context.device) | {f"{name}-time": max(ranks) for name, ranks in timings.items()}
+            self._log(report.iteration, self._shown(report, extra), {**step_record(report), **extra})
         if not self._has_reported and self.context.group("dp").rank == 0:
             self.write(memory_line(self.context.rank, report.iteration, self.context.device))
         self._has_reported = True
@@ -171,6 +165,16 @@ class Reporter:
             self._guard.run("plots", partial(draw_plots, self.spec.run_dir))
         if self._log_file is not None:
             self._guard.run("log.txt", self._log_file.close)
+
+    def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
+        """What dashboards get of a report."""
+        tags = wanted_tags({**step_tags(report), **extra}, self.spec)
+        if self.spec.per_layer_moe:
+            tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
+        if report.iteration % self.spec.tensorboard_interval == 0:
+            # `observe` drew these for the step itself; the averages of the report stay in metrics.jsonl.
+            tags = {tag: value for tag, value in tags.items() if tag not in _EVERY_STEP}
+        return tags
 
     def _log(self, iteration: int, tags: Mapping[str, float], record: dict[str, Any] | None = None) -> None:
         entry = Entry(iteration=iteration, samples=self._samples, tags=tags, record=record)

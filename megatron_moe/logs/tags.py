@@ -8,7 +8,7 @@ from megatron_moe.logs.tally import Figure, Metric
 from megatron_moe.specs.train import LoggingSpec
 
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
-TIMER_TAGS = ("iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu")
+THROUGHPUT_TAGS = ("throughput", "tokens-per-second-per-gpu", "mfu")
 _ONLY_BY_ITERATION = ("mem-", "moe/", "throughput", "tokens-per-second-per-gpu", "mfu", "skipped-train-samples")
 
 
@@ -57,9 +57,9 @@ def wanted_tags(tags: Mapping[str, float], spec: LoggingSpec) -> dict[str, float
     """The tags that a dashboard shows under the run's flags; metrics.jsonl keeps all."""
     hidden: set[str] = set()
     if not spec.log_timers:
-        hidden.update(TIMER_TAGS)
+        hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
     if not spec.log_throughput:
-        hidden.update(TIMER_TAGS[1:])
+        hidden.update(THROUGHPUT_TAGS)
     if not spec.log_world_size:
         hidden.add("world-size")
     if not spec.log_memory:

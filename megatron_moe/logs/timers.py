@@ -44,24 +44,27 @@ class Timers:
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
-        """Milliseconds per step of each span on every rank, and a new start. Waits for the marked spans.
+        """Seconds per step of each span, by rank, and a new start. Waits for the marked spans.
 
-        Gathers over "world", a few hundred bytes per rank; every rank must call it.
+        Gathers over "world", a few hundred bytes per rank, unless nothing is timed; every rank must call it.
         """
+        if self._level == 0:
+            return {}
         marks, self._marks = self._marks, []
         seconds, self._seconds = self._seconds, {}
         for name, start, end in marks:
             end.synchronize()
             seconds[name] = seconds.get(name, 0.0) + start.elapsed_time(end) / 1e3
-        ranks = gather_objects(seconds, context.group("world")) if self._level else [seconds]
+        ranks = gather_objects(seconds, context.group("world"))
         names = dict.fromkeys(name for rank in ranks for name in rank)
-        return {name: [rank.get(name, 0.0) * 1e3 / num_steps for rank in ranks] for name in names}
+        return {name: [rank.get(name, 0.0) / num_steps for rank in ranks] for name in names}
 
 
 def timer_lines(timings: Mapping[str, Sequence[float]], option: Option) -> list[str]:
-    """Megatron's timer lines from milliseconds per rank; none without timings."""
+    """Megatron's timer lines, in milliseconds, from seconds per rank; none without timings."""
     if not timings:
         return []
+    timings = {name: [seconds * 1e3 for seconds in ranks] for name, ranks in timings.items()}
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name, ranks in timings.items():

@@ -1,0 +1,67 @@
+"""Plots are drawn from the metrics alone."""
+
+import math
+import struct
+
+import pytest
+
+from megatron_moe.logs.metrics import encode, read_metrics
+from megatron_moe.logs.plots import draw_plots, latest_loads
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def write(folder, *records) -> None:
+    (folder / "metrics.jsonl").write_bytes(b"".join(map(encode, records)))
+
+
+def step(iteration: int, **more):
+    return {
+        "iteration": iteration,
+        "samples": 8 * iteration,
+        "tokens": 256 * iteration,
+        "lm loss": 9.0 / iteration,
+        **more,
+    }
+
+
+def test_both_plots_are_drawn_as_images(tmp_path):
+    load = {"moe/tokens_per_expert_layer_1": [4.0, 4.0], "moe/tokens_per_expert_layer_10": [8.0, 0.0]}
+    write(tmp_path, step(1), step(2, **load), {"iteration": 2, "samples": 16, "lm loss validation": 5.0})
+    assert draw_plots(tmp_path) == [tmp_path / "plots" / "loss.png", tmp_path / "plots" / "expert_load.png"]
+    assert all(path.read_bytes().startswith(PNG) for path in (tmp_path / "plots").iterdir())
+
+
+def test_a_dense_run_gets_a_loss_plot_alone(tmp_path):
+    write(tmp_path, step(1), step(2))
+    assert [path.name for path in draw_plots(tmp_path)] == ["loss.png"]
+
+
+@pytest.mark.parametrize("records", [[], [{"iteration": 1, "samples": 8, "lm loss validation": 2.0}]])
+def test_without_steps_nothing_is_drawn(tmp_path, records):
+    write(tmp_path, *records)
+    assert draw_plots(tmp_path) == []
+
+
+def test_losses_that_are_not_finite_and_experts_without_tokens_are_drawn(tmp_path):
+    write(tmp_path, step(1), step(2, **{"lm loss": math.nan, "moe/tokens_per_expert_layer_1": [0.0, 0.0]}))
+    assert len(draw_plots(tmp_path)) == 2
+
+
+def test_loads_are_those_of_the_last_report_by_layer_number(tmp_path):
+    write(
+        tmp_path,
+        step(1, **{"moe/tokens_per_expert_layer_2": [1.0, 1.0]}),
+        step(2, **{"moe/tokens_per_expert_layer_10": [3.0, 1.0], "moe/tokens_per_expert_layer_2": [2.0, 2.0]}),
+        step(3),
+    )
+    assert latest_loads(read_metrics(tmp_path / "metrics.jsonl")) == {2: [2, 2], 10: [3, 1]}
+
+
+def test_a_large_model_fits_on_a_page(tmp_path):
+    write(
+        tmp_path, step(1, **{f"moe/tokens_per_expert_layer_{i}": [float(e) for e in range(256)] for i in range(3, 61)})
+    )
+    draw_plots(tmp_path)
+    width, height = struct.unpack(">II", (tmp_path / "plots" / "expert_load.png").read_bytes()[16:24])
+    assert width < 2400 and height < 2400

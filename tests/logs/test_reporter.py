@@ -1,0 +1,295 @@
+"""The Reporter tells the right listeners the right things, and none of them can stop training."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_moe.logs.line import ValidationReport
+from megatron_moe.logs.metrics import read_metrics
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.logs.sinks import Entry
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.count_flops import flops_per_step
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import LoggingSpec
+from tests import tiny
+from tests.logs.reports import METRICS, Reading
+from tests.ranks import REPOSITORY, on_threads
+
+
+class Listener:
+    """Keeps what it is told."""
+
+    name = "listener"
+    rest_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.closed = False
+
+    def log(self, entry: Entry) -> None:
+        self.entries.append(entry)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Broken(Listener):
+    """Fails whatever it is asked."""
+
+    name = "broken"
+
+    def log(self, entry: Entry) -> None:
+        raise RuntimeError("quota exceeded")
+
+    def close(self) -> None:
+        raise RuntimeError("quota exceeded")
+
+
+def plan(logging: LoggingSpec, **changes):
+    return replace(tiny.plan(), logging=logging, **changes)
+
+
+def run(reporter: Reporter, iterations: range, consumed_samples: int = 0) -> None:
+    """What the training loop does with a reporter."""
+    reporter.begin(iteration=iterations.start - 1, consumed_samples=consumed_samples)
+    for iteration in iterations:
+        reporter.observe(Reading(iteration, loss=1.0 / iteration))
+        if reporter.due(iteration):
+            reporter.step(reporter.summary(METRICS))
+
+
+@pytest.fixture
+def context():
+    return ParallelContext.single()
+
+
+def test_a_run_leaves_its_folder(tmp_path, context):
+    folder = tmp_path / "runs" / "one"
+    spec = LoggingSpec(run_dir=folder, log_interval=2, style="short")
+    reporter = Reporter(plan(spec, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
+    reporter.note("hello")
+    run(reporter, range(1, 5))
+    reporter.validation(ValidationReport(iteration=4, consumed_samples=32, losses={"lm loss": 2.0}))
+    reporter.close()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "command.txt",
+        "environment.txt",
+        "log.txt",
+        "metrics.jsonl",
+        "plots",
+        "run.yaml",
+        "tensorboard",
+    ]
+    assert sorted(path.name for path in (folder / "plots").iterdir()) == ["expert_load.png", "loss.png"]
+    assert (folder / "run.yaml").read_text() == "lr: 0.1\n"
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record["iteration"] for record in records] == [1, 2, 4, 4]
+    assert records[2]["lm loss"] == (1 / 3 + 1 / 4) / 2
+    assert records[2]["samples"] == 32
+    assert records[3]["lm loss validation"] == 2
+    lines = (folder / "log.txt").read_text().splitlines()
+    assert lines[0] == "hello"
+    assert lines[1].startswith("  1/100   1% |")
+    assert lines[2].startswith("[Rank 0] (after 1 iterations) memory (MB) | ")
+    assert lines[-1] == "4 on validation set: lm loss 2.0000 (ppl 7.39)"
+
+
+def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    reporter = Reporter(plan(LoggingSpec(log_interval=1)), context)
+    run(reporter, range(1, 3))
+    reporter.close()
+    assert list(tmp_path.iterdir()) == []
+    assert "iteration        2/     100 | consumed samples:           16 |" in capsys.readouterr().out
+
+
+def test_reports_are_due_every_interval_and_at_both_ends_of_a_run(context):
+    reporter = Reporter(plan(LoggingSpec(log_interval=30)), context)
+    assert [iteration for iteration in range(1, 101) if reporter.due(iteration)] == [1, 30, 60, 90, 100]
+
+
+def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
+    listener = Listener()
+    reporter = Reporter(plan(LoggingSpec(log_interval=2)), context, sinks=[listener])
+    run(reporter, range(1, 5))
+    reporter.close()
+    steps = [each for each in listener.entries if each.record is None]
+    assert [each.tags["lm loss"] for each in steps] == [1.0, 1 / 2, 1 / 3, 1 / 4]
+    assert [each.samples for each in steps] == [8, 16, 24, 32]
+    (last,) = [each for each in listener.entries if each.record is not None and each.iteration == 4]
+    assert last.record["lm loss"] == (1 / 3 + 1 / 4) / 2
+    assert "lm loss" not in last.tags and last.tags["moe/max_violation"] == 0.3
+    assert listener.closed
+
+
+def test_dashboards_are_thinned_by_their_interval(context):
+    listener = Listener()
+    reporter = Reporter(plan(LoggingSpec(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
+    run(reporter, range(1, 5))
+    assert [each.iteration for each in listener.entries if each.record is None] == [2, 4]
+    (third,) = [each for each in listener.entries if each.iteration == 3]
+    assert "lm loss" in third.tags, "no single step was drawn at iteration 3, so the average is"
+
+
+def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
+    for wanted in (False, True):
+        listener = Listener()
+        reporter = Reporter(plan(LoggingSpec(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
+        run(reporter, range(1, 2))
+        report = listener.entries[-1]
+        assert ("moe/max_violation_layer_1" in report.tags) == wanted
+        assert "moe/tokens_per_expert_layer_1" not in report.tags
+        assert report.record["moe/tokens_per_expert_layer_1"] == [2.0, 6.0]
+
+
+def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsys):
+    listener = Listener()
+    reporter = Reporter(plan(LoggingSpec(log_interval=1)), context, sinks=[Broken(), listener])
+    run(reporter, range(1, 6))
+    reporter.close()
+    assert capsys.readouterr().err.count("telemetry: broken failed (RuntimeError: quota exceeded)") == 1
+    assert listener.closed and [each.iteration for each in listener.entries if each.record] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, capsys):
+    folder = tmp_path / "run"
+    reporter = Reporter(plan(LoggingSpec(run_dir=folder, log_interval=1)), context)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.write_text("a file where the folder was")
+    run(reporter, range(1, 4))
+    reporter.close()
+    err = capsys.readouterr().err
+    assert all(f"telemetry: {name} failed" in err for name in ("metrics.jsonl", "TensorBoard", "log.txt", "plots"))
+
+
+def test_a_closed_terminal_does_not_stop_training():
+    program = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from megatron_moe.logs.console import PlainConsole\n"
+        "from megatron_moe.logs.sinks import Guard\n"
+        "from functools import partial\n"
+        "guard, console = Guard(lambda text: print(text, file=sys.stderr)), PlainConsole()\n"
+        "sys.stdin.readline()\n"
+        "for _ in range(3): guard.run('console', partial(console.write, 'line'))\n"
+        "print('went on', file=sys.stderr)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    _, err = process.communicate("the reader has left\n", timeout=60)
+    assert process.returncode == 0, err
+    assert err.count("telemetry: console failed (BrokenPipeError") == 1
+    assert "went on" in err
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_before_training(tmp_path, context):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match=r"run folder .*file/run cannot be written: .*--run-dir"):
+        Reporter(plan(LoggingSpec(run_dir=tmp_path / "file" / "run")), context)
+
+
+def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):
+    with pytest.raises(EnvironmentProblem, match="--wandb-exp-name"):
+        Reporter(plan(LoggingSpec(wandb_project="moe")), context)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match="not installed; run: pip install wandb"):
+        Reporter(plan(LoggingSpec(wandb_project="moe", wandb_exp_name="one")), context)
+
+
+def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, context):
+    spec = LoggingSpec(run_dir=tmp_path, log_interval=1, plots=False)
+    first = Reporter(plan(spec, command_line="first"), context)
+    run(first, range(1, 6))
+    first.close()
+    second = Reporter(plan(spec, command_line="second"), context)
+    run(second, range(4, 7), consumed_samples=24)
+    second.close()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["samples"] for record in records] == [8, 16, 24, 32, 40, 48]
+    commands = (tmp_path / "command.txt").read_text().splitlines()
+    assert [line for line in commands if not line.startswith("#")] == ["first", "second"]
+
+
+def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context):
+    def losses(*parts: range) -> list:
+        listener = Listener()
+        for part in parts:
+            reporter = Reporter(plan(LoggingSpec(log_interval=3)), context, sinks=[listener])
+            run(reporter, part, consumed_samples=8 * (part.start - 1))
+        records = [each.record for each in listener.entries if each.record is not None]
+        return [(record["iteration"], record["samples"], record["lm loss"]) for record in records]
+
+    assert losses(range(1, 13)) == losses(range(1, 7), range(7, 13))
+
+
+def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
+    spec = plan(LoggingSpec())
+    reporter = Reporter(spec, context, sinks=[])
+    reporter.observe(Reading(1, num_samples=6))
+    assert reporter.summary({}).flops_per_step == flops_per_step(spec.model, 6, tiny.SEQ)
+
+
+def test_the_first_rank_notes_and_the_last_reports(tmp_path):
+    spec = plan(LoggingSpec(run_dir=tmp_path, log_interval=1, timing_level=1, plots=False))
+
+    def rank(context: ParallelContext) -> int:
+        listener = Listener()
+        reporter = Reporter(spec, context, sinks=[listener] if context.is_last else [])
+        reporter.note("from the first")
+        reporter.begin(iteration=0, consumed_samples=0)
+        with reporter.timers.span("forward-backward", level=1):
+            pass
+        reporter.observe(Reading(1))
+        reporter.step(reporter.summary(METRICS))
+        reporter.close()
+        return len(listener.entries)
+
+    assert on_threads(ParallelSpec(world_size=3), rank) == [0, 0, 2]
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert lines.count("from the first") == 1
+    assert sum("iteration        1/     100" in line for line in lines) == 1
+    assert sum(line.startswith("[Rank 0] (after 1 iterations) memory") for line in lines) == 1
+    assert lines.count("(min, max) time across ranks (ms):") == 1
+    assert any(line.startswith("    forward-backward ....") for line in lines)
+
+
+def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, context):
+    spec = plan(LoggingSpec(run_dir=tmp_path), resolved_yaml="moe:\n  num_experts: 8\nlr: 0.1\n")
+    reporter = Reporter(spec, context)
+    reporter.arguments()
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["lr", "num_experts"]
+
+
+def test_training_does_not_wait_for_a_report(context):
+    """What is observed must be host numbers already: a tensor would make the reporter wait for the device."""
+    reporter = Reporter(plan(LoggingSpec(log_interval=1)), context, sinks=[listener := Listener()])
+    run(reporter, range(1, 2))
+    values = [value for each in listener.entries for value in each.tags.values()]
+    assert values and not any(isinstance(value, torch.Tensor) for value in values)
+
+
+def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
+    program = (
+        "from megatron_moe.logs.sinks import Entry, TensorBoard\n"
+        "from pathlib import Path\n"
+        "TensorBoard(Path('tb'), 0).log(Entry(iteration=1, samples=1, tags={'lm loss': 1.0}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60)
+    assert done.returncode == 0

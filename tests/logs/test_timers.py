@@ -1,0 +1,85 @@
+"""Timers measure what they are asked for, across ranks, in Megatron's words."""
+
+import pytest
+import torch
+
+from megatron_moe.logs.timers import Timers, timer_lines
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.ranks import on_threads
+
+CPU = torch.device("cpu")
+TIMINGS = {"forward-backward": [0.1, 0.3], "optimizer": [0.01, 0.02]}
+
+
+class Clock:
+    """Each reading is one second after the one before."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr("time.perf_counter", Clock())
+
+
+def test_spans_add_up_and_are_divided_by_the_steps(clock):
+    timers = Timers(1, CPU)
+    for _ in range(4):
+        with timers.span("forward-backward", level=1):
+            pass
+    assert timers.take(ParallelContext.single(), num_steps=2) == {"forward-backward": [2.0]}
+    assert timers.take(ParallelContext.single(), num_steps=2) == {}
+
+
+def test_spans_above_the_level_of_the_run_are_not_timed(clock):
+    timers = Timers(1, CPU)
+    with timers.span("forward-compute", level=2), timers.span("forward-backward", level=1):
+        pass
+    assert timers.take(ParallelContext.single(), num_steps=1) == {"forward-backward": [1.0]}
+
+
+def test_a_span_that_fails_is_timed_and_fails(clock):
+    timers = Timers(1, CPU)
+    with pytest.raises(ValueError), timers.span("optimizer", level=1):
+        raise ValueError
+    assert timers.take(ParallelContext.single(), num_steps=1) == {"optimizer": [1.0]}
+
+
+def test_every_rank_learns_the_times_of_all_and_a_missing_span_is_zero(clock):
+    def rank(context: ParallelContext) -> dict:
+        timers = Timers(2, CPU)
+        if context.rank == 1:
+            with timers.span("send", level=2):
+                pass
+        return timers.take(context, num_steps=1)
+
+    results = on_threads(ParallelSpec(world_size=2), rank)
+    assert all(list(result) == ["send"] and result["send"][0] == 0.0 < result["send"][1] for result in results)
+
+
+def test_lines_are_megatrons():
+    assert timer_lines(TIMINGS, "minmax") == [
+        "(min, max) time across ranks (ms):",
+        "    forward-backward ...............................: (100.00, 300.00)",
+        "    optimizer ......................................: (10.00, 20.00)",
+    ]
+    assert timer_lines(TIMINGS, "max")[:2] == [
+        "max time across ranks (ms):",
+        "    forward-backward ...............................: 300.00",
+    ]
+    assert timer_lines(TIMINGS, "all")[:4] == [
+        "times across ranks (ms):",
+        "  forward-backward:",
+        "     rank  0: 100.00",
+        "     rank  1: 300.00",
+    ]
+
+
+def test_without_timings_there_are_no_lines():
+    assert timer_lines({}, "minmax") == []
