@@ -25,18 +25,16 @@ from typing import TypeVar, get_args, get_type_hints
 import numpy as np
 
 from megatron_moe.data.indexed import IndexedWriter, token_dtype
-from megatron_moe.data.textfiles import BadLine, Record, format_of, parse_record, read_records
+from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, ExitCode, RunError
+from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
 from megatron_moe.specs.train import TokenizerSpec
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_CHUNK_BYTES = 1 << 20
 _CHUNKS_AHEAD = 4
 """Chunks per worker that are read before their results are written."""
 _SHOWN_BAD_LINES = 20
-_BAR_REFRESH_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,10 @@ class Job:
 class Encoded:
     """A chunk of documents as ids."""
 
-    num_bytes: int = 0
+    num_bytes: int
+    """Of text, decompressed."""
+    file_bytes: int
+    """Of the input file, as it lies on disk."""
     documents: list[list[np.ndarray]] = field(default_factory=list)
     """For every document the ids of every key."""
     bad: list[str] = field(default_factory=list)
@@ -65,12 +66,12 @@ def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
     return load_tokenizer(spec)
 
 
-def encode(job: Job, chunk: Sequence[Record]) -> Encoded:
+def encode(job: Job, chunk: Chunk) -> Encoded:
     """Runs in a worker: parses and tokenizes the records of a chunk, in their order."""
     tokenizer = tokenizer_of(job.tokenizer)
     end = [tokenizer.eod] if job.append_eod else []
-    encoded = Encoded(num_bytes=sum(len(record.content) for record in chunk))
-    for record in chunk:
+    encoded = Encoded(num_bytes=sum(len(record.content) for record in chunk.records), file_bytes=chunk.file_bytes)
+    for record in chunk.records:
         try:
             texts = parse_record(record, job.keys)
         except BadLine as error:
@@ -79,20 +80,6 @@ def encode(job: Job, chunk: Sequence[Record]) -> Encoded:
         ids = [tokenizer.encode(text) for text in texts]
         encoded.documents.append([np.array(each + end if each else each, dtype=np.int32) for each in ids])
     return encoded
-
-
-def chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Runs of records of about a megabyte."""
-    chunk: list[Record] = []
-    size = 0
-    for record in records:
-        chunk.append(record)
-        size += len(record.content)
-        if size >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def map_in_order(
@@ -114,33 +101,37 @@ def map_in_order(
 class Progress:
     """Documents and bytes done, as a bar on a terminal and as lines elsewhere."""
 
-    def __init__(self, log_interval: int) -> None:
+    def __init__(self, log_interval: int, file_bytes: int) -> None:
         self.documents = self.tokens = self.empty = self.num_bytes = self.bad = 0
         self._interval = log_interval
         self._begin = time.perf_counter()
         self._next_line = log_interval
-        self._status = None
+        self._bar = None
         if sys.stderr.isatty():
             from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-            self._status = Console(stderr=True).status("reading", refresh_per_second=1 / _BAR_REFRESH_SECONDS)
-            self._status.start()
+            columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("reading", total=file_bytes)
+            self._bar.start()
 
     def __str__(self) -> str:
         seconds = max(time.perf_counter() - self._begin, 1e-9)
         rates = f"{self.documents / seconds:,.0f} docs/s, {self.num_bytes / 1e6 / seconds:.2f} MB/s"
         return f"{self.documents:,} documents, {self.tokens:,} tokens ({rates})"
 
-    def show(self) -> None:
-        if self._status is not None:
-            self._status.update(f"processed {self}")
+    def show(self, file_bytes: int) -> None:
+        """After another `file_bytes` of the input."""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=file_bytes, description=str(self))
         elif self.documents >= self._next_line:
             print(f"processed {self}", file=sys.stderr, flush=True)
             self._next_line = self.documents - self.documents % self._interval + self._interval
 
     def stop(self) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def write_documents(
@@ -163,40 +154,33 @@ def write_documents(
                     progress.tokens += len(ids)
             progress.documents += 1
         progress.num_bytes += encoded.num_bytes
-        progress.show()
+        progress.show(encoded.file_bytes)
 
 
 def preprocess(args: argparse.Namespace) -> Progress:
     """The whole work of the tool."""
-    model = args.tokenizer_model
     spec = TokenizerSpec(
         kind=args.tokenizer_type,
-        model=model,
+        model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,
         num_special_tokens=args.tiktoken_num_special_tokens,
     )
     job = Job(tokenizer=spec, keys=tuple(args.json_keys), append_eod=args.append_eod)
     dtype = token_dtype(tokenizer_of(spec).vocab_size)
-    records = (record for path in args.input for record in read_records(path))
+    chunks = (chunk for path in args.input for chunk in read_chunks(path))
     with ExitStack() as stack:
         pool = None
         if args.workers > 1:
             # Spawned, not forked: nothing of this process's threads and locks goes along.
-            context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(args.workers, mp_context=context))
-        progress = Progress(args.log_interval)
+            pool = ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn"))
+            stack.callback(pool.shutdown, cancel_futures=True)
+        progress = Progress(args.log_interval, sum(path.stat().st_size for path in args.input if path.is_file()))
         stack.callback(progress.stop)
         prefixes = [f"{args.output_prefix}_{key}_document" for key in job.keys]
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-        ahead = _CHUNKS_AHEAD * args.workers
-        try:
-            results = map_in_order(pool, functools.partial(encode, job), chunks(records), ahead)
-            write_documents(results, writers, progress, args.on_bad_line)
-        except BrokenProcessPool as error:
-            raise EnvironmentProblem("a worker died, most likely for want of memory; use fewer --workers") from error
-        except OSError as error:
-            raise DataProblem(f"cannot write {args.output_prefix}: {error.strerror}; choose another place") from error
+        results = map_in_order(pool, functools.partial(encode, job), chunks, _CHUNKS_AHEAD * args.workers)
+        write_documents(results, writers, progress, args.on_bad_line)
         if progress.tokens == 0:
             raise DataProblem(f"no text in {', '.join(map(str, args.input))}; check --input and --json-keys")
     return progress
@@ -226,17 +210,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def failed(sentence: str, code: ExitCode) -> ExitCode:
+    print(sentence, file=sys.stderr)
+    return code
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     args = parse(argv)
     try:
         progress = preprocess(args)
     except RunError as error:
-        print(error, file=sys.stderr)
-        return error.code
+        return failed(str(error), error.code)
+    except BrokenProcessPool:
+        return failed("a worker died, most likely for want of memory; use fewer --workers", ExitCode.ENVIRONMENT)
+    except OSError as error:
+        return failed(f"cannot write {args.output_prefix}: {error.strerror}; choose another place", ExitCode.DATA)
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+        return failed("interrupted; nothing was written", ExitCode.INTERRUPTED)
     left_out = [f"{progress.bad:,} malformed lines"] if progress.bad else []
     left_out += [f"{progress.empty:,} empty texts"] if progress.empty else []
     print(f"wrote {progress}" + (f"; left out {' and '.join(left_out)}" if left_out else ""))

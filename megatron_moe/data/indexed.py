@@ -274,9 +274,10 @@ class IndexedWriter:
             if kind is None:
                 self._commit()
         finally:
-            self._bin.close()
+            # Closing may fail again when the disk is full; what stands aside is gone by then.
             for path in self._aside.values():
                 path.unlink(missing_ok=True)
+            self._bin.close()
 
     def _commit(self) -> None:
         assert self._bounds[-1] == len(self._lengths), "end_document() was not called after the last sequence"

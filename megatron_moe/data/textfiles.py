@@ -17,6 +17,7 @@ from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
 TEXT_SEPARATOR = "<|endoftext|>"
 """A line that holds only this ends a document of a plain text file."""
 Format = Literal["jsonl", "text"]
+_CHUNK_BYTES = 1 << 20
 
 
 def format_of(path: Path) -> Format:
@@ -33,6 +34,14 @@ class Record:
     line: int
     """Number of its first line, from 1."""
     content: bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of records of one file, and how many bytes of the file, as it lies on disk, were read for it."""
+
+    records: list[Record]
+    file_bytes: int
 
 
 class BadLine(ValueError):
@@ -57,21 +66,40 @@ def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of one file. Raises `DataProblem` when it cannot be read to its end."""
-    with _opened(path) as stream:
-        if format_of(path) == "jsonl":
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield Record(path, number, line)
-            return
-        begin, lines = 1, []
+    for chunk in read_chunks(path):
+        yield from chunk.records
+
+
+def read_chunks(path: Path) -> Iterator[Chunk]:
+    """The records of one file in runs of about a megabyte. Raises `DataProblem` when it cannot be read to its end."""
+    with _opened(path) as (stream, file):
+        records: list[Record] = []
+        size = before = 0
+        for record in _split(path, stream):
+            records.append(record)
+            size += len(record.content)
+            if size >= _CHUNK_BYTES:
+                yield Chunk(records, file.tell() - before)
+                records, size, before = [], 0, file.tell()
+        if records:
+            yield Chunk(records, file.tell() - before)
+
+
+def _split(path: Path, stream: IO[bytes]) -> Iterator[Record]:
+    if format_of(path) == "jsonl":
         for number, line in enumerate(stream, start=1):
-            if line.strip() != TEXT_SEPARATOR.encode():
-                lines.append(line)
-                continue
-            yield Record(path, begin, b"".join(lines))
-            begin, lines = number + 1, []
-        if lines:
-            yield Record(path, begin, b"".join(lines))
+            if line.strip():
+                yield Record(path, number, line)
+        return
+    begin, lines = 1, []
+    for number, line in enumerate(stream, start=1):
+        if line.strip() != TEXT_SEPARATOR.encode():
+            lines.append(line)
+            continue
+        yield Record(path, begin, b"".join(lines))
+        begin, lines = number + 1, []
+    if lines:
+        yield Record(path, begin, b"".join(lines))
 
 
 def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
@@ -106,19 +134,20 @@ def _decoded(content: bytes) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The decompressed bytes of a file; damage found anywhere in it is a `DataProblem`."""
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The decompressed bytes of a file, and the file itself; damage found anywhere in it is a `DataProblem`."""
     zstandard: Any = _zstandard() if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
     try:
         with open(path, "rb") as raw:
             if path.suffix == ".gz":
-                yield gzip.open(raw)
+                yield gzip.open(raw), raw
             elif zstandard is not None:
                 damage += (zstandard.ZstdError,)
-                yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+                yield io.BufferedReader(reader), raw
             else:
-                yield raw
+                yield raw, raw
     except OSError as error:
         raise DataProblem(f"cannot read {path}: {error.strerror or error}; check --input") from error
     except damage as error:

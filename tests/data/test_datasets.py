@@ -171,7 +171,9 @@ def test_id_beyond_the_vocabulary_stops_the_step_that_reads_it(tmp_path: Path) -
     spec = data_spec(train=(prefix,))
     context = ParallelContext.single()
     built = build_datasets(spec, batch_spec(), loop_spec(), load_tokenizer(spec.tokenizer), context)
-    with pytest.raises(DataProblem, match=r"token id 100 in .*/a, document \d, token 5 .* not in the vocabulary of 100"):
+    with pytest.raises(
+        DataProblem, match=r"token id 100 in .*/a, document \d, token 5 .* not in the vocabulary of 100"
+    ):
         train_loader(built, spec, batch_spec(), context).next_step()
 
 

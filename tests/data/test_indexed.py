@@ -34,7 +34,9 @@ def index_by_hand(lengths: list[int], bounds: list[int], *, code: int, itemsize:
 def test_written_bytes_are_those_of_the_format(tmp_path: Path, dtype: type, code: int, itemsize: int) -> None:
     documents = [[1, 2, 3], [], [4], [5, 6]]
     prefix = write_tokens(tmp_path / "a", documents, dtype)
-    assert Path(f"{prefix}.idx").read_bytes() == index_by_hand([3, 0, 1, 2], [0, 1, 2, 3, 4], code=code, itemsize=itemsize)
+    assert Path(f"{prefix}.idx").read_bytes() == index_by_hand(
+        [3, 0, 1, 2], [0, 1, 2, 3, 4], code=code, itemsize=itemsize
+    )
     expected = b"".join(number.to_bytes(itemsize, "little") for number in (1, 2, 3, 4, 5, 6))
     assert Path(f"{prefix}.bin").read_bytes() == expected
 
@@ -100,7 +102,11 @@ BROKEN = {
     "too many sequences": (18, (4).to_bytes(8, "little"), "4 sequences"),
     "absurd count": (18, (2**63).to_bytes(8, "little"), "sequences"),
     "too few bounds": (26, (3).to_bytes(8, "little"), "3 document bounds"),
-    "negative length": (AT_LENGTHS + 4, struct.pack("<i", -2), "length -2 of sequence 1 at offset 38, expected 0 or more"),
+    "negative length": (
+        AT_LENGTHS + 4,
+        struct.pack("<i", -2),
+        "length -2 of sequence 1 at offset 38, expected 0 or more",
+    ),
     "changed length": (AT_LENGTHS, struct.pack("<i", 2), r"sequence 1 points to byte 6 \(offset 54\), expected 4"),
     "pointer past the end": (AT_POINTERS + 16, struct.pack("<q", 99), r"sequence 2 points to byte 99 \(offset 62\)"),
     "first bound not 0": (AT_BOUNDS, struct.pack("<q", 1), "span 1 to 3, expected 0 to 3"),
@@ -185,7 +191,10 @@ def test_nothing_is_visible_before_the_writer_is_done(tmp_path: Path) -> None:
 
 
 def test_id_that_does_not_fit_the_dtype_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataProblem, match="token id 65536 of sequence 1"), IndexedWriter(tmp_path / "a", np.uint16) as writer:
+    with (
+        pytest.raises(DataProblem, match="token id 65536 of sequence 1"),
+        IndexedWriter(tmp_path / "a", np.uint16) as writer,
+    ):
         writer.add_sequence([65535])
         writer.end_document()
         writer.add_sequence([1, 65536])

@@ -42,7 +42,14 @@ def rank_context(rank: int = 0, dp: int = 1, dtype: torch.dtype = torch.float64)
 
 
 def loader(
-    *, micro: int = 2, size: int = 12, dp: int = 1, rank: int = 0, kind: Any = "single", prefetch: bool = False, **batch: Any
+    *,
+    micro: int = 2,
+    size: int = 12,
+    dp: int = 1,
+    rank: int = 0,
+    kind: Any = "single",
+    prefetch: bool = False,
+    **batch: Any,
 ) -> TrainLoader:
     samples = Numbered()
     order = SampleOrder(kind=kind, num_samples=len(samples), seed=5)
@@ -183,4 +190,3 @@ def test_evaluation_starts_over_at_the_end_of_the_data() -> None:
 def test_ranks_share_an_evaluation() -> None:
     both = eval_ids(2, 0, 1) + eval_ids(2, 1, 1)
     assert sorted(both) == list(range(24, 48))
-

@@ -255,7 +255,9 @@ def test_missing_model_is_named(tmp_path: Path, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"])
-@pytest.mark.parametrize("content", [b"", b"not a model", b"\xff\xfe\x00", b"[1, 2]", b'{"model": {}}', b'[{"rank": 0}]'])
+@pytest.mark.parametrize(
+    "content", [b"", b"not a model", b"\xff\xfe\x00", b"[1, 2]", b'{"model": {}}', b'[{"rank": 0}]']
+)
 def test_foreign_model_is_refused_with_its_name(tmp_path: Path, kind, content: bytes) -> None:
     path = tmp_path / "foreign.json"
     path.write_bytes(content)

@@ -1,0 +1,216 @@
+"""Text to token files: the same bytes from every form of input and any number of workers, whole or not at all."""
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron_moe.data.indexed import IndexedTokens
+from megatron_moe.data.tokenizer import load_tokenizer
+from megatron_moe.specs.train import TokenizerSpec
+from tools.preprocess_data import main
+from tools.train_tokenizer import main as train_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+BYTES = ("--tokenizer-type", "ByteTokenizer")
+TEXTS = ["one two", "zwei ß", "", "three\nlines\n\n", "last"]
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def run(folder: Path, *options: str, name: str = "out", source: str = "in.jsonl") -> int:
+    return main(["--input", str(folder / source), "--output-prefix", str(folder / name), *options])
+
+
+def decoded(prefix: Path) -> list[str]:
+    tokens = IndexedTokens(prefix)
+    return [bytes(tokens.get(number).tolist()).decode() for number in range(len(tokens))]
+
+
+def output_of(folder: Path, name: str) -> tuple[bytes, bytes]:
+    return tuple((folder / f"{name}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx"))  # type: ignore
+
+
+def test_documents_become_sequences_and_empty_texts_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
+    assert run(tmp_path, *BYTES) == 0
+    assert decoded(tmp_path / "out_text_document") == [text for text in TEXTS if text]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.jsonl",
+        "out_text_document.bin",
+        "out_text_document.idx",
+    ]
+    out = capsys.readouterr().out
+    assert "wrote 5 documents" in out and "left out 1 empty texts" in out
+    assert "docs/s" in out and "MB/s" in out
+    assert f"--data-path {tmp_path / 'out_text_document'}" in out
+
+
+def test_append_eod_ends_every_document(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
+    assert run(tmp_path, *BYTES, "--append-eod") == 0
+    tokens = IndexedTokens(tmp_path / "out_text_document")
+    assert [tokens.get(number)[-1] for number in range(len(tokens))] == [256] * 4
+    assert tokens.get(0).tolist() == [*b"one two", 256]
+    assert tokens.dtype == "uint16"
+
+
+def test_every_key_has_its_files(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"q": "a", "a": "b"}\n{"q": "", "a": "d"}\n')
+    assert run(tmp_path, *BYTES, "--json-keys", "q", "a") == 0
+    assert decoded(tmp_path / "out_q_document") == ["a"]
+    assert decoded(tmp_path / "out_a_document") == ["b", "d"]
+
+
+def test_compressed_input_gives_the_same_files(tmp_path: Path) -> None:
+    content = jsonl(TEXTS * 50)
+    (tmp_path / "in.jsonl").write_bytes(content)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "in.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
+    for name in ("in.jsonl", "in.jsonl.gz", "in.jsonl.zst"):
+        assert run(tmp_path, *BYTES, source=name, name=f"from-{name}") == 0
+        assert output_of(tmp_path, f"from-{name}") == output_of(tmp_path, "from-in.jsonl")
+
+
+def test_plain_text_is_read_document_by_document(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\n")
+    assert run(tmp_path, *BYTES, source="in.txt") == 0
+    assert decoded(tmp_path / "out_text_document") == ["one\n", "two\nlines\n"]
+
+
+def test_several_inputs_are_read_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(jsonl(["b1", "b2"]))
+    (tmp_path / "a.txt").write_text("a")
+    inputs = [str(tmp_path / "b.jsonl"), str(tmp_path / "a.txt")]
+    assert main(["--input", *inputs, "--output-prefix", str(tmp_path / "out"), *BYTES]) == 0
+    assert decoded(tmp_path / "out_text_document") == ["b1", "b2", "a"]
+
+
+def test_two_workers_write_the_bytes_of_one(tmp_path: Path) -> None:
+    # Six chunks of a megabyte, of unequal work.
+    texts = [f"document {number} " + "word " * (number * 7919 % 4000) for number in range(600)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
+    assert run(tmp_path, *BYTES, "--append-eod", name="one") == 0
+    assert run(tmp_path, *BYTES, "--append-eod", "--workers", "2", name="two") == 0
+    assert output_of(tmp_path, "one") == output_of(tmp_path, "two")
+
+
+def test_program_runs_with_a_trained_tokenizer_and_workers(tmp_path: Path) -> None:
+    texts = [f"def function_{number}(self):\n    return {number}\n" for number in range(300)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
+    model = tmp_path / "t.model"
+    assert train_tokenizer(["--input", str(tmp_path / "in.jsonl"), "--output", str(model), "--vocab-size", "300"]) == 0
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "in.jsonl")]
+    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "SentencePieceTokenizer"]
+    command += ["--tokenizer-model", str(model), "--append-eod", "--workers", "2", "--log-interval", "100"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "processed 300 documents" in done.stderr
+    tokenizer = load_tokenizer(TokenizerSpec(kind="SentencePieceTokenizer", model=model))
+    tokens = IndexedTokens(tmp_path / "out_text_document")
+    assert len(tokens) == 300
+    for number, text in enumerate(texts):
+        ids = tokens.get(number).tolist()
+        assert ids[-1] == tokenizer.eod
+        assert tokenizer.decode(ids[:-1]) == text
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_malformed_line_is_fatal_by_default_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture, workers: str
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["a", "b"]) + b'{"text": "c"\n' + jsonl(["d"]))
+    assert run(tmp_path, *BYTES, "--workers", workers) == 4
+    error = capsys.readouterr().err
+    assert "in.jsonl, line 3: not JSON" in error and "--on-bad-line skip" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_malformed_lines_are_skipped_by_choice_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]) + b"nonsense\n" + jsonl(["b"]) + b'{"text": 1}\n[]\n')
+    assert run(tmp_path, *BYTES, "--on-bad-line", "skip") == 0
+    assert decoded(tmp_path / "out_text_document") == ["a", "b"]
+    captured = capsys.readouterr()
+    for line in (2, 4, 5):
+        assert f"in.jsonl, line {line}: " in captured.err
+    assert "left out 3 malformed lines" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "code", "sentence"),
+    [
+        (b"", BYTES, 4, "no text in"),
+        (jsonl(["", ""]), BYTES, 4, "no text in"),
+        (jsonl(["a"]), ("--tokenizer-type", "SentencePieceTokenizer"), 4, "needs --tokenizer-model"),
+        (
+            jsonl(["a"]),
+            ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/absent"),
+            4,
+            "does not exist",
+        ),
+        (jsonl(["1 x"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "reads ids"),
+        (jsonl(["1 70000"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "does not fit uint16"),
+    ],
+)
+def test_bad_input_ends_with_its_code_one_sentence_and_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes, options: tuple[str, ...], code: int, sentence: str
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    assert run(tmp_path, *options) == code
+    assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_missing_input_and_unwritable_output_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run(tmp_path, *BYTES) == 4
+    assert "in.jsonl: No such file" in capsys.readouterr().err
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]))
+    assert run(tmp_path, *BYTES, name="in.jsonl/out") == 4
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*BYTES, "--workers", "0"),
+        (*BYTES, "--log-interval", "0"),
+        (*BYTES, "--on-bad-line", "ask"),
+        ("--tokenizer-type", "NoTokenizer"),
+    ],
+)
+def test_impossible_options_end_with_the_code_of_flags(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        run(tmp_path, *options)
+    assert leave.value.code == 2
+
+
+def test_plain_text_with_several_keys_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as leave:
+        run(tmp_path, *BYTES, "--json-keys", "a", "b", source="in.txt")
+    assert leave.value.code == 2
+
+
+def _small_files() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["word " * 1000] * 40))
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "in.jsonl")]
+    command += ["--output-prefix", str(tmp_path / "out"), *BYTES]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, preexec_fn=_small_files)
+    assert done.returncode == 4, done.stderr
+    assert "cannot write" in done.stderr and "File too large" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
