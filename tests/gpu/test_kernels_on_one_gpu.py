@@ -1,0 +1,295 @@
+"""Kernels on one GPU against the reference in fp64 on the CPU, and the rule that a step never waits for the host."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels.choose import choose
+from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.moe import (
+    ActivationSpec,
+    CapacitySpec,
+    ExpertsSpec,
+    MLPSpec,
+    MoESpec,
+    RouterSpec,
+    SharedExpertsSpec,
+)
+from megatron_moe.specs.run import KernelSpec
+from tests.tolerances import BF16_KERNEL, FP32_MODEL, FP32_REF, Tolerance
+
+pytestmark = pytest.mark.gpu1
+
+REFERENCE = reference.bundle()
+FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+SWIGLU = ActivationSpec(kind="silu", gated=True)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def bundles(dtype: torch.dtype) -> tuple[Kernels, Kernels]:
+    return choose(KernelSpec(), torch.device("cuda"), dtype), REFERENCE
+
+
+def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Result and gradients of all inputs, on the CPU in fp64."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
+    return [x.detach().double().cpu() for x in (out, *grads)]
+
+
+def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """The chosen kernels and the reference on the GPU against fp64 on the CPU, all on the same rounded inputs. What is
+    chosen may be off by twice what the reference is off in the same dtype."""
+    rounded = [x.to(dtype) for x in inputs]
+    exact = run(op(REFERENCE), [x.double() for x in rounded])
+    fast, plain = (run(op(kernels), [x.cuda() for x in rounded]) for kernels in bundles(dtype))
+    bar = FP32_REF if dtype is FP32 else BF16_KERNEL
+    for number, (f, p, e) in enumerate(zip(fast, plain, exact, strict=True)):
+        slack = max(bar.atol, 2 * float((p - e).abs().max()) if e.numel() else 0.0)
+        Tolerance(bar.rtol, slack, bar.why).check(f, e, "result" if number == 0 else f"gradient {number}")
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any host-device synchronisation inside is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+@DTYPES
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_agree_with_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(7, 3, 96), draw(96, seed=1), draw(96, seed=2)
+    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
+    compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (192, 128)])
+@pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "sinks"])
+def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    spec = CoreAttentionSpec(
+        softmax_scale=qk_dim**-0.5, causal=kind != "full", window=(20, 0) if kind == "window" else None
+    )
+    seq = 65
+    segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if kind == "documents" else None
+    inputs = [draw(seq, 2, 4, qk_dim), draw(seq, 2, 2, qk_dim, seed=1), draw(seq, 2, 2, v_dim, seed=2)]
+    inputs += [draw(4, seed=3)] if kind == "sinks" else []
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            here = None if segments is None else segments.to(q.device)
+            return kernels.attention(q, k, v, spec, sinks, here, None)
+
+        return call
+
+    compare(op, inputs, dtype)
+
+
+@DTYPES
+def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> None:
+    for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"):
+        spec = ActivationSpec(kind=kind, gated=True, clamp=1.5, linear_offset=1.0)
+        compare(
+            lambda k, s=spec: lambda x, p: k.activation(x, p, s), (draw(33, 24), draw(33, seed=1).abs() + 0.1), dtype
+        )
+    labels = torch.arange(19) % 50
+    compare(lambda k: lambda x: k.cross_entropy(x, labels.to(x.device)), [draw(19, 50) * 4], dtype)
+    angles = draw(5, 1, 8)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    for interleaved in (False, True):
+        compare(
+            lambda k, i=interleaved: lambda x: k.rope(x, cos.to(x.device).float(), sin.to(x.device).float(), i),
+            [draw(5, 2, 3, 20)],
+            dtype,
+        )
+
+
+@DTYPES
+@pytest.mark.parametrize("ends", [[2, 2, 25, 30], [0, 0, 0, 40], [40, 40, 40, 40], [0, 0, 0, 0]])
+def test_grouped_products_agree_with_fp64_and_empty_experts_get_zero(ends: list[int], dtype: torch.dtype) -> None:
+    offsets = torch.tensor(ends, dtype=torch.int32)
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        def call(rows: Tensor, weight: Tensor) -> Tensor:
+            tail = rows.new_full((40 - len(rows), 32), torch.nan)
+            out = autograd.grouped_linear(kernels, torch.cat([rows, tail]), weight, offsets.to(rows.device))
+            return out[: ends[-1]]
+
+        return call
+
+    compare(op, [draw(ends[-1], 32), draw(4, 24, 32, seed=1)], dtype)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
+    kernels, _ = bundles(BF16)
+    ends = torch.tensor([100, 100, 230, 250], dtype=torch.int32)
+    for outputs in (1, 24):  # 1: the gate of shared experts
+        grad, rows = draw(256, outputs).to(BF16), draw(256, 32, seed=1).to(BF16)
+        before = draw(outputs, 32, seed=2).float() if accumulate else torch.full((outputs, 32), torch.nan)
+        actual, expected = before.cuda(), before.double()
+        kernels.linear_weight_grad(Operand(data=grad.cuda()), Operand(data=rows.cuda()), actual, accumulate)
+        REFERENCE.linear_weight_grad(Operand(data=grad), Operand(data=rows), expected, accumulate)
+        FP32_MODEL.check(actual, expected, f"linear, {outputs} outputs")
+    before = draw(4, 24, 32, seed=2).float() if accumulate else torch.full((4, 24, 32), torch.nan)
+    actual, expected = before.cuda(), before.double()
+    operands = [Operand(data=grad.cuda()), Operand(data=rows.cuda())]
+    kernels.grouped_weight_grad(*operands, ends.cuda(), actual, accumulate)
+    REFERENCE.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends, expected, accumulate)
+    BF16_KERNEL.check(actual, expected, "grouped")
+
+
+@DTYPES
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_rows_agree_with_fp64(capacity: int | None, dtype: torch.dtype) -> None:
+    ids = torch.rand(21, 6, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :3]
+    ids[::4, 1] = -1
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        def call(tokens: Tensor, probs: Tensor) -> Tensor:
+            index = kernels.sort_rows(ids.to(tokens.device), 6, capacity)
+            rows = kernels.permute(tokens, index) * kernels.gather_probs(probs, index)[:, None]
+            return kernels.unpermute(rows, index, 21)
+
+        return call
+
+    compare(op, [draw(21, 16), draw(21, 3, seed=1)], dtype)
+
+
+def test_adamw_and_the_sum_of_squares_agree_with_fp64() -> None:
+    kernels, _ = bundles(BF16)
+    state = [draw(1003, seed=seed).float() for seed in range(4)]
+    state[3].abs_()
+    for proceed in (True, False):
+        here, there = [x.cuda() for x in state], [x.double() for x in state]
+        if not proceed:
+            here[1][5] = torch.nan
+        for ops, tensors in ((kernels, here), (REFERENCE, there)):
+            master, grad, exp_avg, exp_avg_sq = tensors
+            device = master.device
+            ops.adamw_(
+                master, grad, exp_avg, exp_avg_sq, lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2,
+                step=torch.tensor(3, device=device), grad_scale=torch.tensor(0.3, device=device, dtype=master.dtype),
+                proceed=torch.tensor(proceed, device=device),
+            )  # fmt: skip
+        for number in (0, 2, 3):
+            FP32_REF.check(here[number], there[number], f"tensor {number}, proceed {proceed}")
+    FP32_REF.check(kernels.sum_of_squares(state[0].cuda()), REFERENCE.sum_of_squares(state[0].double()))
+
+
+class Buffer:
+    """Stores the first microbatch's weight gradient in fp32 and adds the later ones."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.grad = torch.empty(parameter.shape, dtype=FP32, device=parameter.device)
+        self.used = False
+
+    def add(self, compute: Callable[[Tensor, bool], None]) -> None:
+        compute(self.grad, self.used)
+        self.used = True
+
+
+def make_layer(device: str, dtype: torch.dtype, kernels: Kernels, **fields: Any) -> MoELayer:
+    spec = MoESpec(
+        router=RouterSpec(
+            hidden_size=64, num_experts=8, topk=2, dtype="fp32", score_function="sigmoid", expert_bias=True,
+            balancing=("aux_loss",), aux_loss_coeffs=(1e-2,), z_loss_coeff=1e-3,
+        ),
+        experts=ExpertsSpec(num_experts=8, hidden_size=32, ffn_hidden_size=48, activation=SWIGLU, bias=True),
+        shared=SharedExpertsSpec(mlp=MLPSpec(hidden_size=64, ffn_hidden_size=40, activation=SWIGLU), gate=True),
+        latent_size=32,
+        **fields,
+    )  # fmt: skip
+    layer = MoELayer(spec, 0, ParallelContext.single(dtype=dtype, device=device), kernels)
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=number).to(BF16) * parameter.meta.fan_in**-0.5)
+    return layer
+
+
+@pytest.mark.parametrize("capacity", [None, CapacitySpec(factor=0.75), CapacitySpec(factor=1.25, pad=True)])
+def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capacity: CapacitySpec | None) -> None:
+    kernels, _ = bundles(BF16)
+    layer, exact = (
+        make_layer("cuda", BF16, kernels, capacity=capacity),
+        make_layer("cpu", torch.float64, REFERENCE, capacity=capacity),
+    )
+    hidden = draw(64, 2, 64, seed=50).to(BF16)
+    here, there = hidden.cuda().requires_grad_(), hidden.double().requires_grad_()
+    positions = torch.arange(64).expand(2, 64)
+    for parameter in layer.parameters():
+        parameter.sink = Buffer(parameter)
+    push = draw(64, 2, 64, seed=51)
+    push_here = push.to(BF16).cuda()
+    ids = exact.route(there, TokenMeta(positions_BS=positions, training=False)).chosen_TK
+    meta = TokenMeta(positions_BS=positions.cuda())
+    given = ids.cuda()
+    layer(here, meta, given).backward(push_here)  # warm up: libraries may allocate and read once
+    here.grad = None
+    for parameter in layer.parameters():
+        parameter.grad, parameter.sink.used = None, False
+    with no_waiting():
+        out = layer(here, meta, given)
+        out.backward(push_here)
+    expected = exact(there, TokenMeta(positions_BS=positions), ids)
+    expected.backward(push_here.double().cpu())
+    bar = Tolerance(4e-2, 1e-2, "A chain of about ten bf16 roundings.")
+    bar.check(out, expected, "output")
+    bar.check(here.grad, there.grad, "gradient of the input")
+    theirs = dict(exact.named_parameters())
+    for name, parameter in layer.named_parameters():
+        grad = parameter.sink.grad if parameter.sink.used else parameter.grad
+        bar.check(grad, theirs[name].grad, name)
+
+
+def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> None:
+    kernels, _ = bundles(BF16)
+    x = draw(64, 2, 4, 64).to(BF16).cuda().requires_grad_()
+    weight = draw(64, seed=1).to(BF16).cuda().requires_grad_()
+    cos = torch.ones(64, 1, 64, device="cuda")
+    labels = torch.zeros(512, dtype=torch.int64, device="cuda")
+    segments = torch.zeros(2, 64, dtype=torch.int64, device="cuda")
+    flat = [torch.ones(1000, device="cuda") for _ in range(4)]
+    step, one = torch.tensor(1, device="cuda"), torch.tensor(1.0, device="cuda")
+    proceed = torch.tensor(True, device="cuda")
+
+    def everything() -> None:
+        normed = kernels.layer_norm(kernels.rms_norm(x, weight, 1e-5, False), weight, weight, 1e-5, True)
+        turned = kernels.rope(normed, cos, cos, False)
+        spec = CoreAttentionSpec(softmax_scale=0.1)
+        out = kernels.attention(turned, turned[:, :, :2], turned[:, :, :2], spec, None, None, None)
+        out = out + kernels.attention(turned, turned, turned, spec, weight[:4], segments, None)
+        kernels.cross_entropy(out.reshape(512, 64), labels).sum().backward()
+        kernels.sum_of_squares(flat[1])
+        numbers = dict(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
+        kernels.adamw_(*flat, **numbers, step=step, grad_scale=one, proceed=proceed)
+
+    everything()
+    with no_waiting():
+        everything()

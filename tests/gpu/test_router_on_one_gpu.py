@@ -1,0 +1,78 @@
+"""The router on one GPU: the same numbers as on the CPU, and it never waits for the host."""
+
+import pytest
+import torch
+
+from megatron_moe.logs.tally import Tally
+from megatron_moe.moe.balance import update_routers
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.moe import CapacitySpec
+from tests.moe.routers import make_hidden, make_meta, make_router
+from tests.tolerances import EXACT, FP64_REF
+
+pytestmark = pytest.mark.gpu1
+
+LOSSES = {
+    "balancing": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "aux_loss_coeffs": (0.3, 0.2, 0.1),
+    "z_loss_coeff": 0.05,
+}
+BIASED = {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5}
+CASES = [
+    ({**LOSSES}, None),
+    ({**LOSSES, **BIASED}, None),
+    ({**LOSSES, "linear_bias": True}, CapacitySpec(factor=0.75)),
+    ({**LOSSES}, CapacitySpec(factor=0.75, policy="position", pad=True)),
+    ({"balancing": ("sinkhorn",)}, None),
+    ({"balancing": ("quantile_balancing",)}, None),
+    ({"balancing": ("expert_choice",)}, None),
+]
+
+
+def _step(device: str, fields: dict, capacity: CapacitySpec | None):
+    """One microbatch with padding, and the update: routing, tally, router and input gradient."""
+    ctx = ParallelContext.single(device=device)
+    router = make_router(ctx=ctx, capacity=capacity, **fields)
+    hidden = make_hidden(64, 2).detach().to(device).requires_grad_()
+    valid = torch.arange(128, device=device).view(2, 64) % 5 > 0
+    scale = torch.full((), 0.5, device=device)
+    proceed = torch.ones((), dtype=torch.bool, device=device)
+    meta = make_meta(hidden, valid_BS=valid, tally=Tally(), aux_scale=scale)
+    if device != "cpu":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        routing = router(hidden, meta)
+        weights = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
+        weights.square().sum().backward()
+        update_routers([router], ctx, proceed=proceed)
+    finally:
+        if device != "cpu":
+            torch.cuda.set_sync_debug_mode("default")
+    return routing, meta.tally, router, hidden.grad
+
+
+@pytest.mark.parametrize(("fields", "capacity"), CASES)
+def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity):
+    routing, tally, router, gradient = _step("cuda", fields, capacity)
+    expected, expected_tally, expected_router, expected_gradient = _step("cpu", fields, capacity)
+    for name in ("ids_TK", "map_TE", "counts_E", "chosen_TK"):
+        if getattr(expected, name) is not None:
+            EXACT.check(getattr(routing, name), getattr(expected, name), name)
+    FP64_REF.check(gradient, expected_gradient, "input gradient")
+    FP64_REF.check(router.weight.grad, expected_router.weight.grad, "gate gradient")
+    for key, entry in expected_tally.entries.items():
+        FP64_REF.check(tally.entries[key].value, entry.value, str(key))
+    for name, buffer in expected_router.named_buffers():
+        FP64_REF.check(dict(router.named_buffers())[name], buffer, name)
+
+
+def test_forced_logits_and_jitter_never_wait_for_the_host():
+    router = make_router(ctx=ParallelContext.single(device="cuda"), force_biased=1.0, input_jitter_eps=0.1)
+    hidden = make_hidden(64, 2).detach().cuda().requires_grad_()
+    meta = make_meta(hidden, random_key=(1, 2, 3))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        router(hidden, meta).probs_TK[:, 0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert router.weight.grad.abs().max() > 0
