@@ -10,10 +10,12 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import NormSpec
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.model import ModelSpec, MTPSpec
+from megatron_moe.specs.precision import PrecisionSpec
 from tests.tiny_models import (
     VOCAB,
     attention_spec,
@@ -165,6 +167,22 @@ def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
         one, two = gradients_of(tied, batch), gradients_of(untied, batch)
         both = two.pop("output_layer.weight") + two["embedding.word_embeddings.weight"]
         FP64_LAYOUT.check_all(one, {**two, "embedding.word_embeddings.weight": both}, "gradients")
+
+
+def test_gradients_that_go_to_flat_buffers_are_those_of_autograd():
+    """A tied embedding gets some of its gradient through the head's sink and some from autograd."""
+    spec = replace(MOE, tied_embeddings=True, mtp=MTPSpec(num_layers=2, repeated_layer=True))
+    batches, plain, model = [microbatch(seed=1), microbatch(seed=2)], build(spec), build(spec)
+    parts = [gradients_of(plain, batch) for batch in batches]
+    fp64 = PrecisionSpec(params="fp64", grads="fp64", master="fp64")
+    buffers = GradBuffers(model.named_parameters(), fp64, ParallelContext.single(), reference.bundle())
+    buffers.begin_step()
+    for batch in batches:
+        loss_of(model, batch).backward()
+        buffers.collect()
+    buffers.complete()
+    actual = {slot.name: slot.main_grad for slot in buffers.slots}
+    FP64_LAYOUT.check_all(actual, {name: parts[0][name] + parts[1][name] for name in parts[0]}, "gradients")
 
 
 def run_stages(stages: list[GPT], batch: MicroBatch) -> LossOutput:
