@@ -78,8 +78,11 @@ class BalancingLosses:
         self._num_experts = scores_TE.shape[1]
         if valid_T is None:
             valid_T = torch.ones(len(scores_TE), dtype=torch.bool, device=scores_TE.device)
-        self._scores_TE = scores_TE * valid_T[:, None]
-        self._ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
+        else:
+            scores_TE = scores_TE * valid_T[:, None]
+            ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
+        self._scores_TE = scores_TE
+        self._ids_TK = ids_TK
         self._valid_T = valid_T
 
     def counts(self) -> Tensor:
