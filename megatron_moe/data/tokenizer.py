@@ -78,6 +78,11 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     return TikTokenizer(spec)
 
 
+def vocab_size_of(spec: TokenizerSpec) -> int:
+    """Size of a tokenizer's vocabulary, unpadded."""
+    return load_tokenizer(spec).vocab_size
+
+
 class NullTokenizer:
     """Text is ids separated by spaces; the last id of the vocabulary ends a document."""
 
