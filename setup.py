@@ -8,10 +8,15 @@
 extra: the index holds other programs under their names.
 """
 
+from glob import glob
+
 from setuptools import find_packages, setup
 
 TEXT = ["tiktoken>=0.7", "zstandard>=0.22"]
-TEST = [*TEXT, "hypothesis>=6.100", "mypy>=1.13", "pytest>=8.2", "ruff>=0.9", "transformers>=5.0", "types-PyYAML"]
+TEST = [
+    *TEXT, "hypothesis>=6.100", "mypy>=1.13", "pytest>=8.2", "ruff>=0.9", "setuptools>=70.1", "transformers>=5.0",
+    "types-PyYAML",
+]  # fmt: skip
 
 PACKAGES = find_packages(include=["megatron_moe", "megatron_moe.*", "arguments", "arguments.*"])
 
@@ -20,10 +25,9 @@ setup(
     version="0.1.0",
     description="Pretrains Mixture-of-Experts language models from one command line",
     python_requires=">=3.11",
-    packages=[*PACKAGES, "arguments.recipes"],
-    package_dir={"arguments.recipes": "scripts/recipes"},
-    package_data={"arguments.recipes": ["*.yaml"]},
+    packages=PACKAGES,
     py_modules=["pretrain_moe"],
+    data_files=[("share/megatron_moe/recipes", sorted(glob("scripts/recipes/*.yaml")))],
     entry_points={"console_scripts": ["pretrain_moe = pretrain_moe:command"]},
     install_requires=[
         "torch>=2.11",
