@@ -24,7 +24,7 @@ nightly:  ## CI and the slow tests
 	$(PYTEST) -q -m slow
 
 gpu1 gpu2 gpu4:  ## tests that need one, two or four GPUs, by hand
-	$(PYTEST) -q -m $@ tests/gpu
+	$(PYTEST) -q -m $@ tests
 
 goldens:  ## rewrite golden texts after an intended change; look at the diff before you commit it
 	UPDATE_GOLDENS=1 $(PYTEST) -q tests -k golden

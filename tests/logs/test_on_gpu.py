@@ -1,0 +1,68 @@
+"""What only a GPU can show: timers that do not wait, the allocator's figures, the share of the peak."""
+
+import pytest
+import torch
+
+from megatron_moe.logs.memory import MB, memory_line, memory_tags
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.logs.tally import Tally
+from megatron_moe.logs.timers import Timers
+from megatron_moe.parallel.context import ParallelContext
+from tests import tiny
+from tests.logs.reports import Reading
+
+pytestmark = pytest.mark.gpu1
+
+
+@pytest.fixture
+def context():
+    return ParallelContext.single(device="cuda", dtype=torch.bfloat16)
+
+
+def test_a_span_is_timed_on_the_stream_without_waiting(context):
+    a = torch.randn(8192, 8192, device=context.device, dtype=torch.bfloat16)
+    a @ a
+    torch.cuda.synchronize()
+    timers = Timers(1, context.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with timers.span("forward-backward", level=1):
+            for _ in range(50):
+                a @ a
+        running = not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert running, "the host is ahead of the device when the span ends"
+    ((seconds,),) = timers.take(context, num_steps=1).values()
+    least = 50 * 2 * 8192**3 / 2e15
+    assert seconds > least, f"50 products cannot take less than {least} s"
+
+
+def test_recording_a_metric_does_not_wait(context):
+    tally, value = Tally(), torch.ones(8, device=context.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            tally.record("load", value, layer=1, reduction="sum")
+            tally.record("loss", value.sum())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    metrics = tally.take(context)
+    assert (metrics["load"].layers[1], metrics["loss"].value) == ([3.0] * 8, 8.0)
+
+
+def test_memory_is_that_of_the_allocator(context):
+    before = memory_tags(context.device)["mem-allocated-bytes"]
+    held = torch.empty(64 * MB, dtype=torch.uint8, device=context.device)
+    tags = memory_tags(context.device)
+    assert tags["mem-allocated-bytes"] - before == held.numel()
+    assert tags["mem-max-allocated-bytes"] >= tags["mem-allocated-bytes"] <= tags["mem-reserved-bytes"]
+    assert " | allocated: " in memory_line(0, 1, context.device)
+    assert " | max reserved: " in memory_line(0, 1, context.device)
+
+
+def test_the_share_of_the_peak_is_reported(context):
+    reporter = Reporter(tiny.plan(), context, sinks=[])
+    reporter.observe(Reading(1))
+    utilization = reporter.summary({}).model_flops_utilization
+    assert utilization is not None and utilization > 0
