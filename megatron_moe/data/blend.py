@@ -152,17 +152,21 @@ class BlendedSamples:
         size: int | None,
         cache_dir: Path | None,
     ) -> None:
-        assert weights is None or size is not None, "a blend by weights needs a size"
         self.parts = tuple(parts)
-        lengths = [len(part) for part in parts]
+        self._lengths = [len(part) for part in parts]
         if weights is None:
-            size = sum(lengths) if size is None else min(size, sum(lengths))
+            total = sum(self._lengths)
+            self._weights = None
+            self._size = total if size is None else min(size, total)
+        else:
+            assert size is not None, "a blend by weights needs a size"
+            self._weights = normalize(weights)
+            self._size = size
         self.inputs = {
             "class": "BlendedDataset",
             "datasets": [part.inputs for part in parts],
-            "weights": None if weights is None else normalize(weights),
-            "lengths": lengths if weights is None else None,
-            "size": size,
+            "weights": self._weights,
+            "size": self._size,
         }
         arrays = load_or_build(
             cache_dir, f"BlendedDataset-{self.parts[0].inputs['index_split']}", self.inputs, self._build_order
@@ -176,7 +180,8 @@ class BlendedSamples:
 
     @property
     def fingerprint(self) -> str:
-        return digest_of(self.inputs)
+        # Without the size: a shorter blend is the beginning of a longer one.
+        return digest_of({"datasets": [part.fingerprint for part in self.parts], "weights": self._weights})
 
     def tokens(self, index: int) -> np.ndarray:
         """Sample `index` as int64 [seq_length + 1], filled up with `PADDING`."""
@@ -187,9 +192,9 @@ class BlendedSamples:
         return self.parts[self._dataset[index]].locate(int(self._sample[index]), position)
 
     def _build_order(self) -> dict[str, np.ndarray]:
-        if self.inputs["weights"] is None:
-            return exhaustive_order(self.inputs["lengths"], self.inputs["size"])
-        return blend_order(self.inputs["weights"], self.inputs["size"])
+        if self._weights is None:
+            return exhaustive_order(self._lengths, self._size)
+        return blend_order(self._weights, self._size)
 
     def _check_not_exceeded(self) -> None:
         taken = np.bincount(self._dataset, minlength=len(self.parts))

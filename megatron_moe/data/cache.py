@@ -22,6 +22,11 @@ from megatron_moe.specs.exitcodes import DataProblem
 Arrays = dict[str, np.ndarray]
 
 
+def crc32_of(array: np.ndarray) -> int:
+    """Checksum of an array's values."""
+    return zlib.crc32(np.ascontiguousarray(array).data)
+
+
 def digest_of(inputs: Mapping[str, Any]) -> str:
     """md5 of the JSON text of `inputs`."""
     return hashlib.md5(json.dumps(inputs, indent=4).encode(), usedforsecurity=False).hexdigest()
@@ -51,7 +56,7 @@ def load_or_build(folder: Path | None, kind: str, inputs: Mapping[str, Any], bui
 
 def _description(inputs: Mapping[str, Any], arrays: Arrays) -> str:
     files = {
-        name: {"dtype": array.dtype.str, "shape": list(array.shape), "crc32": zlib.crc32(np.ascontiguousarray(array))}
+        name: {"dtype": array.dtype.str, "shape": list(array.shape), "crc32": crc32_of(array)}
         for name, array in arrays.items()
     }
     return json.dumps({"inputs": inputs, "arrays": files}, indent=4)

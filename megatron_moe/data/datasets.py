@@ -169,7 +169,7 @@ class _Builder:
             if split == "train" and size > 0:
                 raise DataProblem("the train split is empty: give --train-data-path, or --split a first number above 0")
             return None
-        empty = [prefix for prefix in blend.prefixes if not split_range(share, len(self._open(prefix)))]
+        empty = [prefix for prefix in blend.prefixes if len(split_range(share, len(self._open(prefix)))) == 0]
         if empty and (split == "train" or len(empty) < len(blend.prefixes)):
             raise DataProblem(
                 f"the {split} split of {empty[0]} has none of its {len(self._open(empty[0])):,} documents; "

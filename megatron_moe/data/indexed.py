@@ -17,20 +17,21 @@ Everything an index says is checked when it is opened, so that a broken file sto
 
 import os
 import struct
-import zlib
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
 import numpy as np
 
+from megatron_moe.data.cache import crc32_of
 from megatron_moe.specs.exitcodes import DataProblem
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = MappingProxyType(
+DTYPES: Mapping[int, np.dtype] = MappingProxyType(
     {
         1: np.dtype(np.uint8),
         2: np.dtype(np.int8),
@@ -92,7 +93,7 @@ class IndexedTokens:
             "dtype": self.dtype.name,
             "sequences": len(self),
             "bytes": self._bin_size,
-            "lengths_crc32": zlib.crc32(np.ascontiguousarray(self.sequence_lengths)),
+            "lengths_crc32": crc32_of(self.sequence_lengths),
         }
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:

@@ -21,8 +21,8 @@ class BatchSchedule:
         self.data_parallel = data_parallel
         self.full = batch.global_size
         self.start, self.increment, self.ramp_samples = batch.rampup or (batch.global_size, 1, 0)
+        self._batch = batch
         self._check_ramp()
-        self.num_increments = (self.full - self.start) // self.increment
         for size in self.sizes:
             self._check_divides(size)
 
@@ -38,12 +38,7 @@ class BatchSchedule:
 
     def global_batch(self, consumed: int) -> int:
         """Sequences of the step that begins after `consumed` samples."""
-        if self.num_increments == 0 or consumed > self.ramp_samples:
-            return self.full
-        if self.ramp_samples == 0:
-            return self.start
-        increments = int(consumed / (self.ramp_samples / self.num_increments))
-        return self.start + increments * self.increment
+        return self._batch.size_at(consumed)
 
     def num_microbatches(self, consumed: int) -> int:
         """Microbatches of every rank in the step that begins after `consumed` samples."""

@@ -31,6 +31,7 @@ class Documents(Protocol):
 
     sequence_lengths: np.ndarray
 
+    def __len__(self) -> int: ...
     @property
     def identity(self) -> dict[str, str | int]: ...
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
@@ -62,19 +63,22 @@ class DocumentSamples:
         self.name = name
         self.seq_length = request.seq_length
         span = request.documents
+        passes = plan_passes(source, name, request)
+        # Not the number of samples: a longer run over the same passes has the same order.
         self.inputs = {
             "class": "GPTDataset",
             "dataset": name,
             "data": source.identity,
             "documents": [span.start, span.stop],
             "index_split": request.split,
-            "num_samples": request.num_samples,
+            "epochs": passes.epochs,
+            "separate_final_epoch": passes.separate_final,
             "sequence_length": request.seq_length,
             "random_seed": request.seed,
             "drop_last_partial": request.drop_last_partial,
         }
         arrays = load_or_build(
-            cache_dir, f"GPTDataset-{request.split}", self.inputs, lambda: build_indices(source, name, request)
+            cache_dir, f"GPTDataset-{request.split}", self.inputs, lambda: build_indices(source, request, passes)
         )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
@@ -117,27 +121,54 @@ class DocumentSamples:
             yield document, offset, stop - offset
 
 
-def build_indices(source: Documents, name: str, request: SampleRequest) -> dict[str, np.ndarray]:
-    """The three arrays of `request`."""
-    documents = np.arange(request.documents.start, request.documents.stop, dtype=np.int32)
-    lengths = np.asarray(source.sequence_lengths)
-    per_epoch = int(lengths[documents].sum(dtype=np.int64))
-    if per_epoch < 2 or (
-        per_epoch - 1 < request.seq_length and request.num_samples is None and request.drop_last_partial
-    ):
+@dataclass(frozen=True)
+class Passes:
+    """How often the documents are gone through."""
+
+    epochs: int
+    separate_final: bool
+    """The last epoch is shuffled by itself."""
+    samples_before_final: int
+    """That the epochs before the last give."""
+
+
+def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
+    """The epochs that give the samples of `request`.
+
+    The last one is shuffled by itself when fewer than 80 % of its samples are wanted: shuffled together, some documents
+    would be seen once more than others. Raises `DataProblem` when the documents do not give a sample.
+    """
+    span = request.documents
+    tokens = int(source.sequence_lengths[span.start : span.stop].sum(dtype=np.int64))
+    incomplete = tokens <= request.seq_length and request.num_samples is None and request.drop_last_partial
+    if tokens < 2 or incomplete:
         raise DataProblem(
-            f"the {request.split} split of {name} has {per_epoch:,} tokens in {len(documents):,} documents, too few "
+            f"the {request.split} split of {name} has {tokens:,} tokens in {len(span):,} documents, too few "
             f"for one sample of {request.seq_length:,} + 1; use more data, another --split or a shorter --seq-length"
         )
-    epochs = num_epochs(per_epoch, request.seq_length, request.num_samples)
-    separate, before_last = _separate_final_epoch(per_epoch, epochs, request)
+    epochs = num_epochs(tokens, request.seq_length, request.num_samples)
+    if epochs == 1 or request.num_samples is None:
+        return Passes(1, separate_final=False, samples_before_final=0)
+    before_final = ((epochs - 1) * tokens - 1) // request.seq_length
+    from_final = request.num_samples - before_final
+    in_one_epoch = (tokens - 1) // request.seq_length
+    assert 0 <= from_final <= in_one_epoch + 1, f"{from_final=} {in_one_epoch=}"
+    return Passes(epochs, from_final < int(_SEPARATE_BELOW * in_one_epoch), before_final)
+
+
+def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> dict[str, np.ndarray]:
+    """The three arrays of `request`."""
+    documents = np.arange(request.documents.start, request.documents.stop, dtype=np.int32)
     rng = np.random.RandomState(request.seed)
-    document_index = _shuffled_documents(documents, epochs, rng, separate)
+    document_index = _shuffled_documents(documents, passes, rng)
     sample_index = build_sample_index(
-        lengths, document_index, request.seq_length, drop_last_partial=request.drop_last_partial
+        np.asarray(source.sequence_lengths),
+        document_index,
+        request.seq_length,
+        drop_last_partial=request.drop_last_partial,
     )
     count = len(sample_index) - 1
-    shuffle_index = _shuffled_range(before_last if separate else count, count, rng)
+    shuffle_index = _shuffled_range(passes.samples_before_final if passes.separate_final else count, count, rng)
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
@@ -174,24 +205,11 @@ def build_sample_index(
     return np.stack([place, offset], axis=1).astype(dtype)
 
 
-def _separate_final_epoch(per_epoch: int, epochs: int, request: SampleRequest) -> tuple[bool, int]:
-    """Whether the last epoch is shuffled by itself, and the number of samples before it.
-
-    It is when fewer than 80 % of its samples are wanted: shuffled together, some documents would be seen once more than
-    others.
-    """
-    if epochs == 1:
-        return False, 0
-    assert request.num_samples is not None
-    before_last = ((epochs - 1) * per_epoch - 1) // request.seq_length
-    from_last = request.num_samples - before_last
-    in_one_epoch = (per_epoch - 1) // request.seq_length
-    assert 0 <= from_last <= in_one_epoch + 1, f"{from_last=} {in_one_epoch=}"
-    return from_last < int(_SEPARATE_BELOW * in_one_epoch), before_last
-
-
-def _shuffled_documents(documents: np.ndarray, epochs: int, rng: np.random.RandomState, separate: bool) -> np.ndarray:
-    parts = [np.tile(documents, epochs - 1), documents.copy()] if separate else [np.tile(documents, epochs)]
+def _shuffled_documents(documents: np.ndarray, passes: Passes, rng: np.random.RandomState) -> np.ndarray:
+    if passes.separate_final:
+        parts = [np.tile(documents, passes.epochs - 1), documents.copy()]
+    else:
+        parts = [np.tile(documents, passes.epochs)]
     for part in parts:
         rng.shuffle(part)
     return np.concatenate(parts)

@@ -141,7 +141,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     try:
         with open(path, "rb") as raw:
             if path.suffix == ".gz":
-                yield gzip.open(raw), raw
+                yield io.BufferedReader(gzip.open(raw)), raw
             elif zstandard is not None:
                 damage += (zstandard.ZstdError,)
                 reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)

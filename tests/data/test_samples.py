@@ -13,6 +13,7 @@ from megatron_moe.data.samples import (
     build_indices,
     build_sample_index,
     num_epochs,
+    plan_passes,
 )
 from megatron_moe.specs.exitcodes import DataProblem
 from tests.tiny_data import random_documents, write_tokens
@@ -91,8 +92,13 @@ def slow_indices(lengths: list[int], wanted: SampleRequest) -> dict[str, list]:
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
+def built_from(lengths: list[int], wanted: SampleRequest) -> dict[str, np.ndarray]:
+    source = Lengths(lengths)
+    return build_indices(source, wanted, plan_passes(source, "some/prefix", wanted))
+
+
 def check_equal(lengths: list[int], wanted: SampleRequest) -> dict[str, np.ndarray]:
-    built = build_indices(Lengths(lengths), "test", wanted)
+    built = built_from(lengths, wanted)
     for name, expected in slow_indices(lengths, wanted).items():
         np.testing.assert_array_equal(built[name], np.array(expected), err_msg=f"{name} of {wanted}")
     return built
@@ -138,7 +144,7 @@ def test_last_epoch_is_separate_exactly_below_80_percent() -> None:
 
 
 def test_dtypes_are_those_of_the_format() -> None:
-    built = build_indices(Lengths([9, 9, 9]), "test", request(3))
+    built = built_from([9, 9, 9], request(3))
     assert built["document_index"].dtype == np.int32
     assert built["sample_index"].dtype == np.int32
     assert built["shuffle_index"].dtype == np.uint32
@@ -161,7 +167,7 @@ def test_num_epochs_is_the_smallest_that_suffices() -> None:
 
 
 def test_order_depends_on_the_seed() -> None:
-    one, other = (build_indices(Lengths([9] * 20), "test", request(20, seed=seed)) for seed in (1, 2))
+    one, other = (built_from([9] * 20, request(20, seed=seed)) for seed in (1, 2))
     assert one["document_index"].tolist() != other["document_index"].tolist()
     assert one["shuffle_index"].tolist() != other["shuffle_index"].tolist()
 
@@ -169,7 +175,7 @@ def test_order_depends_on_the_seed() -> None:
 @pytest.mark.parametrize(("lengths", "num_samples"), [([1], 5), ([0, 0], 5), ([8], None), ([4, 4], None)])
 def test_too_few_tokens_are_refused_with_their_number(lengths: list[int], num_samples: int | None) -> None:
     with pytest.raises(DataProblem, match=f"train split of some/prefix has {sum(lengths)} tokens"):
-        build_indices(Lengths(lengths), "some/prefix", request(len(lengths), num_samples=num_samples))
+        built_from(lengths, request(len(lengths), num_samples=num_samples))
 
 
 def samples_of(folder: Path, lengths: list[int], **changes) -> tuple[DocumentSamples, list[np.ndarray]]:
@@ -210,10 +216,25 @@ def test_locate_names_document_and_token(tmp_path: Path) -> None:
 def test_fingerprint_changes_with_everything_that_changes_the_order(tmp_path: Path) -> None:
     base = samples_of(tmp_path, [9, 30, 30])[0].fingerprint
     assert samples_of(tmp_path, [9, 30, 30])[0].fingerprint == base
-    changes = [{"seed": 5}, {"seq_length": 9}, {"num_samples": 40}, {"documents": range(1, 3)}, {"split": "test"}]
+    changes = [
+        {"seed": 5},
+        {"seq_length": 9},
+        {"num_samples": 11},
+        {"num_samples": 40},
+        {"documents": range(1, 3)},
+        {"split": "test"},
+    ]
     others = [samples_of(tmp_path, [9, 30, 30], **change)[0].fingerprint for change in changes]
     others.append(samples_of(tmp_path, [9, 31, 29])[0].fingerprint)
     assert len({base, *others}) == len(others) + 1
+
+
+def test_a_longer_run_within_the_same_passes_has_the_same_order(tmp_path: Path) -> None:
+    # 72 tokens give 8 samples in one epoch.
+    few, many = (samples_of(tmp_path, [9] * 8, num_samples=count)[0] for count in (3, 8))
+    assert few.fingerprint == many.fingerprint
+    assert [few.tokens(index).tolist() for index in range(8)] == [many.tokens(index).tolist() for index in range(8)]
+    assert samples_of(tmp_path, [9] * 8, num_samples=9)[0].fingerprint != few.fingerprint
 
 
 def test_a_hundred_million_tokens_are_indexed_without_a_loop_over_them() -> None:
