@@ -18,11 +18,12 @@ def draw_plots(run_folder: Path) -> list[Path]:
     path = run_folder / "metrics.jsonl"
     records = read_metrics(path) if path.exists() else []
     folder = run_folder / "plots"
-    folder.mkdir(exist_ok=True)
     drawn = []
     if any("lm loss" in record for record in records):
+        folder.mkdir(exist_ok=True)
         drawn.append(draw_loss(records, folder / "loss.png", run_folder.name))
     if latest_loads(records):
+        folder.mkdir(exist_ok=True)
         drawn.append(draw_expert_load(records, folder / "expert_load.png", run_folder.name))
     return drawn
 

@@ -58,7 +58,8 @@ class Reporter:
         self._plan = plan
         self._refuse_missing_packages()
         if self.spec.run_dir is not None:
-            prepare_run_folder(self.spec.run_dir, context.rank)
+            if context.is_first or context.is_last:
+                prepare_run_folder(self.spec.run_dir, context.rank)
             if context.is_first:
                 write_provenance(
                     self.spec.run_dir,
@@ -147,7 +148,8 @@ class Reporter:
     def arguments(self) -> None:
         """Prints Megatron's list of arguments."""
         values = _flat_values(self._plan.resolved_yaml)
-        for line in arguments_dump(values) if values else ():
+        dump = arguments_dump({name.replace("-", "_"): value for name, value in values.items()})
+        for line in dump if values else ():
             self.note(line)
 
     def write(self, line: str) -> None:

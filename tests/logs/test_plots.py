@@ -41,6 +41,7 @@ def test_a_dense_run_gets_a_loss_plot_alone(tmp_path):
 def test_without_steps_nothing_is_drawn(tmp_path, records):
     write(tmp_path, *records)
     assert draw_plots(tmp_path) == []
+    assert not (tmp_path / "plots").exists()
 
 
 def test_losses_that_are_not_finite_and_experts_without_tokens_are_drawn(tmp_path):

@@ -269,7 +269,7 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
 
 
 def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, context):
-    spec = plan(LoggingSpec(run_dir=tmp_path), resolved_yaml="moe:\n  num_experts: 8\nlr: 0.1\n")
+    spec = plan(LoggingSpec(run_dir=tmp_path), resolved_yaml="moe:\n  num-experts: 8\nlr: 0.1\n")
     reporter = Reporter(spec, context)
     reporter.arguments()
     lines = (tmp_path / "log.txt").read_text().splitlines()
