@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from arguments.errors import FlagErrors
-from arguments.read import Finished, read_plan
+from arguments.errors import Finished
+from arguments.read import read_plan
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
@@ -27,9 +27,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except Finished as answer:  # --help and its kin
         print(answer.text)
         return int(ExitCode.OK)
-    except FlagErrors as problems:
-        print(problems.report(), file=sys.stderr)
-        return int(ExitCode.CONFIG)
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
     try:
         with ExitStack() as goodbye:
             pretrain(plan, goodbye)
@@ -73,7 +73,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
 
     # train
     progress = Progress(plan, trainer, reporter)
-    leave = Leave(plan.loop, context)
+    leave = Leave(plan.loop, context, iteration=state.iteration)
     while (reason := leave.reason(state.iteration)) is None:
         outcome = trainer.step(loader.next_step(), state)
         state.advance(outcome.num_samples, plan)

@@ -39,6 +39,7 @@ class Checkpoints:
         """
         source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
+        self._last_saved = state.iteration
         if loader is not None:
             loader.restore(state.consumed_samples)
         return state
@@ -53,7 +54,7 @@ class Checkpoints:
             self.save(state, loader)
 
     def save(self, state: TrainState, loader: TrainLoader | None) -> None:
-        """Writes a checkpoint of this moment, once per iteration. A failure is reported and training goes on."""
+        """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on."""
         if self._saver is None or self._last_saved == state.iteration:
             return
         spec = self._plan.checkpoint
@@ -103,7 +104,6 @@ class Checkpoints:
         trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"])
         for line in [*differences, *self._data_differences(loaded.train_state, loader)]:
             say(line)
-        self._last_saved = loaded.iteration if source.origin == "--save" else None
         return TrainState.from_json(loaded.train_state)
 
     def _data_differences(self, saved: dict, loader: TrainLoader | None) -> list[str]:

@@ -12,19 +12,23 @@ from megatron_moe.specs.train import LoopSpec
 class Leave:
     """Answers after each step whether to leave, the same on every rank."""
 
-    def __init__(self, spec: LoopSpec, context: ParallelContext) -> None:
+    def __init__(self, spec: LoopSpec, context: ParallelContext, *, iteration: int) -> None:
+        """`iteration`: where this start of the run begins."""
         self._spec = spec
+        self._first = iteration
         self._context = context
         self._start = time.monotonic()
 
     def reason(self, iteration: int) -> str | None:
         """A sentence for the log, or None to go on. `iteration`: steps done."""
         spec = self._spec
+        if spec.skip_train:
+            return "no training was asked for (--skip-train)"
         if spec.exit_duration_minutes is not None:
             minutes = self._longest_minutes()
             if minutes > spec.exit_duration_minutes:
                 return f"exiting program after {minutes:.1f} minutes"
-        if spec.exit_interval and iteration % spec.exit_interval == 0:
+        if spec.exit_interval and iteration > self._first and iteration % spec.exit_interval == 0:
             return f"exiting program at iteration {iteration}"
         if iteration >= spec.train_iters:
             return f"finished after {iteration} iterations"

@@ -116,7 +116,7 @@ def test_finetuning_starts_at_iteration_zero_with_the_loaded_weights(whole_run, 
 
 def test_ckpt_step_chooses_the_checkpoint(whole_run, data, tmp_path):
     whole, _ = whole_run
-    load = ["--load", str(whole / "checkpoints"), "--ckpt-step", "6", "--train-iters", "7", "--eval-iters", "0"]
+    load = ["--load", str(whole / "checkpoints"), "--ckpt-step", "6", "--exit-interval", "7", "--eval-iters", "0"]
     process = succeed(run_program(arguments(data, tmp_path / "run", *load), cwd=tmp_path))
     assert "iter_0000006 at iteration 6" in process.stdout
     assert list(losses(tmp_path / "run")) == [7]
