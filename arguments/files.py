@@ -34,6 +34,7 @@ class FlagFile:
     """What one file says."""
 
     path: Path
+    readable: bool = True
     flags: list[Given] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the run needs."""
@@ -69,12 +70,13 @@ def read_file(path: Path, registry: Registry, environ: Mapping[str, str]) -> Fla
     file = FlagFile(path)
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as problem:
-        file.problems.append(Problem(what=f"{path} cannot be read: {problem.strerror}", remedy="correct --config"))
-    except (yaml.YAMLError, UnicodeDecodeError) as problem:
-        file.problems.append(Problem(what=f"{path} is not YAML: {' '.join(str(problem).split())}"))
-    else:
-        _Reader(file, registry, environ).read(root)
+    except OSError as trouble:
+        problem = Problem(what=f"{path} cannot be read: {trouble.strerror}", remedy="correct --config")
+        return FlagFile(path, readable=False, problems=[problem])
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as trouble:
+        problem = Problem(what=f"{path} is not YAML: {' '.join(str(trouble).split())}", remedy="correct the file")
+        return FlagFile(path, readable=False, problems=[problem])
+    _Reader(file, registry, environ).read(root)
     return file
 
 
@@ -143,10 +145,15 @@ class _Reader:
             self._problem(node, "holds no `name: value` lines where they are expected")
             return
         for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                yield key.value, value
-            else:
-                self._problem(key, "has a key that is not a name")
+            name = self._key(key)
+            if name is not None:
+                yield name, value
+
+    def _key(self, node: yaml.Node) -> str | None:
+        if isinstance(node, yaml.ScalarNode):
+            return str(node.value)
+        self._problem(node, "has a key that is not a name")
+        return None
 
     def _scalar(self, node: yaml.Node) -> str:
         """The text of a value with its variables filled in."""

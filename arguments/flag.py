@@ -35,6 +35,8 @@ class Declaration:
     names: tuple[str, ...]
     off: tuple[str, ...]
     status: Status
+    least: float | None
+    below: float | None
     works: tuple[object, ...]
     note: str
     harmless: bool
@@ -47,6 +49,8 @@ def flag(
     names: tuple[str, ...] = (),
     off: tuple[str, ...] = (),
     status: Status = "same",
+    least: float | None = None,
+    below: float | None = None,
     works: tuple[object, ...] = (),
     note: str = "",
     harmless: bool = False,
@@ -59,13 +63,23 @@ def flag(
         names: other spellings with the same meaning, with their dashes.
         off: other spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
         status: how it compares with Megatron's flag of that name.
+        least: the smallest number that makes sense.
+        below: every number must be smaller than this.
         works: for "not yet" and "refused": values besides the default that are available.
         note: for "close": the difference; for "no effect": why; for "not yet" and "refused": what to use instead.
         harmless: leaving it out changes no number, so `--allow-ignored-flags` may ignore it where it is not available.
         essential: shown by a plain `--help`.
     """
     declaration = Declaration(
-        names=names, off=off, status=status, works=works, note=note, harmless=harmless, essential=essential
+        names=names,
+        off=off,
+        status=status,
+        least=least,
+        below=below,
+        works=works,
+        note=note,
+        harmless=harmless,
+        essential=essential,
     )
     return field(default=default, metadata={"flag": declaration})
 

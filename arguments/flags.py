@@ -61,12 +61,11 @@ class Flags:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Flags":
         """From the value of every flag, by name."""
-        return cls(
-            **{
-                group.name: group.type(**{entry.name: values[entry.name] for entry in fields(group.type)})
-                for group in fields(cls)
-            }
-        )
+        groups = {
+            name: group(**{entry.name: values[entry.name] for entry in fields(group)})
+            for name, group in group_classes().items()
+        }
+        return cls(**groups)
 
 
 def group_classes() -> dict[str, Any]:

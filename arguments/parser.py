@@ -10,7 +10,7 @@ from arguments.deprecated import Replaced, replace
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Registry, normal
-from arguments.values import BadValue, cut, is_list, is_optional, parse, words_of
+from arguments.values import BadValue, cut, is_list, is_optional, parse, within, words_of
 
 COMMAND_LINE = "command line"
 
@@ -140,9 +140,10 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
         return (parse(bool, given.words) if given.words else True) is switched_on
     if not given.words and not is_list(flag.type):
         raise BadValue("needs a value")
-    if given.state == "one text" and is_list(flag.type):
-        return parse(flag.type, cut(given.words[0]))
-    return parse(flag.type, given.words)
+    words = cut(given.words[0]) if given.state == "one text" and is_list(flag.type) else given.words
+    value = parse(flag.type, words)
+    within(value, flag.declaration.least, flag.declaration.below)
+    return value
 
 
 def unknown_flag(option: str, registry: Registry) -> Problem:

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arguments import explain
-from arguments.checks.run import broken_rules, flags_without_effect, ignored_flags, missing_flags, unavailable_flags
+from arguments.checks.run import (
+    broken_rules,
+    flags_without_effect,
+    given_hints,
+    ignored_flags,
+    missing_flags,
+    unavailable_flags,
+)
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import yaml_text
 from arguments.files import find_recipe, read_file, recipe_names
@@ -43,7 +50,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
         raise Finished(yaml_text(told.settings, told.environment))
     flags, launch = _checked(told, environ)
     vocab_size = _vocab_size(flags, vocab_size_of)
-    return _plan(flags, launch, vocab_size, told, command_line=shlex.join(argv))
+    return _plan(flags, launch, vocab_size, told, environ, argv)
 
 
 @dataclass
@@ -59,10 +66,11 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     start = [given for given in words if _is_start_flag(given, registry)]
     paths, missing = _paths(settle(registry, [start]))
     files = [read_file(path, registry, environ) for path in paths]
+    _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
     settings = settle(registry, [*(file.flags for file in files), words])
     for file in files:
         problems += file.problems
-    settings.problems[:0] = [*problems, *missing]
+    settings.problems[:0] = problems
     environment = {name: value for file in files for name, value in file.environment.items()}
     return _Told(settings, environment)
 
@@ -106,6 +114,7 @@ def _checked(told: _Told, environ: Mapping[str, str]) -> tuple[Flags, Launch]:
     note = allocation_note(environ)
     settings.notes += [note] if note else []
     settings.notes += flags_without_effect(settings)
+    settings.notes += given_hints(settings)
     values = {name: settings.setting(name).value for name in settings.registry.flags}
     if ignore:
         ignored = ignored_flags(settings)
@@ -127,14 +136,17 @@ def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None) -> int:
     return vocab_size_of(tokenizer_spec(flags))
 
 
-def _plan(flags: Flags, launch: Launch, vocab_size: int, told: _Told, command_line: str) -> RunPlan:
-    environment = needed_environment(flags) | told.environment
+def _plan(
+    flags: Flags, launch: Launch, vocab_size: int, told: _Told, environ: Mapping[str, str], argv: Sequence[str]
+) -> RunPlan:
+    wanted = needed_environment(flags) | told.environment
+    environment = {name: value for name, value in wanted.items() if name not in environ}
     return run_plan(
         flags,
         launch,
         vocab_size,
         environment=tuple(environment.items()),
-        command_line=command_line,
+        command_line=shlex.join(argv),
         notes=tuple(told.settings.notes),
         resolved_yaml=yaml_text(told.settings, told.environment, explain.derived(flags, launch, vocab_size)),
     )

@@ -232,18 +232,17 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
 
 def _logging(flags: Flags) -> LoggingSpec:
     logging = flags.logging
-    run_dir = _path(logging.run_dir)
     return LoggingSpec(
-        run_dir=run_dir,
+        run_dir=_path(logging.run_dir),
         log_interval=logging.log_interval,
         style=logging.log_style,
         progress_bar=logging.progress_bar,
-        tensorboard_dir=_path(logging.tensorboard_dir) or (run_dir / "tensorboard" if run_dir else None),
+        tensorboard_dir=_path(logging.tensorboard_dir),
         tensorboard_interval=logging.tensorboard_log_interval,
         wandb_project=logging.wandb_project or "",
         wandb_exp_name=logging.wandb_exp_name or "",
         wandb_entity=logging.wandb_entity or "",
-        wandb_save_dir=_path(logging.wandb_save_dir) or (run_dir / "wandb" if run_dir else None),
+        wandb_save_dir=_path(logging.wandb_save_dir),
         log_throughput=logging.log_throughput,
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,

@@ -1,6 +1,7 @@
 """From flags to the `ModelSpec`."""
 
 import math
+from dataclasses import replace
 
 from arguments import derive
 from arguments.flags import Flags
@@ -15,6 +16,9 @@ from megatron_moe.specs.moe import (
     RouterSpec,
     SharedExpertsSpec,
 )
+
+_LLAMA3_ORIGINAL_POSITIONS = 8192
+"""Context length that Llama 3's stretching starts from; Megatron has no flag for it."""
 
 
 def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
@@ -125,15 +129,18 @@ def _rope(flags: Flags, head_dim: int) -> RopeSpec:
     dim = int(head_dim * model.rotary_percent)
     if model.position_embedding_type == "yarn":
         return _yarn(flags, dim, model.rotary_interleaved, model.yarn_original_max_position_embeddings or 4096)
-    plain = {"dim": dim, "base": model.rotary_base, "interleaved": model.rotary_interleaved}
+    plain = RopeSpec(dim=dim, base=model.rotary_base, interleaved=model.rotary_interleaved)
     if model.use_rope_scaling:
-        return RopeSpec(
-            scaling="llama3", scaling_factor=model.rope_scaling_factor, original_max_positions=8192, **plain
+        return replace(
+            plain,
+            scaling="llama3",
+            scaling_factor=model.rope_scaling_factor,
+            original_max_positions=_LLAMA3_ORIGINAL_POSITIONS,
         )
     stretch = model.rotary_seq_len_interpolation_factor
     if stretch is not None and stretch != 1:
-        return RopeSpec(scaling="linear", scaling_factor=float(stretch), **plain)
-    return RopeSpec(**plain)
+        return replace(plain, scaling="linear", scaling_factor=float(stretch))
+    return plain
 
 
 def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int) -> RopeSpec:
@@ -179,13 +186,13 @@ def _mla(flags: Flags, windowed: bool) -> MLASpec:
 
 def _activation(flags: Flags) -> ActivationSpec:
     model = flags.model
-    extras = {"clamp": model.activation_func_clamp_value, "linear_offset": model.glu_linear_offset}
+    gated = ActivationSpec(gated=True, clamp=model.activation_func_clamp_value, linear_offset=model.glu_linear_offset)
     if model.swiglu:
-        return ActivationSpec(kind="silu", gated=True, **extras)  # type: ignore[arg-type]
+        return replace(gated, kind="silu")
     if model.quick_geglu:
-        return ActivationSpec(kind="quick_gelu", gated=True, **extras)  # type: ignore[arg-type]
+        return replace(gated, kind="quick_gelu")
     if model.geglu:
-        return ActivationSpec(kind="gelu", gated=True, **extras)  # type: ignore[arg-type]
+        return gated
     if model.squared_relu:
         return ActivationSpec(kind="squared_relu")
     return ActivationSpec(kind="gelu_tanh" if model.openai_gelu else "gelu")

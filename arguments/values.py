@@ -4,7 +4,7 @@ import ast
 import math
 import shlex
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -53,6 +53,15 @@ def cut(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         raise BadValue("has a quote that is not closed") from None
+
+
+def within(value: object, least: float | None, below: float | None) -> None:
+    """Raises `BadValue` if a number, or one of a list, is out of bounds."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if least is not None and number < least:
+            raise BadValue(f"is less than {least:g}")
+        if below is not None and number >= below:
+            raise BadValue(f"is not less than {below:g}")
 
 
 def words_of(annotation: Any, value: object) -> list[str]:
@@ -147,7 +156,7 @@ def _switch(word: str) -> bool:
     raise BadValue("takes no value, or true or false")
 
 
-def _number(kind: type, word: str) -> int | float:
+def _number(kind: Callable[[str], int | float], word: str) -> int | float:
     try:
         value = kind(word)
     except ValueError:

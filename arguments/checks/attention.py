@@ -1,1 +1,114 @@
-RULES = ()
+"""Rules about heads, latent attention and windows."""
+
+from arguments import derive
+from arguments.checks.complaint import Complaint, divisors, unfit_pattern
+from arguments.values import LayerPattern
+
+_ROTARY = ("rope", "yarn")
+
+
+def heads_share_the_hidden_size(
+    hidden_size: int, num_attention_heads: int, kv_channels: int | None, multi_latent_attention: bool
+) -> Complaint:
+    """Without a width of their own, heads are equal shares of the hidden size."""
+    if kv_channels is not None or multi_latent_attention or hidden_size % num_attention_heads == 0:
+        return None
+    return (
+        f"{num_attention_heads} heads do not divide the hidden size {hidden_size}",
+        f"give --kv-channels, or use {divisors(hidden_size)} heads",
+    )
+
+
+def groups_share_the_heads(group_query_attention: bool, num_attention_heads: int, num_query_groups: int) -> Complaint:
+    """Every key and value head serves the same number of query heads."""
+    if not group_query_attention or num_attention_heads % num_query_groups == 0:
+        return None
+    return (
+        f"{num_query_groups} query groups do not divide {num_attention_heads} heads",
+        f"use {divisors(num_attention_heads)} groups",
+    )
+
+
+def rotated_width_is_even(
+    position_embedding_type: str,
+    rotary_percent: float,
+    kv_channels: int | None,
+    hidden_size: int,
+    num_attention_heads: int,
+    multi_latent_attention: bool,
+) -> Complaint:
+    """A rotation turns pairs of dims, all of them inside of a head."""
+    if multi_latent_attention or position_embedding_type not in _ROTARY:
+        return None
+    head_dim = derive.head_dim(kv_channels, hidden_size, num_attention_heads)
+    rotated = int(head_dim * rotary_percent)
+    if 0 < rotated <= head_dim and rotated % 2 == 0:
+        return None
+    return (
+        f"{rotary_percent:g} of a head of {head_dim} dims are {rotated} dims, which cannot be rotated in pairs",
+        "--rotary-percent that gives an even number of dims, at most the whole head",
+    )
+
+
+def latent_rotated_width_is_even(multi_latent_attention: bool, qk_pos_emb_head_dim: int) -> Complaint:
+    """A rotation turns pairs of dims."""
+    if not multi_latent_attention or qk_pos_emb_head_dim % 2 == 0:
+        return None
+    return f"{qk_pos_emb_head_dim} dims cannot be rotated in pairs", "use an even --qk-pos-emb-head-dim"
+
+
+def latent_attention_has_no_groups(multi_latent_attention: bool, group_query_attention: bool) -> Complaint:
+    """Multi-latent attention gives every query head a key and value head of its own."""
+    if multi_latent_attention and group_query_attention:
+        return "multi-latent attention has no query groups", "leave out --group-query-attention"
+    return None
+
+
+def latent_attention_rotates_its_own_way(
+    multi_latent_attention: bool,
+    rotary_interleaved: bool,
+    rotary_percent: float,
+    use_rope_scaling: bool,
+    no_rope_freq: LayerPattern | None,
+) -> Complaint:
+    """Multi-latent attention rotates its own part of a head, in all layers, by rope or YaRN."""
+    if not multi_latent_attention:
+        return None
+    if rotary_interleaved or rotary_percent != 1.0 or use_rope_scaling or no_rope_freq is not None:
+        return (
+            "these options of rotation do not exist in multi-latent attention",
+            "leave them out; --qk-pos-emb-head-dim says how much of a head is rotated, --rope-type how",
+        )
+    return None
+
+
+def latent_attention_is_plain(
+    multi_latent_attention: bool, attention_output_gate: bool, add_qkv_bias: bool, qk_layernorm_over: str
+) -> Complaint:
+    """Multi-latent attention has no output gate, no biases, and norms of compressed vectors rather than of heads."""
+    if multi_latent_attention and (attention_output_gate or add_qkv_bias or qk_layernorm_over != "head"):
+        return "these options do not exist in multi-latent attention", "leave them out"
+    return None
+
+
+def windowed_layers_fit(
+    num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
+) -> Complaint:
+    """The pattern says which layers have the window, one entry per layer."""
+    if window_attn_skip_freq is None:
+        return None
+    if window_size is None:
+        return "--window-attn-skip-freq chooses among windowed layers, but there is no window", "give --window-size"
+    return unfit_pattern("--window-attn-skip-freq", window_attn_skip_freq, num_layers)
+
+
+RULES = (
+    heads_share_the_hidden_size,
+    groups_share_the_heads,
+    rotated_width_is_even,
+    latent_rotated_width_is_even,
+    latent_attention_has_no_groups,
+    latent_attention_rotates_its_own_way,
+    latent_attention_is_plain,
+    windowed_layers_fit,
+)

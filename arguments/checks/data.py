@@ -1,1 +1,110 @@
-RULES = ()
+"""Rules about data sets and tokenizers."""
+
+import re
+
+from arguments.checks.complaint import Complaint
+
+_NEEDS_A_MODEL = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+)
+
+
+def data_comes_from_somewhere(
+    data_path: tuple[str, ...], train_data_path: tuple[str, ...], mock_data: bool, skip_train: bool
+) -> Complaint:
+    """A run needs tokens."""
+    if data_path or train_data_path or mock_data or skip_train:
+        return None
+    return "there is no training data", "give --data-path, --train-data-path or --mock-data"
+
+
+def data_is_split_once(
+    data_path: tuple[str, ...],
+    train_data_path: tuple[str, ...],
+    valid_data_path: tuple[str, ...],
+    test_data_path: tuple[str, ...],
+) -> Complaint:
+    """Either one blend is split by shares, or every split names its own files."""
+    if data_path and (train_data_path or valid_data_path or test_data_path):
+        return "data is given both to be split and by split", "use --data-path alone, or the paths of every split"
+    return None
+
+
+def splits_of_their_own_are_not_shared(
+    split: str | None,
+    train_data_path: tuple[str, ...],
+    valid_data_path: tuple[str, ...],
+    test_data_path: tuple[str, ...],
+) -> Complaint:
+    """Shares divide --data-path; files of a split belong to it as a whole."""
+    if split is not None and (train_data_path or valid_data_path or test_data_path):
+        return f"--split {split} has nothing to divide", "leave out --split, or use --data-path"
+    return None
+
+
+def shares_are_numbers(split: str | None) -> Complaint:
+    """A split is up to three shares: training, validation, test."""
+    if split is None:
+        return None
+    parts = [part.strip() for part in split.split(",")]
+    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts):
+        return f"--split {split} is not up to three shares", "write it like 99,1,0"
+    if sum(map(float, parts)) == 0:
+        return f"--split {split} gives nothing to anybody", "write it like 99,1,0"
+    return None
+
+
+def weights_have_prefixes(
+    data_path: tuple[str, ...],
+    train_data_path: tuple[str, ...],
+    valid_data_path: tuple[str, ...],
+    test_data_path: tuple[str, ...],
+) -> Complaint:
+    """A blend is a list of prefixes, or weight and prefix in turn."""
+    for words in (data_path, train_data_path, valid_data_path, test_data_path):
+        numbers = [_is_number(word) for word in words]
+        in_turn = numbers == [place % 2 == 0 for place in range(len(words))] and len(words) % 2 == 0
+        if any(numbers) and not in_turn:
+            return f"{' '.join(words)} mixes weights and prefixes", "write weight and prefix in turn, or prefixes alone"
+    return None
+
+
+def tokenizer_is_complete(tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None) -> Complaint:
+    """A tokenizer has a kind and a file; NullTokenizer has a vocabulary size instead."""
+    if tokenizer_type is None:
+        return "the tokenizer is not given", "give --tokenizer-type, and --tokenizer-model for most kinds"
+    if tokenizer_type in _NEEDS_A_MODEL and not tokenizer_model:
+        return f"{tokenizer_type} has no file", "give --tokenizer-model"
+    if tokenizer_type == "NullTokenizer" and vocab_size is None:
+        return "NullTokenizer does not know its vocabulary", "give --vocab-size"
+    return None
+
+
+def sets_to_tell_apart(multiple_validation_sets: bool, valid_data_path: tuple[str, ...]) -> Complaint:
+    """Losses by validation set need validation sets of their own."""
+    if multiple_validation_sets and not valid_data_path:
+        return "--multiple-validation-sets has no sets to tell apart", "give --valid-data-path"
+    return None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+RULES = (
+    data_comes_from_somewhere,
+    data_is_split_once,
+    splits_of_their_own_are_not_shared,
+    shares_are_numbers,
+    weights_have_prefixes,
+    tokenizer_is_complete,
+    sets_to_tell_apart,
+)

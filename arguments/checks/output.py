@@ -1,1 +1,52 @@
-RULES = ()
+"""Rules about checkpoints, logs and kernels."""
+
+from arguments.checks.complaint import Complaint
+
+
+def saving_has_a_rhythm(save: str | None, save_interval: int | None) -> Complaint:
+    """Somebody who names a folder for checkpoints expects them during the run."""
+    if save and save_interval is None:
+        return "--save does not say how often", "give --save-interval"
+    return None
+
+
+def step_belongs_to_a_folder(
+    ckpt_step: int | None, load: str | None, save: str | None, run_dir: str | None
+) -> Complaint:
+    """The iteration to load is one of a folder with checkpoints."""
+    if ckpt_step is not None and not (load or save or run_dir):
+        return f"--ckpt-step {ckpt_step} has no folder to load from", "give --load"
+    return None
+
+
+def missing_means_a_folder(
+    exit_on_missing_checkpoint: bool, load: str | None, pretrained_checkpoint: str | None
+) -> Complaint:
+    """A checkpoint can only be missing where one is expected."""
+    if exit_on_missing_checkpoint and not load and not pretrained_checkpoint:
+        return "--exit-on-missing-checkpoint expects a checkpoint, but no folder is given", "give --load"
+    return None
+
+
+def wandb_run_has_a_name(wandb_project: str | None, wandb_exp_name: str | None) -> Complaint:
+    """Runs of a W&B project are told apart by their names."""
+    if wandb_project and not wandb_exp_name:
+        return f"the W&B project {wandb_project} gets a run without a name", "give --wandb-exp-name"
+    return None
+
+
+def kernel_wishes_are_pairs(kernel_per_op: tuple[str, ...]) -> Complaint:
+    """A wish names an op and the backend that shall compute it."""
+    strange = [wish for wish in kernel_per_op if not all(wish.partition("="))]
+    if strange:
+        return f"--kernel-per-op {strange[0]} is not a pair", "write it like rms_norm=reference"
+    return None
+
+
+RULES = (
+    saving_has_a_rhythm,
+    step_belongs_to_a_folder,
+    missing_means_a_folder,
+    wandb_run_has_a_name,
+    kernel_wishes_are_pairs,
+)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arguments.checks import attention, batch, data, model, moe, moe_router, output
+from arguments.checks import attention, batch, data, hints, model, moe, moe_router, output
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.parser import Settings
@@ -18,6 +18,7 @@ from arguments.values import words_of
 from megatron_moe.specs.parallel import Launch
 
 Rule = Callable[..., tuple[str, str] | None]
+Hint = Callable[..., str | None]
 
 RULES: tuple[Rule, ...] = (
     *model.RULES,
@@ -43,13 +44,21 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
     """Every rule that does not hold."""
     facts = {"world_size": Fact(launch.world_size, "ranks", launch.launcher)}
     for rule in rules:
-        names = list(inspect.signature(rule).parameters)
+        names = _parameters(rule)
         if all(name in facts or settings.known(name) for name in names):
             complaint = rule(**{name: _value(name, settings, facts) for name in names})
             if complaint:
                 what, remedy = complaint
                 given = tuple(_row(name, settings, facts) for name in names)
                 yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given)
+
+
+def given_hints(settings: Settings, known: Sequence[Hint] = hints.HINTS) -> Iterator[str]:
+    """What may not be meant, of settings that break no rule."""
+    for hint in known:
+        text = hint(**{name: settings.setting(name).value for name in _parameters(hint)})
+        if text:
+            yield text
 
 
 def missing_flags(settings: Settings) -> Iterator[Problem]:
@@ -123,6 +132,10 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
         return facts[name].label, str(facts[name].value), facts[name].origin
     flag, setting = settings.registry.flags[name], settings.setting(name)
     return flag.option, shown(flag, setting.value), setting.origin
+
+
+def _parameters(function: Callable[..., object]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def _reason(rule: Rule) -> str:

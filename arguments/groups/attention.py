@@ -11,13 +11,13 @@ from arguments.values import LayerPattern
 class AttentionFlags:
     """Heads, grouped-query and multi-latent attention, windows, sinks."""
 
-    num_attention_heads: int = flag(REQUIRED, essential=True)
+    num_attention_heads: int = flag(REQUIRED, least=1, essential=True)
     """Query heads."""
     group_query_attention: bool = flag(False)
     """Several query heads share one key and value head."""
-    num_query_groups: int = flag(1)
+    num_query_groups: int = flag(1, least=1)
     """Key and value heads with `--group-query-attention`."""
-    kv_channels: int | None = flag(None)
+    kv_channels: int | None = flag(None, least=1)
     """Width of a head. Not set: hidden size / heads."""
     qk_layernorm: bool = flag(False)
     """Norm of queries and keys; with multi-latent attention of the compressed queries, keys and values."""
@@ -27,13 +27,13 @@ class AttentionFlags:
     """L2 norm of queries and keys."""
     add_qkv_bias: bool = flag(False)
     """Bias on the projection to queries, keys and values alone."""
-    attention_dropout: float = flag(0.1)
+    attention_dropout: float = flag(0.1, least=0, below=1)
     """Dropout on attention probabilities."""
     attention_output_gate: bool = flag(False)
     """A sigmoid gate per channel on the output of attention (Qwen3-Next)."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla")
     """Sinks: none, a fixed zero logit, or one learned logit per head in the softmax denominator."""
-    window_size: tuple[int, int] | None = flag(None)
+    window_size: tuple[int, int] | None = flag(None, least=-1)
     """Sliding window LEFT,RIGHT: visible tokens on either side of the own one, -1 is no limit; 127,0 sees 128."""
     window_attn_skip_freq: LayerPattern | None = flag(None)
     """Layers with full attention among windowed ones: every n-th, or a list with 1 for a window."""
@@ -50,25 +50,25 @@ class AttentionFlags:
 
     multi_latent_attention: bool = flag(False)
     """Multi-latent attention (DeepSeek)."""
-    q_lora_rank: int | None = flag(None)
+    q_lora_rank: int | None = flag(None, least=1)
     """Width of compressed queries. Not set: queries are not compressed."""
-    kv_lora_rank: int = flag(32)
+    kv_lora_rank: int = flag(32, least=1)
     """Width of compressed keys and values."""
-    qk_head_dim: int = flag(128)
+    qk_head_dim: int = flag(128, least=1)
     """Width of the part of a query or key head without rotation."""
-    qk_pos_emb_head_dim: int = flag(64)
+    qk_pos_emb_head_dim: int = flag(64, least=2)
     """Width of the rotated part of a query or key head."""
-    v_head_dim: int = flag(128)
+    v_head_dim: int = flag(128, least=1)
     """Width of a value head."""
     rope_type: Literal["rope", "yarn"] | None = flag(None)
     """Rotation of multi-latent attention. Not set: yarn."""
-    rotary_scaling_factor: float = flag(1.0)
+    rotary_scaling_factor: float = flag(1.0, least=1)
     """YaRN: factor by which the context is extended."""
-    original_max_position_embeddings: int = flag(4096)
+    original_max_position_embeddings: int = flag(4096, least=1)
     """YaRN in multi-latent attention: context length before extension."""
-    mscale: float = flag(1.0)
+    mscale: float = flag(1.0, least=0)
     """YaRN: growth of cos and sin with the logarithm of the factor."""
-    mscale_all_dim: float = flag(0.0)
+    mscale_all_dim: float = flag(0.0, least=0)
     """YaRN: growth that is divided out of cos and sin again; in multi-latent attention its square joins the softmax
     scale."""
     mla_down_proj_fusion: bool = flag(False, status="no effect", note="names a kernel")

@@ -14,11 +14,11 @@ class CheckpointFlags:
 
     save: str | None = flag(None)
     """Folder for checkpoints. Not set: checkpoints/ in the run folder."""
-    save_interval: int | None = flag(None, names=("--persistent-save-interval",), essential=True)
+    save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
     """Iterations between checkpoints. Not set: only when the run ends."""
     save_retain_interval: int | None = flag(None, status="not yet", harmless=True)
     """Keep only checkpoints of multiples of this."""
-    keep_last_checkpoints: int | None = flag(None, status="ours")
+    keep_last_checkpoints: int | None = flag(None, least=1, status="ours")
     """Delete older checkpoints than the last so many. Not set: keep all."""
     load: str | None = flag(None, essential=True)
     """Folder with checkpoints to go on from, or hf:FOLDER for Hugging Face weights. A checkpoint of the run's own
@@ -29,7 +29,7 @@ class CheckpointFlags:
     """Take weights only and start at iteration 0."""
     pretrained_checkpoint: str | None = flag(None)
     """Weights to start from where `--load` holds nothing."""
-    ckpt_step: int | None = flag(None)
+    ckpt_step: int | None = flag(None, least=0)
     """Iteration to load instead of the newest."""
     exit_on_missing_checkpoint: bool = flag(False)
     """Leave when `--load` holds nothing."""

@@ -30,7 +30,7 @@ class DataFlags:
     """Folder for indices. Not set: beside the data."""
     mmap_bin_files: bool = flag(True)
     """Map token files into memory."""
-    num_workers: int = flag(2)
+    num_workers: int = flag(2, least=0)
     """Loader processes per rank."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
         None, status="not yet", works=("single", "cyclic"), note="use single or cyclic"
@@ -92,7 +92,7 @@ class DataFlags:
     """What turns text into tokens; NullTokenizer knows only numbers, ByteTokenizer is ours."""
     tokenizer_model: str | None = flag(None, essential=True)
     """File of the tokenizer: a SentencePiece model, a folder with tokenizer.json, a tiktoken file."""
-    vocab_size: int | None = flag(None)
+    vocab_size: int | None = flag(None, least=1)
     """Tokens in the vocabulary before padding. Not set: the tokenizer knows."""
     vocab_file: str | None = flag(None, status="not yet", note="use --tokenizer-type HuggingFaceTokenizer")
     """Vocabulary of GPT2BPETokenizer."""
@@ -100,7 +100,7 @@ class DataFlags:
     """Merges of GPT2BPETokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(None)
     """Version of the tiktoken pattern."""
-    tiktoken_num_special_tokens: int = flag(1000)
+    tiktoken_num_special_tokens: int = flag(1000, least=0)
     """Special tokens of a tiktoken vocabulary."""
     tokenizer_special_tokens: tuple[str, ...] | None = flag(None)
     """Names of special tokens of a tiktoken vocabulary."""

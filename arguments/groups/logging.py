@@ -12,7 +12,7 @@ class LoggingFlags:
 
     run_dir: str | None = flag(None, status="ours", essential=True)
     """Folder of the run: configuration, logs, metrics, plots and checkpoints."""
-    log_interval: int = flag(100, essential=True)
+    log_interval: int = flag(100, least=1, essential=True)
     """Iterations between log lines."""
     log_style: Literal["megatron", "short"] = flag("megatron", status="ours")
     """Megatron's long line, or one for people."""
@@ -60,7 +60,7 @@ class LoggingFlags:
     """How times of ranks are summed up."""
     tensorboard_dir: str | None = flag(None)
     """Folder for TensorBoard. Not set: tensorboard/ in the run folder."""
-    tensorboard_log_interval: int = flag(1)
+    tensorboard_log_interval: int = flag(1, least=1)
     """Iterations between TensorBoard entries."""
     tensorboard_queue_size: int = flag(1000, status="no effect", note="concerns speed")
     """Entries that TensorBoard collects before it writes."""
@@ -71,7 +71,7 @@ class LoggingFlags:
     wandb_entity: str | None = flag(None)
     """W&B team."""
     wandb_save_dir: str | None = flag(None)
-    """Folder for W&B's files. Not set: wandb/ in the run folder."""
+    """Folder for W&B's files. Not set: the run folder."""
 
     profile: bool = flag(False, status="not yet", harmless=True)
     """Profile chosen iterations."""

@@ -11,16 +11,16 @@ from arguments.values import LayerPattern
 class ModelFlags:
     """Layers, widths, positions, norms, activations, vocabulary, initial values and multi-token prediction."""
 
-    num_layers: int = flag(REQUIRED, essential=True)
+    num_layers: int = flag(REQUIRED, least=1, essential=True)
     """Transformer layers, without those of multi-token prediction."""
-    hidden_size: int = flag(REQUIRED, essential=True)
+    hidden_size: int = flag(REQUIRED, least=1, essential=True)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = flag(None, essential=True)
-    """Width of a dense feed-forward block. Not set: 4 x hidden size, or with a gate 8/3 x hidden size rounded down to a
-    multiple of 64."""
-    seq_length: int = flag(REQUIRED, essential=True)
+    ffn_hidden_size: int | None = flag(None, least=1, essential=True)
+    """Width of a dense feed-forward block. Not set: 4 x hidden size, or with `--swiglu` 8/3 x hidden size rounded
+    down to a multiple of 64."""
+    seq_length: int = flag(REQUIRED, least=1, essential=True)
     """Tokens in one training sequence."""
-    max_position_embeddings: int = flag(REQUIRED)
+    max_position_embeddings: int = flag(REQUIRED, least=1)
     """Longest position the model knows; at least the sequence length."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
@@ -29,32 +29,32 @@ class ModelFlags:
     """How positions enter: a learned table added to the embedding, rotation of queries and keys, or not at all."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
     """Old switch for the learned table; `--no-position-embedding` is legal only where no table is asked for."""
-    rotary_base: float = flag(10000.0)
+    rotary_base: float = flag(10000.0, least=1)
     """Base of the rotation frequencies (theta)."""
-    rotary_percent: float = flag(1.0)
+    rotary_percent: float = flag(1.0, least=0)
     """Share of every head that is rotated, from the front."""
     rotary_interleaved: bool = flag(False)
     """Rotate pairs of neighbours instead of pairs from the two halves of a head."""
-    rotary_seq_len_interpolation_factor: int | None = flag(None)
+    rotary_seq_len_interpolation_factor: int | None = flag(None, least=1)
     """Divide positions by this before rotating."""
     use_rope_scaling: bool = flag(False)
     """Stretch low rotation frequencies as Llama 3 does."""
-    rope_scaling_factor: float = flag(8.0)
+    rope_scaling_factor: float = flag(8.0, least=1)
     """Factor of `--use-rope-scaling`."""
     no_rope_freq: LayerPattern | None = flag(None)
     """Layers without rotation: every n-th, or a list with 1 for no rotation."""
-    yarn_original_max_position_embeddings: int | None = flag(None)
+    yarn_original_max_position_embeddings: int | None = flag(None, least=1)
     """YaRN: context length before extension. Not set: 4096."""
-    yarn_beta_fast: float | None = flag(None)
+    yarn_beta_fast: float | None = flag(None, least=0)
     """YaRN: dims that turn more often than this over the original length keep their frequency. Not set: 32."""
-    yarn_beta_slow: float | None = flag(None)
+    yarn_beta_slow: float | None = flag(None, least=0)
     """YaRN: dims that turn less often than this are fully stretched. Not set: 1."""
     yarn_correction_range_round_to_int: bool = flag(True)
     """YaRN: round the border between kept and stretched dims to whole dims (GPT-OSS does not)."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm")
     """Kind of every norm."""
-    norm_epsilon: float = flag(1e-5)
+    norm_epsilon: float = flag(1e-5, least=0)
     """Added to the variance in every norm."""
     apply_layernorm_1p: bool = flag(False)
     """Store the weight of a norm minus one, so that weight decay pulls it towards one."""
@@ -77,26 +77,26 @@ class ModelFlags:
     """The tanh form of GELU."""
     glu_linear_offset: float = flag(0.0)
     """Added to the linear half of a gated block (GPT-OSS: 1)."""
-    activation_func_clamp_value: float | None = flag(None)
+    activation_func_clamp_value: float | None = flag(None, least=0)
     """Limit of the inputs of a gated activation: the gate from above, the linear half on both sides."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Biases in linear layers, experts and router."""
-    hidden_dropout: float = flag(0.1)
+    hidden_dropout: float = flag(0.1, least=0, below=1)
     """Dropout behind the embedding and on both branches of every layer."""
 
     untie_embeddings_and_output_weights: bool = flag(False)
     """A matrix of its own for the output head."""
-    make_vocab_size_divisible_by: int = flag(128)
+    make_vocab_size_divisible_by: int = flag(128, least=1)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    padded_vocab_size: int | None = flag(None)
+    padded_vocab_size: int | None = flag(None, least=1)
     """Rows of the embedding, instead of padding the vocabulary."""
     pad_vocab_size: bool = flag(True, off=("--disable-pad-vocab-size",))
     """Pad the vocabulary."""
 
-    init_method_std: float = flag(0.02)
+    init_method_std: float = flag(0.02, least=0)
     """Standard deviation of initial weights; matrices that write to the residual stream get it divided by
     sqrt(2 x layers)."""
-    embedding_init_method_std: float | None = flag(None)
+    embedding_init_method_std: float | None = flag(None, least=0)
     """The embedding's own; it also takes weight decay off the embedding."""
     init_method: Literal["normal", "unit_gain"] = flag("normal", status="ours")
     """unit_gain: standard deviation 1/sqrt(inputs) and random norm weights and biases, so that every part matters when
@@ -104,9 +104,9 @@ class ModelFlags:
     init_method_xavier_uniform: bool = flag(False, status="not yet", note="use --init-method-std")
     """Xavier's uniform initial values."""
 
-    mtp_num_layers: int | None = flag(None)
+    mtp_num_layers: int | None = flag(None, least=0)
     """Depths of multi-token prediction."""
-    mtp_loss_scaling_factor: float = flag(0.1)
+    mtp_loss_scaling_factor: float = flag(0.1, least=0)
     """Weight of the mean loss of multi-token prediction."""
     mtp_use_repeated_layer: bool = flag(False)
     """One layer serves all depths."""

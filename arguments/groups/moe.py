@@ -11,27 +11,27 @@ from arguments.values import LayerPattern
 class MoEFlags:
     """Which layers have experts, how tokens choose them, what keeps them busy, how rows travel."""
 
-    num_experts: int | None = flag(None, essential=True)
+    num_experts: int | None = flag(None, least=0, essential=True)
     """Routed experts in every Mixture-of-Experts layer. Not set or 0: all layers are dense."""
     moe_layer_freq: LayerPattern = flag(1, essential=True)
     """Layers with experts: every n-th counted from the first, or a list with 1 for experts: "([0]*3+[1]*58)"."""
-    moe_ffn_hidden_size: int | None = flag(None, essential=True)
+    moe_ffn_hidden_size: int | None = flag(None, least=1, essential=True)
     """Width of one routed expert. Not set: that of a dense feed-forward block."""
-    moe_router_topk: int = flag(2, essential=True)
+    moe_router_topk: int = flag(2, least=1, essential=True)
     """Experts that every token visits."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag("softmax")
     """From logits to scores."""
     moe_router_pre_softmax: bool = flag(False)
     """Softmax over all experts before the choice; the chosen probabilities are not normalised again."""
-    moe_router_num_groups: int | None = flag(None)
+    moe_router_num_groups: int | None = flag(None, least=1)
     """Groups of experts for group-limited routing."""
-    moe_router_group_topk: int | None = flag(None)
+    moe_router_group_topk: int | None = flag(None, least=1)
     """Groups that a token may use."""
-    moe_router_topk_scaling_factor: float | None = flag(None)
+    moe_router_topk_scaling_factor: float | None = flag(None, least=0)
     """Factor on the final probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
     """Format of the router's matrix product. Not set: that of the activations."""
-    moe_input_jitter_eps: float | None = flag(None)
+    moe_input_jitter_eps: float | None = flag(None, least=0, below=1)
     """Multiply the router's input by a random factor between 1 - eps and 1 + eps."""
     moe_router_force_load_balancing: bool = flag(False)
     """Random logits, for measuring speed with balanced experts."""
@@ -49,15 +49,15 @@ class MoEFlags:
     ] = flag(("aux_loss",), status="close", note="expert_choice is ours")
     """What keeps experts equally busy: a loss over the microbatch, over every sequence, over the global batch (several
     may be given), or another way to choose."""
-    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,))
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
     """Weight of every balancing loss, in the order of the types."""
-    moe_z_loss_coeff: float | None = flag(None)
+    moe_z_loss_coeff: float | None = flag(None, least=0)
     """Weight of the loss that keeps logits small."""
     moe_router_enable_expert_bias: bool = flag(False)
     """Balance by a bias per expert on the choice, moved once per global batch."""
-    moe_router_bias_update_rate: float = flag(1e-3)
+    moe_router_bias_update_rate: float = flag(1e-3, least=0)
     """Step of that bias."""
-    moe_router_quantile_balancing_ema: float = flag(0.0)
+    moe_router_quantile_balancing_ema: float = flag(0.0, least=0, below=1)
     """Weight of the old thresholds in quantile balancing."""
 
     moe_expert_capacity_factor: float | None = flag(None)
@@ -73,25 +73,25 @@ class MoEFlags:
 
     moe_grouped_gemm: bool = flag(False)
     """One grouped matrix product over all experts instead of a loop."""
-    moe_shared_expert_intermediate_size: int | None = flag(None)
+    moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
     """Width of all shared experts together, which every token visits. Not set or 0: none."""
     moe_shared_expert_gate: bool = flag(False)
     """A sigmoid gate per token on the shared experts."""
     moe_shared_expert_overlap: bool = flag(False, status="no effect", note="concerns speed")
     """Run shared experts while rows travel."""
-    moe_latent_size: int | None = flag(None)
+    moe_latent_size: int | None = flag(None, least=1)
     """Width of the space in which routed experts work; tokens are projected into it and back."""
     moe_apply_probs_on_input: bool = flag(False)
     """Multiply rows by their probability before the expert, for one expert per token."""
     moe_use_upcycling: bool = flag(False)
     """Turn the dense checkpoint of `--load` into experts and train on."""
-    moe_upcycling_granularity: int = flag(1)
+    moe_upcycling_granularity: int = flag(1, least=1)
     """How many experts a dense feed-forward block is cut into."""
     moe_per_layer_logging: bool = flag(False)
     """Log balancing losses of every layer."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", status="close", note="on one rank all kinds are the same local permutation"
+        "allgather", status="close", note="where one rank has all experts, all kinds are the same local permutation"
     )
     """How rows travel between expert-parallel ranks."""
     moe_flex_dispatcher_backend: Literal["deepep", "deepepv2", "hybridep", "ncclep"] = flag(

@@ -10,16 +10,16 @@ from arguments.flag import flag
 class ParallelFlags:
     """Tensor, context, expert and data parallelism."""
 
-    tensor_model_parallel_size: int = flag(1, status="not yet", note="data parallelism is available")
+    tensor_model_parallel_size: int = flag(1, least=1, status="not yet", note="data parallelism is available")
     """Ranks that split attention, dense blocks and the vocabulary."""
     sequence_parallel: bool = flag(False, status="no effect", note="one tensor-parallel rank has the whole sequence")
     """Split norms and dropout along the sequence over tensor-parallel ranks."""
-    context_parallel_size: int = flag(1, status="not yet", note="data parallelism is available")
+    context_parallel_size: int = flag(1, least=1, status="not yet", note="data parallelism is available")
     """Ranks that split the sequence."""
-    expert_model_parallel_size: int = flag(1, status="not yet", note="data parallelism is available")
+    expert_model_parallel_size: int = flag(1, least=1, status="not yet", note="data parallelism is available")
     """Ranks over which the experts are spread."""
     expert_tensor_parallel_size: int | None = flag(
-        None, status="not yet", works=(1,), note="data parallelism is available"
+        None, least=1, status="not yet", works=(1,), note="data parallelism is available"
     )
     """Ranks that split one expert. Not set: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
@@ -32,7 +32,7 @@ class ParallelFlags:
         "nccl", status="no effect", note="the device decides: nccl on GPUs, gloo on CPUs"
     )
     """Library for collectives."""
-    distributed_timeout_minutes: int = flag(10)
+    distributed_timeout_minutes: int = flag(10, least=1)
     """How long a collective may wait."""
     local_rank: int = flag(0, status="no effect", note="the launcher's environment says it")
     """Rank on this host."""

@@ -10,31 +10,31 @@ from arguments.flag import REQUIRED, flag
 class TrainingFlags:
     """Batches, length of the run, evaluation, seeds, and leaving early."""
 
-    micro_batch_size: int = flag(REQUIRED, essential=True)
+    micro_batch_size: int = flag(REQUIRED, least=1, essential=True)
     """Sequences per microbatch and rank."""
-    global_batch_size: int | None = flag(None, essential=True)
+    global_batch_size: int | None = flag(None, least=1, essential=True)
     """Sequences per step over all ranks. Not set: one microbatch per rank."""
-    rampup_batch_size: tuple[int, int, int] | None = flag(None)
+    rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
     """START INCREMENT SAMPLES: the global batch grows from START in steps of INCREMENT over so many samples."""
     step_batch_size_schedule: str | None = flag(None, status="not yet", note="use --rampup-batch-size")
     """Batch sizes at thresholds."""
     decrease_batch_size_if_needed: bool = flag(False, status="not yet", note="choose a batch size that divides")
     """Round a batch size down that the ranks do not divide."""
-    train_iters: int | None = flag(None, essential=True)
+    train_iters: int | None = flag(None, least=1, essential=True)
     """Iterations of the run."""
-    train_samples: int | None = flag(None)
+    train_samples: int | None = flag(None, least=1)
     """Samples of the run, instead of iterations."""
-    eval_interval: int | None = flag(None, essential=True)
+    eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: none during training."""
-    eval_iters: int = flag(100, essential=True)
+    eval_iters: int = flag(100, least=0, essential=True)
     """Batches of an evaluation."""
     skip_train: bool = flag(False)
     """Evaluate only."""
-    exit_interval: int | None = flag(None)
+    exit_interval: int | None = flag(None, least=1)
     """Save and leave when the iteration is a multiple of this."""
-    exit_duration_in_mins: int | None = flag(None)
+    exit_duration_in_mins: int | None = flag(None, least=1)
     """Save and leave after so many minutes."""
-    seed: int = flag(1234)
+    seed: int = flag(1234, least=0)
     """Start of all random numbers."""
     data_parallel_random_init: bool = flag(
         False, status="refused", note="all data-parallel ranks hold the same weights"
@@ -46,7 +46,7 @@ class TrainingFlags:
     """Initialise weights."""
     manual_gc: bool = flag(False)
     """Collect Python's garbage at chosen iterations only."""
-    manual_gc_interval: int = flag(0)
+    manual_gc_interval: int = flag(0, least=0)
     """Iterations between collections."""
     manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",), status="no effect", note="concerns speed")
     """Collect around evaluations."""

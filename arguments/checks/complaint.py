@@ -1,0 +1,28 @@
+"""Small words that several rules share."""
+
+from arguments.values import LayerPattern
+
+Complaint = tuple[str, str] | None
+"""What is wrong, with the numbers, and what would mend it; None: nothing."""
+
+
+def divisors(number: int, most: int = 12) -> str:
+    """The divisors of a number for people, the largest ones if there are many."""
+    found = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    shown = found[-most:]
+    return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))
+
+
+def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Complaint:
+    """A layer pattern that does not fit the number of layers."""
+    if isinstance(pattern, int):
+        return (f"{option} {pattern} is not a distance between layers", "use 1 or more") if pattern < 1 else None
+    if len(pattern) != num_layers:
+        return (
+            f"{option} describes {len(pattern)} layers, but the model has {num_layers}",
+            "make the list as long as --num-layers",
+        )
+    strange = sorted(set(pattern) - {0, 1})
+    if strange:
+        return f"{option} holds {', '.join(map(str, strange))}, but a layer is 0 or 1", "use only 0 and 1"
+    return None

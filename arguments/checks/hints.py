@@ -1,0 +1,67 @@
+"""Things that are legal but perhaps not meant. They are noted, not refused."""
+
+
+def groups_without_their_switch(group_query_attention: bool, num_query_groups: int) -> str | None:
+    """Megatron ignores the number without the switch."""
+    if group_query_attention or num_query_groups == 1:
+        return None
+    return f"--num-query-groups {num_query_groups} has no effect without --group-query-attention"
+
+
+def experts_as_wide_as_dense_blocks(num_experts: int | None, moe_ffn_hidden_size: int | None) -> str | None:
+    """Usually experts are narrower."""
+    if not num_experts or moe_ffn_hidden_size is not None:
+        return None
+    return "experts are as wide as dense feed-forward blocks, since --moe-ffn-hidden-size is not set"
+
+
+def many_experts_in_low_precision(num_experts: int | None, moe_router_dtype: str | None, bf16: bool) -> str | None:
+    """Close scores of many experts round to the same bf16 number."""
+    if not bf16 or moe_router_dtype is not None or (num_experts or 0) < 32:
+        return None
+    return f"--moe-router-dtype fp32 is better for {num_experts} experts: in bf16 many of their scores are equal"
+
+
+def nothing_balances(
+    num_experts: int | None,
+    moe_router_load_balancing_type: tuple[str, ...],
+    moe_aux_loss_coeff: tuple[float, ...],
+    moe_router_enable_expert_bias: bool,
+) -> str | None:
+    """A loss with weight 0 is no loss."""
+    losses = all(kind == "none" or kind.endswith("aux_loss") for kind in moe_router_load_balancing_type)
+    if not num_experts or not losses or any(moe_aux_loss_coeff) or moe_router_enable_expert_bias:
+        return None
+    return "nothing keeps the experts equally busy: no balancing loss has a coefficient and there is no expert bias"
+
+
+def groups_without_a_limit(moe_router_num_groups: int | None, moe_router_group_topk: int | None) -> str | None:
+    """Groups matter only when a token may not use all of them."""
+    if not moe_router_num_groups or moe_router_group_topk:
+        return None
+    return f"--moe-router-num-groups {moe_router_num_groups} has no effect without --moe-router-group-topk"
+
+
+def saving_to_nowhere(save: str | None, run_dir: str | None, save_interval: int | None) -> str | None:
+    """Checkpoints need a folder."""
+    if save or run_dir or save_interval is None:
+        return None
+    return "no checkpoint is saved: neither --save nor --run-dir is given"
+
+
+def mock_data_wins(mock_data: bool, data_path: tuple[str, ...], train_data_path: tuple[str, ...]) -> str | None:
+    """Random documents replace all files."""
+    if mock_data and (data_path or train_data_path):
+        return "--mock-data is given, so the data files are not read"
+    return None
+
+
+HINTS = (
+    groups_without_their_switch,
+    experts_as_wide_as_dense_blocks,
+    many_experts_in_low_precision,
+    nothing_balances,
+    groups_without_a_limit,
+    saving_to_nowhere,
+    mock_data_wins,
+)
