@@ -78,7 +78,7 @@ def test_an_unwritable_run_folder(data, tmp_path):
 
 
 def test_a_checkpoint_of_another_model(data, tmp_path):
-    short = ["--train-iters", "1", "--save-interval", "1", "--eval-iters", "0"]
+    short = ["--train-iters", "1", "--lr-warmup-iters", "0", "--save-interval", "1", "--eval-iters", "0"]
     assert run_program(arguments(data, tmp_path / "run", *short), cwd=tmp_path).returncode == 0
     load = ["--load", str(tmp_path / "run" / "checkpoints"), "--moe-ffn-hidden-size", "40", "--finetune"]
     refuse(arguments(data, tmp_path / "other", *short, *load), tmp_path, ExitCode.CHECKPOINT, "does not fit", "40")

@@ -95,7 +95,7 @@ def test_srun_variables_make_the_ranks_meet(data, tmp_path):
             "SLURM_STEP_NODELIST": "localhost",
         }
         command = [sys.executable, str(REPOSITORY / "pretrain_moe.py")]
-        command += arguments(data, tmp_path / "run", "--train-iters", "2", "--eval-iters", "0")
+        command += arguments(data, tmp_path / "run", "--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0")
         environment = {**os.environ, **slurm, "OMP_NUM_THREADS": "1"}
         processes.append(
             subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -108,7 +108,7 @@ def test_srun_variables_make_the_ranks_meet(data, tmp_path):
 
 def test_finetuning_starts_at_iteration_zero_with_the_loaded_weights(whole_run, data, tmp_path):
     whole, _ = whole_run
-    load = ["--load", str(whole / "checkpoints"), "--finetune", "--train-iters", "1", "--eval-iters", "0"]
+    load = ["--load", str(whole / "checkpoints"), "--finetune", "--train-iters", "1", "--lr-warmup-iters", "0"]
     succeed(run_program(arguments(data, tmp_path / "run", *load), cwd=tmp_path))
     curve = losses(tmp_path / "run")
     assert list(curve) == [1] and curve[1] < losses(whole)[6]
