@@ -1,0 +1,160 @@
+"""Runs the quickstart recipe on the CPU and on a GPU and lays the loss curves over each other.
+
+`python tools/bench_main_job.py [--iterations 200] [--output-dir benchmarks]` writes `<date>-<machine>-main-job.md` with a
+picture. The variants train on the same samples in the same order from the same weights; they differ in device and dtype.
+Without a GPU only the CPU's variants run, and the report says so.
+"""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from megatron_moe.logs.metrics import read_metrics
+from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, RunError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the recipe."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs_gpu: bool
+
+
+VARIANTS = (
+    Variant("CPU, fp32", ("--device", "cpu"), needs_gpu=False),
+    Variant("GPU, fp32", ("--device", "cuda"), needs_gpu=True),
+    Variant("GPU, bf16", ("--device", "cuda", "--bf16"), needs_gpu=True),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one variant did."""
+
+    variant: Variant
+    command: str
+    losses: dict[int, float]
+    validation: float
+    milliseconds: float
+    """Of one step, median of the reports after the first two."""
+
+
+def run_variant(variant: Variant, iterations: int, folder: Path) -> Result:
+    """Trains one variant in a run folder of its own."""
+    run = folder / variant.name.lower().replace(", ", "_")
+    flags = ["--recipe", "quickstart", "--run-dir", str(run), "--train-iters", str(iterations), "--log-interval", "1"]
+    flags += ["--save-interval", str(iterations), "--fresh", *variant.flags]
+    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise EnvironmentProblem(f"{variant.name}: exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    rows = read_metrics(run / "metrics.jsonl")
+    times = sorted(row["iteration-time"] * 1e3 for row in rows if "iteration-time" in row and row["iteration"] > 2)
+    validation = [row["lm loss validation"] for row in rows if "lm loss validation" in row]
+    return Result(
+        variant,
+        "python pretrain_moe.py " + " ".join(flags),
+        {row["iteration"]: row["lm loss"] for row in rows if "lm loss" in row},
+        validation[-1],
+        times[len(times) // 2],
+    )
+
+
+def largest_difference(result: Result, reference: Result) -> tuple[float, int]:
+    """(largest relative difference of the loss, its iteration)."""
+    differences = {i: abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items()}
+    at = max(differences, key=lambda i: differences[i])
+    return differences[at], at
+
+
+def report(results: list[Result], machine: str, picture: str) -> str:
+    """The benchmark document."""
+    reference = results[0]
+    iterations = max(reference.losses)
+    lines = [
+        f"# The main job on {machine}",
+        "",
+        f"{date.today()}, torch {torch.__version__}, `python tools/bench_main_job.py --iterations {iterations}`.",
+        "The quickstart recipe (`scripts/recipes/quickstart.yaml`) on the sources of the Python standard library. All",
+        "variants start from the same weights and see the same samples.",
+        "",
+        "| variant | first loss | last loss | last validation loss | largest relative difference | ms per step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        difference, at = largest_difference(result, reference)
+        apart = "reference" if result is reference else f"{difference:.1e} (iteration {at})"
+        first, last = result.losses[1], result.losses[iterations]
+        lines.append(
+            f"| {result.variant.name} | {first:.4f} | {last:.4f} | {result.validation:.4f} | {apart} "
+            f"| {result.milliseconds:.1f} |"
+        )
+    if len(results) < len(VARIANTS):
+        lines += ["", "This machine has no GPU: the other variants were not run."]
+    lines += ["", f"![loss curves]({picture})", "", "Commands:", ""]
+    lines += [f"    {result.command}" for result in results]
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """All curves over each other; below, their distance to the first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    reference = results[0]
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), height_ratios=(3, 1), sharex=True)
+    for number, result in enumerate(results):
+        width = 3.0 - number
+        above.plot(list(result.losses), list(result.losses.values()), label=result.variant.name, linewidth=width)
+        if result is not reference:
+            relative = [abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items()]
+            below.semilogy(list(reference.losses), [max(r, 1e-9) for r in relative], label=result.variant.name)
+    above.set_ylabel("loss per token (nats)")
+    above.legend()
+    below.set_ylabel(f"relative to\n{reference.variant.name}")
+    below.set_xlabel("iteration")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--runs", type=Path, default=Path("runs/bench_main_job"), help="where the run folders go")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
+    options = parser.parse_args(argv)
+    has_gpu = torch.cuda.is_available()
+    machine = torch.cuda.get_device_name().replace("NVIDIA ", "") if has_gpu else "CPU"
+    try:
+        results = [
+            run_variant(variant, options.iterations, options.runs)
+            for variant in VARIANTS
+            if has_gpu or not variant.needs_gpu
+        ]
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    stem = f"{date.today()}-{machine.lower()}-main-job"
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    draw(results, options.output_dir / f"{stem}.png")
+    text = report(results, machine, f"{stem}.png")
+    (options.output_dir / f"{stem}.md").write_text(text)
+    print(text)
+    return int(ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
