@@ -30,23 +30,22 @@ tests() { # tests REPORT ARGUMENTS...: one pytest session whose counts go into t
     python -m pytest -q --durations=10 --junitxml="$reports/$1.xml" "${@:2}"
 }
 
-quick="tests/house_rules tests/arguments tests/specs tests/test_tolerances.py"
-slow=""
-for folder in tests/parity tests/end_to_end tests/faults; do
-    [ -d "$folder" ] && slow="$slow $folder"
-done
-ignored=""
-for path in $quick $slow; do
-    ignored="$ignored --ignore=$path"
-done
+existing() { # existing PATH...: those that are there
+    for path in "$@"; do
+        [ ! -e "$path" ] || printf '%s ' "$path"
+    done
+}
+
+quick=$(existing tests/house_rules tests/arguments tests/specs tests/test_tolerances.py)
+slow=$(existing tests/parity tests/end_to_end tests/faults)
 
 [ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test
 stage "lint" python -m ruff check .
 stage "types" python -m mypy
 # shellcheck disable=SC2086
 stage "rules, flags and plain Python" tests quick $quick
-# shellcheck disable=SC2086
-stage "one process and threads" tests rooms tests $ignored
+# shellcheck disable=SC2046,SC2086
+stage "one process and threads" tests rooms tests $(printf -- '--ignore=%s ' $quick $slow)
 # shellcheck disable=SC2086
 [ -z "$slow" ] || stage "parity and whole runs" tests slow $slow
 
