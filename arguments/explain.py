@@ -3,14 +3,13 @@
 import textwrap
 from collections.abc import Sequence
 
-from arguments import derive
 from arguments.deprecated import old_names
 from arguments.files import recipe_folders
 from arguments.flag import Flag, docstrings
-from arguments.flags import Flags, Registry, group_classes, normal
+from arguments.flags import Registry, group_classes, normal
 from arguments.parser import unknown_flag
 from arguments.values import describe, words_of
-from megatron_moe.specs.parallel import Launch
+from megatron_moe.specs.run import RunPlan
 
 _WIDTH = 120
 _NAME_COLUMN = 34
@@ -45,31 +44,18 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
     return None
 
 
-def derived(flags: Flags, launch: Launch, vocab_size: int) -> list[str]:
+def derived(plan: RunPlan) -> list[str]:
     """What follows from the flags, for the head of run.yaml."""
-    model, parallel = flags.model, flags.parallel
-    model_parallel = (
-        parallel.tensor_model_parallel_size
-        * parallel.context_parallel_size
-        * flags.pipeline.pipeline_model_parallel_size
-    )
-    data_parallel = launch.world_size // model_parallel
-    micro = flags.training.micro_batch_size
-    batch = derive.global_batch_size(flags.training.global_batch_size, micro, data_parallel)
-    padded = derive.padded_vocab_size(
-        vocab_size,
-        model.make_vocab_size_divisible_by,
-        parallel.tensor_model_parallel_size,
-        model.padded_vocab_size,
-        model.pad_vocab_size,
-    )
-    num_moe = sum(derive.moe_layers(model.num_layers, flags.moe.num_experts, flags.moe.moe_layer_freq))
+    parallel, batch, model = plan.parallel, plan.batch, plan.model
+    num_moe = sum(layer.is_moe for layer in model.layers)
+    microbatches = batch.global_size // (batch.micro * parallel.dp)
     return [
         "Every flag of this run and where its value came from. Start the same run with --config THIS_FILE.",
-        f"derived: {launch.world_size} ranks = {data_parallel} data-parallel x {model_parallel} model-parallel",
-        f"derived: a step is {batch} sequences = {batch // (micro * data_parallel)} microbatches of {micro} per rank",
-        f"derived: {model.num_layers - num_moe} dense layers, {num_moe} with experts",
-        f"derived: vocabulary of {vocab_size} tokens, padded to {padded}",
+        f"derived: {parallel.world_size} ranks = {parallel.dp} data-parallel x {parallel.world_size // parallel.dp}",
+        f"derived: a step is {batch.global_size} sequences = {microbatches} microbatches of {batch.micro} per rank",
+        f"derived: {len(model.layers) - num_moe} dense layers, {num_moe} with experts",
+        f"derived: vocabulary of {plan.data.vocab_size} tokens, padded to {model.vocab_size}",
+        f"derived: {plan.loop.train_iters} iterations",
     ]
 
 

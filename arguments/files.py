@@ -172,7 +172,7 @@ class _Reader:
             self._problem(node, f"holds shell code, {node.value!r}, which is never executed; write its result")
             raise _Unusable
         name = match["braced"] or match["plain"]
-        value = self.environ.get(name, self.file.environment.get(name, match["default"]))
+        value: str | None = self.environ.get(name, self.file.environment.get(name, match["default"]))
         if value is None:
             self._problem(node, f"needs the environment variable {name}, which is not set", f"export {name}=...")
             raise _Unusable

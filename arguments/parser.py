@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
-from typing import Literal
+from typing import Any, Literal
 
 from arguments.deprecated import Replaced, replace
 from arguments.errors import Problem
@@ -33,7 +33,7 @@ class Given:
 class Setting:
     """A flag's value and where it came from."""
 
-    value: object
+    value: Any
     origin: str
 
 
@@ -116,8 +116,7 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
         value = _value(flag, switched_on, given)
     except BadValue as problem:
         shown = " ".join((given.option, *(given.words or ())))
-        remedy = flag.declaration.note if flag.declaration.status == "refused" else ""
-        settings.problems.append(Problem(what=f"{shown} {problem}", remedy=remedy, given=(_row(given),)))
+        settings.problems.append(Problem(what=f"{shown} {problem}", given=(_row(given),)))
         settings.failed.add(flag.name)
         return
     before = layer.get(flag.name)

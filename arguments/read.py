@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from arguments import explain
@@ -141,12 +141,12 @@ def _plan(
 ) -> RunPlan:
     wanted = needed_environment(flags) | told.environment
     environment = {name: value for name, value in wanted.items() if name not in environ}
-    return run_plan(
+    plan = run_plan(
         flags,
         launch,
         vocab_size,
         environment=tuple(environment.items()),
         command_line=shlex.join(argv),
         notes=tuple(told.settings.notes),
-        resolved_yaml=yaml_text(told.settings, told.environment, explain.derived(flags, launch, vocab_size)),
     )
+    return replace(plan, resolved_yaml=yaml_text(told.settings, told.environment, explain.derived(plan)))

@@ -51,30 +51,22 @@ def ranks_share_the_experts(num_experts: int | None, expert_model_parallel_size:
 
 
 def microbatches_make_the_batch(
-    world_size: int,
-    micro_batch_size: int,
-    global_batch_size: int | None,
-    tensor_model_parallel_size: int,
-    context_parallel_size: int,
-    pipeline_model_parallel_size: int,
+    data_parallel_size: int, micro_batch_size: int, global_batch_size: int | None
 ) -> Complaint:
     """A step is a whole number of microbatches on every data-parallel rank."""
-    model_parallel = tensor_model_parallel_size * context_parallel_size * pipeline_model_parallel_size
-    if global_batch_size is None or world_size % model_parallel:
-        return None
-    unit = micro_batch_size * (world_size // model_parallel)
-    if global_batch_size % unit == 0:
+    unit = micro_batch_size * data_parallel_size
+    if global_batch_size is None or global_batch_size % unit == 0:
         return None
     near = max(unit, round(global_batch_size / unit) * unit)
     return (
         f"a global batch of {global_batch_size} is not a multiple of {unit} = {micro_batch_size} sequences x "
-        f"{world_size // model_parallel} data-parallel ranks",
+        f"{data_parallel_size} data-parallel ranks",
         f"--global-batch-size {near}, or another --micro-batch-size",
     )
 
 
 def batch_grows_in_whole_steps(
-    world_size: int,
+    data_parallel_size: int,
     rampup_batch_size: tuple[int, int, int] | None,
     global_batch_size: int | None,
     micro_batch_size: int,
@@ -83,8 +75,8 @@ def batch_grows_in_whole_steps(
     if rampup_batch_size is None:
         return None
     start, increment, _ = rampup_batch_size
-    full = derive.global_batch_size(global_batch_size, micro_batch_size, world_size)
-    unit = micro_batch_size * world_size
+    full = derive.global_batch_size(global_batch_size, micro_batch_size, data_parallel_size)
+    unit = micro_batch_size * data_parallel_size
     if start > full:
         return f"the batch starts with {start} sequences, more than its full size {full}", "start with less"
     if (full - start) % increment:
@@ -95,7 +87,7 @@ def batch_grows_in_whole_steps(
     if start % unit or (full > start and increment % unit):
         return (
             f"batches of {start}, {start + increment}, ... sequences are not multiples of {unit} = "
-            f"{micro_batch_size} sequences x {world_size} ranks",
+            f"{micro_batch_size} sequences x {data_parallel_size} data-parallel ranks",
             f"use multiples of {unit} for start and increment",
         )
     return None

@@ -8,6 +8,7 @@ value, because that is reported already.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from arguments.checks import attention, batch, data, hints, model, moe, moe_router, output
@@ -31,6 +32,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+FACTS = ("world_size", "data_parallel_size")
+"""What rules may ask for besides flags. The second is unknown when the sizes do not divide the world."""
+
+
 @dataclass(frozen=True)
 class Fact:
     """Something rules may ask for that is not a flag."""
@@ -42,15 +48,24 @@ class Fact:
 
 def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RULES) -> Iterator[Problem]:
     """Every rule that does not hold."""
-    facts = {"world_size": Fact(launch.world_size, "ranks", launch.launcher)}
+    facts = _facts(settings, launch)
     for rule in rules:
         names = _parameters(rule)
-        if all(name in facts or settings.known(name) for name in names):
+        if all(name in facts or (name in settings.registry.flags and settings.known(name)) for name in names):
             complaint = rule(**{name: _value(name, settings, facts) for name in names})
             if complaint:
                 what, remedy = complaint
                 given = tuple(_row(name, settings, facts) for name in names)
                 yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given)
+
+
+def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
+    facts = {"world_size": Fact(launch.world_size, "ranks", launch.launcher)}
+    if all(settings.known(name) for name in MODEL_PARALLEL):
+        size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
+        if launch.world_size % size == 0:
+            facts["data_parallel_size"] = Fact(launch.world_size // size, "data-parallel ranks", "derived")
+    return facts
 
 
 def given_hints(settings: Settings, known: Sequence[Hint] = hints.HINTS) -> Iterator[str]:
