@@ -11,8 +11,8 @@ from megatron_moe.parallel.context import ParallelContext
 def gradient_norms(buffers: GradBuffers, context: ParallelContext) -> dict[str, Tensor]:
     """L2 norms of the finished gradients, scalars in promote(fp32, accumulation dtype).
 
-    "all" is the true norm: every element of the model counts once. Its parts are "experts", "router" (gate matrices) and
-    "dense" (everything else). A non-finite element anywhere makes "all" non-finite on every rank.
+    "all" is the true norm: every element of the model counts once. Its parts are "experts", "router" (gate matrices)
+    and "dense" (everything else). A non-finite element anywhere makes "all" non-finite on every rank.
     """
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}

@@ -1,0 +1,183 @@
+"""The save folder: which checkpoints it holds, who may write to it, and what crashes left behind."""
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LOCK = ".lock"
+_ITERATION = re.compile(r"iter_(\d{7,18})")
+_WRITING = re.compile(r"\.tmp-.*")
+_DELETING = re.compile(r"\.old-.*")
+_REPLACING = re.compile(r"\.replaced-(iter_\d{7,18})-\w+")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that is named like a checkpoint."""
+
+    path: Path
+    iteration: int
+
+
+def iteration_folder(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def list_checkpoints(folder: Path) -> tuple[Candidate, ...]:
+    """All `iter_NNNNNNN` of a folder, newest first; none when the folder does not exist."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return ()
+    found = [Candidate(folder / name, int(match[1])) for name in names if (match := _ITERATION.fullmatch(name))]
+    return tuple(sorted(found, key=lambda candidate: -candidate.iteration))
+
+
+def as_checkpoint(path: Path) -> Candidate | None:
+    """The checkpoint when the path is one itself."""
+    match = _ITERATION.fullmatch(path.name)
+    return Candidate(path, int(match[1])) if match else None
+
+
+def read_tracker(folder: Path) -> str | None:
+    """The text of the tracker file, which is a hint for people and other tools; None when there is none."""
+    try:
+        return (folder / TRACKER).read_bytes()[:64].decode(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def write_tracker(folder: Path, iteration: int, storage: Storage) -> None:
+    """Written aside and put in place in one step."""
+    aside = folder / f".tmp-{TRACKER}-{os.getpid()}"
+    if aside.exists():
+        storage.remove(aside)
+    storage.write_file(aside, [str(iteration).encode()])
+    storage.rename(aside, folder / TRACKER)
+
+
+class FolderLock:
+    """Holds a save folder for this job, through an advisory lock that the system frees when the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            EnvironmentProblem: another job holds the folder.
+        """
+        self._file = open(folder / LOCK, "a+")
+        self.works = True
+        """False where the file system knows no locks."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = self._holder()
+            self._file.close()
+            raise EnvironmentProblem(
+                f"another job saves checkpoints to {folder}: {holder}; stop it or give another --save folder"
+            ) from error
+        except OSError:
+            self.works = False
+        self._sign()
+
+    def _sign(self) -> None:
+        self._file.truncate(0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}))
+        self._file.flush()
+
+    def _holder(self) -> str:
+        self._file.seek(0)
+        try:
+            holder = json.loads(self._file.read(1000))
+            return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
+        except (ValueError, KeyError, TypeError):
+            return "it did not sign the lock file"
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def probe(folder: Path) -> None:
+    """Makes the folder if needed and writes a file into it, because permission bits do not tell (root, mounts).
+
+    Raises:
+        EnvironmentProblem: it cannot be made or written.
+    """
+    test_file = folder / f".tmp-probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        test_file.write_bytes(b"probe")
+        test_file.unlink()
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot write to the --save folder {folder}: {error.strerror} (errno {error.errno}); "
+            f"give a folder that can be written"
+        ) from error
+
+
+def sweep(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
+    """Removes what earlier crashes left; only for the holder of the lock.
+
+    A checkpoint that was about to be replaced by another of its iteration comes back when that one never arrived.
+    """
+    for path in sorted(folder.iterdir()):
+        replaced = _REPLACING.fullmatch(path.name)
+        try:
+            if replaced and not (folder / replaced[1]).exists():
+                storage.rename(path, folder / replaced[1])
+                say(f"put back {replaced[1]} in {folder}: a crash came before its replacement was complete")
+            elif replaced or _WRITING.fullmatch(path.name) or _DELETING.fullmatch(path.name):
+                storage.remove(path)
+                say(f"removed stale {path.name} from {folder}")
+        except OSError as error:
+            say(f"could not clean up {path}: {error.strerror}; it takes space but does no harm")
+
+
+def mend_tracker(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
+    """Makes the tracker name the newest checkpoint."""
+    checkpoints = list_checkpoints(folder)
+    tracker = read_tracker(folder)
+    if not checkpoints or tracker == str(checkpoints[0].iteration):
+        return
+    newest = checkpoints[0].iteration
+    say(f"{folder / TRACKER} says {tracker!r}, the newest checkpoint is of iteration {newest}: the file is mended")
+    try:
+        write_tracker(folder, newest, storage)
+    except OSError as error:
+        say(f"could not mend {folder / TRACKER}: {error.strerror}; nothing depends on it")
+
+
+def set_aside(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
+    """Moves all checkpoints into a subfolder, so that a run that starts afresh does not mix with the earlier one.
+
+    Raises:
+        EnvironmentProblem: they cannot be moved.
+    """
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return
+    number = 1
+    while (aside := folder / f"set-aside-{number:03d}").exists():
+        number += 1
+    try:
+        storage.make_dir(aside)
+        for candidate in checkpoints:
+            storage.rename(candidate.path, aside / candidate.path.name)
+        if (folder / TRACKER).exists():
+            storage.rename(folder / TRACKER, aside / TRACKER)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"--fresh could not move the {len(checkpoints)} checkpoints of {folder} to {aside}: {error.strerror}; "
+            f"give another --save folder"
+        ) from error
+    say(f"--fresh: moved {len(checkpoints)} checkpoints of {folder} to {aside}")

@@ -1,0 +1,288 @@
+"""Loading: the newest checkpoint that verifies, to the last byte used, or a refusal that says why.
+
+The folder is chosen first: the iteration asked for, else the run's own save folder, else `--load`, else
+`--pretrained-checkpoint`. Inside a folder a candidate that does not verify on any rank is dropped by all ranks
+together, with one line, and the next older one is tried. A folder whose checkpoints are all damaged ends the run: to
+start from iteration 0 unasked would be the most expensive silent failure there is.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_moe.checkpoint.folder import TRACKER, Candidate, as_checkpoint, list_checkpoints, read_tracker
+from megatron_moe.checkpoint.format import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    TRAIN_STATE,
+    Corrupt,
+    Manifest,
+    TooNew,
+    decode,
+    parse_json,
+)
+from megatron_moe.checkpoint.shards import FileReader, SavedTensor, dtype_name, fill, is_weight
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.train import CheckpointSpec
+
+HUGGING_FACE = "hf:"
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where to load from, and what of it."""
+
+    origin: Literal["--ckpt-step", "--save", "--load", "--pretrained-checkpoint"]
+    location: str
+    candidates: tuple[Candidate, ...]
+    """Newest first; empty for a Hugging Face folder."""
+    optimizer: bool = True
+    """Load optimizer state; else weights only."""
+    train_state: bool = True
+    """Go on from the checkpoint's iteration; else start at 0 (`--finetune`)."""
+    rng: bool = True
+
+    @property
+    def is_hugging_face(self) -> bool:
+        return self.location.startswith(HUGGING_FACE)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint whose tensors are in place."""
+
+    path: Path
+    iteration: int
+    train_state: dict[str, Any]
+
+
+def find(spec: CheckpointSpec, context: ParallelContext, *, say: Callable[[str], None] = print) -> Source | None:
+    """Chooses the folder to load from; None when the run starts from random weights.
+
+    The first rank looks, all get its answer.
+
+    Raises:
+        CheckpointProblem: what was asked for is not there.
+    """
+    answer: Source | str | None = None
+    if context.is_first:
+        try:
+            answer = _choose(spec, say)
+        except CheckpointProblem as problem:
+            answer = str(problem)
+    # world: some hundred bytes
+    (answer, *_) = gather_objects(answer, context.group("world"))
+    if isinstance(answer, str):
+        raise CheckpointProblem(answer)
+    return answer
+
+
+def load(
+    source: Source,
+    tensors: Mapping[str, SavedTensor],
+    context: ParallelContext,
+    *,
+    say: Callable[[str], None] = print,
+) -> Loaded:
+    """Fills `tensors` (by `shards.tensor_key`) from the newest candidate that verifies on every rank.
+
+    With `source.optimizer` False only weights and buffers are filled, and cast to the run's dtype where it differs.
+
+    Raises:
+        CheckpointProblem: no candidate verifies, or its tensors are not those of this run.
+    """
+    wanted = tensors if source.optimizer else {key: t for key, t in tensors.items() if is_weight(key)}
+    reasons = []
+    for candidate in source.candidates:
+        outcome = _attempt(candidate, wanted, casting=not source.optimizer)
+        # world: some hundred bytes
+        outcomes = gather_objects(outcome if isinstance(outcome, str | _Refusal) else None, context.group("world"))
+        refusals = [refusal.sentence for refusal in outcomes if isinstance(refusal, _Refusal)]
+        if refusals:
+            raise CheckpointProblem(refusals[0])
+        damages = [f"rank {rank}: {reason}" for rank, reason in enumerate(outcomes) if reason is not None]
+        if not damages:
+            assert isinstance(outcome, Loaded), f"rank {context.rank}: {outcome}"
+            return outcome
+        reasons.append(f"{candidate.path}: {damages[0]}")
+        if context.is_first and len(source.candidates) > 1:
+            say(f"checkpoint {candidate.path} is damaged and not used: {damages[0]}")
+    raise CheckpointProblem(_nothing_verifies(source, reasons))
+
+
+def verify(path: Path) -> list[str]:
+    """Reads every byte of a checkpoint; the list of what is wrong with it, empty when all is well."""
+    try:
+        manifest, reader = _open(path)
+        for name in manifest.files:
+            reader.head(name)
+        for key, entry in manifest.tensors.items():
+            for piece in entry.pieces:
+                reader.piece(key, entry, piece)
+    except (Corrupt, TooNew) as problem:
+        return [str(problem)]
+    return []
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why an undamaged checkpoint cannot be used."""
+
+    sentence: str
+
+
+def _choose(spec: CheckpointSpec, say: Callable[[str], None]) -> Source | None:
+    same_folder = spec.save is not None and spec.load is not None and spec.save.resolve() == Path(spec.load).resolve()
+    own = list_checkpoints(spec.save) if spec.save is not None and not spec.fresh else ()
+    if own and same_folder and spec.finetune:
+        raise CheckpointProblem(
+            f"--finetune starts at iteration 0, but --save {spec.save} is the folder it loads from and holds iteration "
+            f"{own[0].iteration}, which would always be newer than what this run saves; give another --save folder"
+        )
+    if spec.ckpt_step is not None:
+        return _given_step(spec, spec.ckpt_step)
+    if own:
+        assert spec.save is not None
+        _mention_tracker(spec.save, own, say)
+        # --finetune and --no-load-* speak of --load: a restart of the same command line must resume in full.
+        resume = CheckpointSpec(load_optim=spec.save_optim, load_rng=spec.save_rng)
+        return _source("--save", str(spec.save), own, spec if same_folder else resume)
+    if spec.load is not None and not (same_folder and spec.fresh):
+        if spec.load.startswith(HUGGING_FACE):
+            return _source("--load", spec.load, (), spec)
+        folder = Path(spec.load)
+        nothing = f"--load {folder} holds no checkpoint iter_NNNNNNN"
+        itself = as_checkpoint(folder)
+        found = (itself,) if itself and (folder / MANIFEST).exists() else list_checkpoints(folder)
+        if found:
+            _mention_tracker(folder, found, say)
+            return _source("--load", spec.load, found, spec)
+        if spec.exit_on_missing:
+            raise CheckpointProblem(f"{nothing}, and --exit-on-missing-checkpoint is set")
+        say(nothing)
+    if spec.pretrained is not None:
+        return _pretrained(spec.pretrained)
+    return None
+
+
+def _given_step(spec: CheckpointSpec, step: int) -> Source:
+    location = spec.load or (str(spec.save) if spec.save else None)
+    if location is None or location.startswith(HUGGING_FACE):
+        raise CheckpointProblem(f"--ckpt-step {step} needs --load or --save with a folder of checkpoints")
+    found = list_checkpoints(Path(location))
+    chosen = tuple(candidate for candidate in found if candidate.iteration == step)
+    if not chosen:
+        there = ", ".join(str(candidate.iteration) for candidate in found) or "none"
+        raise CheckpointProblem(f"--ckpt-step {step}: {location} holds no such iteration; there are: {there}")
+    return _source("--ckpt-step", location, chosen, spec)
+
+
+def _pretrained(location: str) -> Source:
+    """Weights only, from iteration 0."""
+    spec = CheckpointSpec(finetune=True)
+    if location.startswith(HUGGING_FACE):
+        return _source("--pretrained-checkpoint", location, (), spec)
+    itself = as_checkpoint(Path(location))
+    found = (itself,) if itself else list_checkpoints(Path(location))
+    if not found:
+        raise CheckpointProblem(f"--pretrained-checkpoint {location} holds no checkpoint iter_NNNNNNN")
+    return _source("--pretrained-checkpoint", location, found, spec)
+
+
+def _source(origin: Any, location: str, candidates: tuple[Candidate, ...], spec: CheckpointSpec) -> Source:
+    return Source(
+        origin,
+        location,
+        candidates,
+        optimizer=spec.load_optim and not spec.finetune,
+        train_state=not spec.finetune,
+        rng=spec.load_rng and not spec.finetune,
+    )
+
+
+def _mention_tracker(folder: Path, found: Sequence[Candidate], say: Callable[[str], None]) -> None:
+    tracker, newest = read_tracker(folder), found[0].iteration
+    if tracker is not None and tracker != str(newest):
+        say(f"{folder / TRACKER} says {tracker!r} and is ignored: the newest checkpoint is of iteration {newest}")
+
+
+def _attempt(candidate: Candidate, wanted: Mapping[str, SavedTensor], *, casting: bool) -> "Loaded | _Refusal | str":
+    """Loads one candidate; or why it is unusable (_Refusal) or damaged (text)."""
+    try:
+        manifest, reader = _open(candidate.path)
+        if manifest.iteration != candidate.iteration:
+            raise Corrupt(f"{MANIFEST}: of iteration {manifest.iteration}, in a folder of another name")
+        problems = _mismatches(wanted, manifest, casting)
+        if problems:
+            return _Refusal(_does_not_fit(candidate.path, problems))
+        for name in _used_files(wanted, manifest):
+            reader.head(name)
+        state = parse_json(reader.head(TRAIN_STATE), TRAIN_STATE)
+        for key, target in wanted.items():
+            entry = manifest.tensors[key]
+            fill(target, entry, partial(reader.piece, key, entry))
+    except TooNew as problem:
+        return _Refusal(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
+    except Corrupt as problem:
+        return str(problem)
+    return Loaded(candidate.path, candidate.iteration, state)
+
+
+def _open(path: Path) -> tuple[Manifest, FileReader]:
+    """Reads the manifest and checks that all files are there in full."""
+    try:
+        with open(path / MANIFEST, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_MANIFEST_BYTES:
+                raise Corrupt(f"{MANIFEST}: {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
+            data = file.read()
+    except OSError as error:
+        raise Corrupt(f"{MANIFEST}: {error.strerror}") from error
+    manifest = decode(data)
+    reader = FileReader(path, manifest.files)
+    reader.check_sizes()
+    return manifest, reader
+
+
+def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[str]:
+    """Files with tensors that are wanted, and all texts."""
+    used = {piece.file for key in wanted for piece in manifest.tensors[key].pieces}
+    stored = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
+    return [name for name in manifest.files if name in used or name not in stored]
+
+
+def _mismatches(wanted: Mapping[str, SavedTensor], manifest: Manifest, casting: bool) -> list[str]:
+    """Every difference between what this run has and what the checkpoint holds."""
+    saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
+    problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]
+    problems += [f"unknown to this run: {key}" for key in saved if key not in wanted]
+    for key in wanted.keys() & saved.keys():
+        target, entry = wanted[key], saved[key]
+        if target.shape != entry.shape:
+            problems.append(f"shape of {key}: {list(entry.shape)} in the checkpoint, {list(target.shape)} in this run")
+        elif not casting and dtype_name(target.dtype) != entry.dtype:
+            problems.append(f"type of {key}: {entry.dtype} in the checkpoint, {dtype_name(target.dtype)} in this run")
+    return sorted(problems)
+
+
+def _does_not_fit(path: Path, problems: list[str]) -> str:
+    listed = "\n  ".join(problems[:_MAX_LISTED])
+    more = f"\n  and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+    return (
+        f"checkpoint {path} does not fit this run in {len(problems)} tensors; give the model flags it was saved with, "
+        f"or --no-load-optim when only optimizer state differs:\n  {listed}{more}"
+    )
+
+
+def _nothing_verifies(source: Source, reasons: list[str]) -> str:
+    listed = "\n  ".join(reasons[:_MAX_LISTED])
+    if source.origin == "--ckpt-step":
+        return f"the checkpoint asked for with --ckpt-step is damaged and is not replaced by another one:\n  {listed}"
+    remedy = "--fresh to start over" if source.origin == "--save" else f"another folder than {source.location}"
+    return f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}:\n  {listed}"

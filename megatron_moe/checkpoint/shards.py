@@ -1,0 +1,236 @@
+"""Tensors as boxes, and boxes as bytes of safetensors files.
+
+What a rank holds of a tensor is one or more boxes of the global tensor. The same description serves both ways: saving
+reads the boxes, loading fills them from whatever boxes the checkpoint has.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.format import Corrupt, FileEntry, Piece, TensorEntry, checksum
+from megatron_moe.checkpoint.storage import Storage
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+_HEADER_ALIGN = 8
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor that this rank holds."""
+
+    offset: tuple[int, ...]
+    """Where it begins in the global tensor."""
+    data: Tensor
+    """Its values; loading writes into it."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """What this rank holds of one tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    """Of the global tensor. Experts are stacked along dim 0 by global id."""
+    boxes: tuple[Box, ...]
+
+    @classmethod
+    def whole(cls, data: Tensor) -> "SavedTensor":
+        """A tensor that this rank holds completely."""
+        return cls(tuple(data.shape), (Box((0,) * data.dim(), data),))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.boxes[0].data.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(box.data.numel() * box.data.element_size() for box in self.boxes)
+
+
+def tensor_key(kind: str, name: str) -> str:
+    """The name of a tensor in a checkpoint: kind is "model" for weights and buffers, else a kind of optimizer state."""
+    return f"{kind}.{name}"
+
+
+def is_weight(key: str) -> bool:
+    return key.startswith("model.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in TORCH_DTYPES.items() if known == dtype)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One box on its way into a file."""
+
+    key: str
+    tensor: SavedTensor
+    box: Box
+    label: str
+    """Name in the safetensors header."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.data.numel() * self.box.data.element_size()
+
+
+def write_tensors(
+    storage: Storage, path: Path, tensors: Mapping[str, SavedTensor]
+) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Writes a safetensors file, one tensor at a time in host memory.
+
+    Returns the file's entry and those of its tensors, with the pieces in this file only.
+    """
+    stored = [
+        _Stored(key, tensor, box, _label(key, tensor, box)) for key, tensor in tensors.items() for box in tensor.boxes
+    ]
+    # Wide elements first, so that every tensor is aligned to its element size.
+    stored.sort(key=lambda item: -item.box.data.element_size())
+    header = _header(stored)
+    checksums: list[str] = []
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield header
+        for item in stored:
+            data = _bytes_of(item.box.data)
+            checksums.append(checksum(data))
+            yield data
+
+    storage.write_file(path, chunks())
+    pieces: dict[str, list[Piece]] = {}
+    start = len(header)
+    for item, crc32 in zip(stored, checksums, strict=True):
+        piece = Piece(path.name, start, item.box.offset, tuple(item.box.data.shape), crc32)
+        pieces.setdefault(item.key, []).append(piece)
+        start += item.num_bytes
+    entries = {
+        key: TensorEntry(dtype_name(tensors[key].dtype), tensors[key].shape, tuple(boxes))
+        for key, boxes in pieces.items()
+    }
+    return FileEntry(size=start, head=len(header), crc32=checksum(header)), entries
+
+
+def _label(key: str, tensor: SavedTensor, box: Box) -> str:
+    """Weights carry their global name, so that any reader of safetensors finds them."""
+    name = key.removeprefix("model.")
+    if tuple(box.data.shape) == tensor.shape:
+        return name
+    return f"{name}@{','.join(map(str, box.offset))}"
+
+
+def _header(stored: Sequence[_Stored]) -> bytes:
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for item in stored:
+        assert item.label not in table, f"{item.label} twice in one file"
+        table[item.label] = {
+            "dtype": dtype_name(item.box.data.dtype),
+            "shape": list(item.box.data.shape),
+            "data_offsets": [begin, begin + item.num_bytes],
+        }
+        begin += item.num_bytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(data: Tensor) -> memoryview:
+    """The elements in row-major order, on the host."""
+    flat = data.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+class FileReader:
+    """Reads ranges of the files of one checkpoint folder, each verified before it is handed on."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
+        self._folder = folder
+        self._files = files
+
+    def check_sizes(self) -> None:
+        """Every file is there and as long as the manifest says."""
+        for name, entry in self._files.items():
+            try:
+                size = os.stat(self._folder / name).st_size
+            except OSError as error:
+                raise Corrupt(f"{name}: {error.strerror}") from error
+            if size != entry.size:
+                raise Corrupt(f"{name}: {size} bytes, the manifest says {entry.size}")
+
+    def head(self, name: str) -> bytes:
+        """The verified head of a file: all of a text file."""
+        entry = self._files.get(name)
+        if entry is None:
+            raise Corrupt(f"{name}: not in the manifest")
+        return bytes(self._read(name, 0, entry.head, entry.crc32, "head"))
+
+    def piece(self, key: str, entry: TensorEntry, piece: Piece) -> Tensor:
+        """One box of a tensor in host memory."""
+        dtype = TORCH_DTYPES[entry.dtype]
+        if not prod(piece.shape):
+            return torch.empty(piece.shape, dtype=dtype)
+        data = self._read(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, key)
+        return torch.frombuffer(data, dtype=dtype).view(piece.shape)
+
+    def _read(self, name: str, start: int, size: int, crc32: str, what: str) -> bytearray:
+        data = bytearray(size)
+        try:
+            with open(self._folder / name, "rb") as file:
+                file.seek(start)
+                num_read = file.readinto(data)
+        except OSError as error:
+            raise Corrupt(f"{name}: {error.strerror}") from error
+        if num_read != size:
+            raise Corrupt(f"{name}: {what}: only {num_read} of {size} bytes at byte {start}")
+        found = checksum(data)
+        if found != crc32:
+            raise Corrupt(f"{name}: {what}: crc32 is {found}, {crc32} was written")
+        return data
+
+
+def fill(target: SavedTensor, entry: TensorEntry, read: Callable[[Piece], Tensor]) -> None:
+    """Fills the boxes of `target` from the pieces of a saved tensor that overlap them, casting to their dtype."""
+    for piece in entry.pieces:
+        overlaps = [(box, found) for box in target.boxes if (found := _intersection(box, piece))]
+        if not overlaps:
+            continue
+        data = read(piece)
+        for box, (begin, end) in overlaps:
+            into = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, box.offset, strict=True))
+            out_of = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, piece.offset, strict=True))
+            box.data[into].copy_(data[out_of])
+
+
+def _intersection(box: Box, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(begin, end) in the global tensor of what both hold; None when nothing."""
+    begin = tuple(max(a, b) for a, b in zip(box.offset, piece.offset, strict=True))
+    ends = zip(box.offset, box.data.shape, piece.offset, piece.shape, strict=True)
+    end = tuple(min(a + n, b + m) for a, n, b, m in ends)
+    return (begin, end) if all(b < e for b, e in zip(begin, end, strict=True)) else None
+
+
+def total_bytes(tensors: Mapping[str, SavedTensor]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors.values())

@@ -1,0 +1,137 @@
+"""status.json: how a run stands and why it ended, whatever the launcher makes of its exit code.
+
+torchrun turns every non-zero code into 1, so job scripts read this file. Each rank that fails leaves a file of its own
+in `crash/`; the earliest one that did not merely follow another rank is named as the first.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_moe.specs.exitcodes import ExitCode
+
+State = Literal["starting", "running", "saving", "finished", "preempted", "failed"]
+
+STATUS = "status.json"
+_SECONDS_BETWEEN_WRITES = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The content of status.json."""
+
+    state: State = "starting"
+    iteration: int = 0
+    last_checkpoint: int | None = None
+    """Iteration of the last committed checkpoint."""
+    phase: str = ""
+    rank: int | None = None
+    """The first rank that failed."""
+    host: str | None = None
+    code: int | None = None
+    sentence: str = ""
+    hint: str = ""
+    time: float = 0.0
+    """Seconds since the epoch, of this report."""
+
+
+class Status:
+    """Writes status.json into the run folder. Nothing here ever raises into training.
+
+    The first rank writes while all is well; a rank that fails writes at once. Without a run folder nothing is written.
+
+    Args:
+        say: told once when the file cannot be written.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        *,
+        rank: int = 0,
+        say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run_dir = run_dir
+        self._rank = rank
+        self._say = say
+        self._clock = clock
+        self._started = clock()
+        self._written: float | None = None
+        self._said = False
+        self.report = Report()
+        self.update(state="starting")
+
+    def update(self, *, state: State | None = None, **fields: Any) -> None:
+        """Changes fields of the report. Written on every change of state, else at most every 5 seconds.
+
+        A run that has failed stays failed.
+        """
+        if self.report.state == "failed":
+            return
+        changed = state is not None and state != self.report.state
+        self.report = replace(self.report, **fields, **({"state": state} if state else {}), time=self._clock())
+        due = self._written is None or changed or self._clock() - self._written >= _SECONDS_BETWEEN_WRITES
+        if self._rank == 0 and due:
+            self._write(STATUS, self.report)
+
+    def finish(self, state: Literal["finished", "preempted"], code: ExitCode, sentence: str = "") -> None:
+        """The run ends as it should, or by a signal."""
+        self.update(state=state, code=int(code), sentence=sentence)
+        if self._rank == 0:
+            self._write(STATUS, self.report)
+
+    def fail(self, code: ExitCode, sentence: str, hint: str = "") -> None:
+        """This rank ends the run. Names the earliest failure of all ranks in status.json."""
+        self.report = replace(
+            self.report,
+            state="failed",
+            rank=self._rank,
+            host=socket.gethostname(),
+            code=int(code),
+            sentence=sentence,
+            hint=hint,
+            time=self._clock(),
+        )
+        self._write(f"crash/rank_{self._rank:05d}.json", self.report)
+        self._write(STATUS, min([self.report, *self._other_failures()], key=_blame))
+
+    def _other_failures(self) -> list[Report]:
+        """What other ranks of this start left in crash/; files that cannot be read do not count."""
+        failures = []
+        if self._run_dir is not None:
+            for path in (self._run_dir / "crash").glob("rank_*.json"):
+                try:
+                    report = Report(**json.loads(path.read_text()))
+                except (OSError, ValueError, TypeError):
+                    continue
+                if report.time >= self._started and report.code is not None:
+                    failures.append(report)
+        return failures
+
+    def _write(self, name: str, report: Report) -> None:
+        """Written aside and put in place in one step, so that a reader never sees half of it."""
+        if self._run_dir is None:
+            return
+        self._written = self._clock()
+        path = self._run_dir / name
+        aside = path.with_name(f".{path.name}-{self._rank}-{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps(asdict(report), indent=1) + "\n")
+            os.replace(aside, path)
+        except OSError as error:
+            if not self._said:
+                self._say(f"cannot write {path}: {error.strerror}; training goes on without it")
+            self._said = True
+
+
+def _blame(report: Report) -> tuple[bool, float]:
+    """Ranks that only followed another one come last, then the earliest comes first."""
+    return (report.code == ExitCode.OTHER_RANK, report.time)
