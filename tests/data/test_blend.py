@@ -87,6 +87,7 @@ def test_sizes_round_up_twice_and_then_add_the_surplus() -> None:
     assert samples_per_dataset([0.3, 0.7], 10) == [3, 7]
     assert samples_per_dataset([1 / 3, 2 / 3], 10) == [4, 7]
     assert samples_per_dataset([0.3, 0.7], 1000, 0.005) == [302, 704]
+    assert samples_per_dataset([1 / 3, 2 / 3], 10, 0.005) == [5, 8]
 
 
 def slow_greedy(weights: list[float], size: int) -> tuple[list[int], list[int]]:
@@ -130,11 +131,15 @@ def test_blend_follows_its_weights_at_every_point() -> None:
 def test_exhaustive_order_takes_every_sample_exactly_once() -> None:
     rng = np.random.default_rng(1)
     for _ in range(40):
-        sizes = rng.integers(0, 60, size=int(rng.integers(1, 7))).tolist()
-        sizes[0] += 1
+        sizes = [*rng.integers(0, 60, size=int(rng.integers(1, 7))).tolist(), 1]
+        sizes[0] *= int(rng.integers(0, 2))
         order = exhaustive_order(sizes, sum(sizes))
         pairs = zip(order["dataset_index"].tolist(), order["dataset_sample_index"].tolist(), strict=True)
         assert sorted(pairs) == [(number, sample) for number, size in enumerate(sizes) for sample in range(size)]
+
+
+def test_a_data_set_without_samples_gives_none() -> None:
+    assert exhaustive_order([0, 3, 0], 3)["dataset_index"].tolist() == [1, 1, 1]
 
 
 def test_exhaustive_order_is_the_greedy_order_while_nothing_is_used_up() -> None:

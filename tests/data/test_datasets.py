@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_moe.data.batch import Samples
+from megatron_moe.data.blend import BlendedSamples
 from megatron_moe.data.datasets import Datasets, build_datasets, split_sizes
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.loader import train_loader
@@ -80,6 +81,22 @@ def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
     assert taken == 10
 
 
+def test_parts_of_a_weighted_blend_are_built_with_a_surplus(tmp_path: Path) -> None:
+    # 72 tokens give 8 samples in one epoch; half of 16 samples and the surplus need a second one.
+    first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
+    built = build(loop_spec(train_iters=4), train=("1", first, "1", second))
+    assert isinstance(built.train, BlendedSamples)
+    assert len(built.train) == 16
+    assert [part.inputs["epochs"] for part in built.train.parts] == [2, 2]
+
+
+def test_the_seed_of_the_data_sets_the_order(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    one, other = build(blend=(prefix,), seed=1), build(blend=(prefix,), seed=2)
+    assert rows(one.train) != rows(other.train)
+    assert one.fingerprint != other.fingerprint
+
+
 def test_blend_without_weights_is_one_epoch_of_everything_at_most(tmp_path: Path) -> None:
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
     built = build(loop_spec(train_iters=10_000), blend=(first, second), split="1")
@@ -143,6 +160,9 @@ def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
     built = build(blend=(corpus(tmp_path),), split="969,30,1")
     assert built.test is None
     assert built.notes[0] == 'no test data: --split "969,30,1" gives it none of 40 documents'
+    built = build(blend=(corpus(tmp_path),), split="50,1,49")
+    assert built.valid == ()
+    assert built.notes[0] == 'no valid data: --split "50,1,49" gives it none of 40 documents'
 
 
 @pytest.mark.parametrize(

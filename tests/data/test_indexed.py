@@ -181,6 +181,24 @@ def test_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) ->
     assert IndexedTokens(prefix).get(0).tolist() == [1, 2]
 
 
+def test_a_writer_killed_between_its_files_leaves_no_old_index_beside_new_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write_tokens(tmp_path / "a", [[1, 2]])
+    rename = os.replace
+
+    def rename_then_die(source: Path, target: str) -> None:
+        rename(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", rename_then_die)
+    with pytest.raises(KeyboardInterrupt):
+        write_tokens(tmp_path / "a", [[3], [4]])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+    with pytest.raises(DataProblem, match="a.idx does not exist"):
+        IndexedTokens(prefix)
+
+
 def test_nothing_is_visible_before_the_writer_is_done(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_sequence([7])
