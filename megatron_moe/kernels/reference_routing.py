@@ -147,9 +147,9 @@ def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
     wide = rows_RH.to(internal_dtype(rows_RH.dtype))
-    held = (index.token_R >= 0)[:, None]
+    # one token more than there are: rows that hold nothing add to it, and it is left out
     token = torch.where(index.token_R < 0, num_tokens, index.token_R)
-    sums = wide.new_zeros(num_tokens + 1, wide.shape[1]).index_add(0, token, torch.where(held, wide, 0))
+    sums = wide.new_zeros(num_tokens + 1, wide.shape[1]).index_add(0, token, wide)
     return sums[:num_tokens].to(rows_RH.dtype)
 
 

@@ -12,6 +12,7 @@ from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.choose import choose
 from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.moe.experts import _bias_of_rows
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import CoreAttentionSpec
@@ -25,7 +26,7 @@ from megatron_moe.specs.moe import (
     SharedExpertsSpec,
 )
 from megatron_moe.specs.run import KernelSpec
-from tests.tolerances import BF16_KERNEL, FP32_MODEL, FP32_REF, Tolerance
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, Tolerance
 
 pytestmark = pytest.mark.gpu1
 
@@ -163,6 +164,26 @@ def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
     kernels.grouped_weight_grad(*operands, ends.cuda(), actual, accumulate)
     REFERENCE.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends, expected, accumulate)
     BF16_KERNEL.check(actual, expected, "grouped")
+
+
+def test_grouped_products_of_no_rows_give_zero_gradients() -> None:
+    kernels, _ = bundles(BF16)
+    rows = torch.zeros(0, 16, device="cuda", dtype=BF16, requires_grad=True)
+    weight = torch.ones(4, 8, 16, device="cuda", dtype=BF16, requires_grad=True)
+    out = autograd.grouped_linear(kernels, rows, weight, torch.zeros(4, device="cuda", dtype=torch.int32))
+    out.sum().backward()
+    assert out.shape == (0, 8) and rows.grad.shape == (0, 16)
+    EXACT.check(weight.grad, torch.zeros(4, 8, 16))
+
+
+def test_bias_gradients_of_experts_in_bf16_are_summed_in_fp32() -> None:
+    num_rows = 400  # in bf16 a sum of ones stops at 256
+    bias = torch.zeros(2, 8, device="cuda", dtype=BF16, requires_grad=True)
+    offsets = torch.tensor([num_rows, num_rows], device="cuda", dtype=torch.int32)
+    _bias_of_rows(bias, offsets, num_rows).sum().backward()
+    expected = torch.zeros(2, 8)
+    expected[0] = num_rows
+    EXACT.check(bias.grad, expected)
 
 
 @DTYPES

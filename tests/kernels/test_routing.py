@@ -63,7 +63,7 @@ def choose_by_hand(logits: list[float], bias: list[float], spec: RouterSpec) -> 
 SCORES = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False)]
 
 
-@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("topk", [1, 2, 4])
 @pytest.mark.parametrize("groups", [(None, None), (4, 2), (3, 3)])
 @pytest.mark.parametrize("scaling", [None, 2.5])
 @pytest.mark.parametrize("function, pre", SCORES)

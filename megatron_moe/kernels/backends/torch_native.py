@@ -1,8 +1,7 @@
 """Ops by what torch itself brings: grouped products, scaled-dot-product attention, fused norms, losses and AdamW.
 
-In the CUDA paths nothing is read from the device by the host. On the CPU, where a host read costs nothing, expert
-products are a loop over experts: it is as fast as `grouped_mm` there (8 to 64 experts, fp32 and bf16) and, for the
-weight gradient of many experts, twice as fast.
+In the CUDA paths nothing is read from the device by the host. Where `auto` prefers this backend was measured with
+`tools/time_kernels.py`; the tables are in benchmarks/.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -39,50 +38,32 @@ PROVIDES = (
 )
 
 GROUPED = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
+BEST_ANYWHERE = ("rms_norm", "layer_norm", "attention", "cross_entropy", "sum_of_squares", "adamw_")
+"""Faster than plain torch on every device."""
 
 
 def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
-    """On the CPU as measured in fp32 at 2048 tokens, hidden 256, 8 experts; on the GPU by passes over memory saved."""
+    """See `megatron_moe.kernels.choose`."""
     if dtype is torch.float64:
         return Judgement(Fit.NO, "fp64 is for proofs, which run on plain torch")
-    if device.type == "cpu":
-        return _judge_cpu(op)
-    if op in GROUPED:
-        if dtype is not torch.bfloat16:
-            return Judgement(Fit.NO, "torch's grouped_mm keeps its offsets on the device in bfloat16 only")
-        return Judgement(Fit.BEST, "grouped_mm, offsets stay on the device")
+    if op in GROUPED and device.type == "cuda" and dtype is not torch.bfloat16:
+        return Judgement(Fit.NO, "torch's grouped_mm leaves the offsets on the device in bfloat16 only")
+    if device.type == "cpu" and op not in BEST_ANYWHERE:
+        return Judgement(Fit.YES, "no faster on the CPU")
     reasons = {
-        "linear_weight_grad": "accumulates in the dtype of the gradient buffer without a pass of its own",
-        "rms_norm": "F.rms_norm, one kernel",
-        "layer_norm": "F.layer_norm, one kernel",
-        "attention": "SDPA, cuDNN first; sinks and dropout are plain torch",
-        "activation": "keeps its input only, computes the rest again",
-        "cross_entropy": "F.cross_entropy",
-        "permute": "gather forward and backward, no atomics",
-        "unpermute": "gather forward and backward, no atomics",
-        "sum_of_squares": "one reduction, no copy",
-        "adamw_": "fused AdamW",
+        **dict.fromkeys(GROUPED, "grouped_mm, offsets stay on the device"),
+        "linear_weight_grad": "accumulates in the dtype of the gradient buffer inside the product",
+        "rms_norm": "fused",
+        "layer_norm": "fused",
+        "attention": "SDPA, cuDNN first on the GPU; sinks and dropout are plain torch",
+        "activation": "keeps its input only and computes the rest again",
+        "cross_entropy": "fused",
+        "permute": "gathers in forward and backward",
+        "unpermute": "gathers in forward and backward",
+        "sum_of_squares": "one reduction",
+        "adamw_": "fused",
     }
     return Judgement(Fit.BEST, reasons[op])
-
-
-def _judge_cpu(op: str) -> Judgement:
-    reasons = {
-        "grouped_forward": "loop over experts into one buffer",
-        "grouped_input_grad": "loop over experts into one buffer",
-        "grouped_weight_grad": "loop over experts, adds inside the product",
-        "linear_weight_grad": "adds inside the product",
-        "rms_norm": "F.rms_norm, 1.2x plain torch",
-        "layer_norm": "F.layer_norm, 5x plain torch",
-        "attention": "SDPA, 3x plain torch; sinks and dropout are plain torch",
-        "activation": "keeps its input only, 2x plain torch",
-        "cross_entropy": "F.cross_entropy, 1.8x plain torch",
-        "sum_of_squares": "norms of short chunks, 3x plain torch",
-        "adamw_": "fused AdamW, 25x plain torch",
-    }
-    if op in reasons:
-        return Judgement(Fit.BEST, reasons[op])
-    return Judgement(Fit.YES, "no faster on the CPU")
 
 
 # matrix products
@@ -93,34 +74,23 @@ def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool)
 
 
 def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped(reference.plain(rows), reference.plain(weight).transpose(1, 2), offsets_e)
+    return _grouped_mm(reference.plain(rows), reference.plain(weight).transpose(1, 2), offsets_e)
 
 
 def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped(reference.plain(grad), reference.plain(weight), offsets_e)
+    return _grouped_mm(reference.plain(grad).contiguous(), reference.plain(weight), offsets_e)
 
 
 def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
-    grad_RO, rows_RI = reference.plain(grad), reference.plain(rows)
-    if not out.is_cuda:
-        for expert, held in enumerate(reference.slices(offsets_e)):
-            _product_into(out[expert], grad_RO[held].T, rows_RI[held], accumulate)
-        return
-    reference.store(out, _grouped_mm(grad_RO.contiguous().T, rows_RI.contiguous(), offsets_e), accumulate)
-
-
-def _grouped(rows_RI: Tensor, weight_eIO: Tensor, offsets_e: Tensor) -> Tensor:
-    """Each row times its expert's matrix [I, O]."""
-    if rows_RI.is_cuda:
-        return _grouped_mm(rows_RI.contiguous(), weight_eIO, offsets_e)
-    out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_eIO.shape[2])
-    for expert, held in enumerate(reference.slices(offsets_e)):
-        torch.mm(rows_RI[held], weight_eIO[expert], out=out_RO[held])
-    return out_RO
+    """The product is rounded to the dtype of its factors before it is added: grouped_mm gives no other."""
+    product = _grouped_mm(reference.plain(grad).contiguous().T, reference.plain(rows), offsets_e)
+    reference.store(out, product, accumulate)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
-    """`F.grouped_mm` of operands whose rows start at multiples of 16 bytes, which it requires."""
+    """`F.grouped_mm`, which wants rows that start at multiples of 16 bytes, and at least one of them."""
+    if a.numel() == 0:
+        return a.new_zeros((a.shape[0], b.shape[2]) if b.dim() == 3 else (len(offsets_e), a.shape[0], b.shape[1]))
     for operand in (a, b):
         stride = max(operand.stride()[-2:]) * operand.element_size()
         if stride % 16:
@@ -136,7 +106,7 @@ def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """out (+)= a b, accumulated in the dtype of `out`."""
     if a.dtype is out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
-    elif a.is_cuda:
+    elif a.is_cuda:  # no other device gives a wider product
         torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
     else:
         reference.store(out, a.to(out.dtype) @ b.to(out.dtype), accumulate)
