@@ -22,7 +22,7 @@ def replace(option: str, words: Sequence[str]) -> Replaced | None:
     """Today's flags for an old one; None if `option` is not an old name.
 
     Raises:
-        BadValue: it is, but its value has no meaning.
+        BadValue: it is, but it or its value has no meaning here.
     """
     if option in _RENAMED:
         today = _RENAMED[option]
@@ -31,6 +31,8 @@ def replace(option: str, words: Sequence[str]) -> Replaced | None:
         return _switch(_SWITCHES[option], words)
     if option in _GONE:
         return Replaced((), f"has no meaning any more: {_GONE[option]}")
+    if option in _FOREIGN:
+        raise BadValue(f"does not exist here: {_FOREIGN[option]}")
     if option in _TRANSLATED:
         return _TRANSLATED[option](words)
     return None
@@ -40,8 +42,9 @@ def old_names() -> dict[str, str]:
     """Every old name -> what it becomes, for the list of flags."""
     switches = {old: _text(flags) for old, flags in _SWITCHES.items()}
     gone = {old: f"nothing: {reason}" for old, reason in _GONE.items()}
+    foreign = {old: f"refused: {remedy}" for old, remedy in _FOREIGN.items()}
     translated = {old: " ".join((function.__doc__ or "").split()) for old, function in _TRANSLATED.items()}
-    return dict(sorted({**_RENAMED, **switches, **gone, **translated}.items()))
+    return dict(sorted({**_RENAMED, **switches, **gone, **foreign, **translated}.items()))
 
 
 def _text(flags: Sequence[tuple[str, Words]]) -> str:
@@ -98,6 +101,20 @@ _GONE: Mapping[str, str] = MappingProxyType(
         "--use-separate-send-recv-groups": "pipeline stages have one pair of queues",
         "--dist-ckpt-format": "checkpoints have one format",
         "--no-query-key-layer-scaling": "that is the default",
+        "--export-force-local-attention": "attention is chosen by --kernel-backend",
+    }
+)
+_FOREIGN: Mapping[str, str] = MappingProxyType(
+    {
+        "--yaml-cfg": "use --config",
+        "--enable-gpt-oss": "write its parts out: --position-embedding-type yarn --softmax-type learnable "
+        "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 --window-size 127,0 "
+        "--window-attn-skip-freq 2",
+        "--extra-vocab-size": "use --padded-vocab-size",
+        "--max-padding-length": "use --seq-length",
+        "--patch-tokenizer-type": "use --tokenizer-type HuggingFaceTokenizer",
+        "--dataset": "use --data-path with .bin/.idx files",
+        "--train-mode": "this program pretrains; --finetune starts from weights",
     }
 )
 _TRANSLATED: Mapping[str, Callable[[Sequence[str]], Replaced]] = MappingProxyType(

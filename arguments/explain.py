@@ -1,7 +1,8 @@
 """Questions about flags: `--help`, `--help GROUP`, `--help all`, `--help --flag`, `--find WORD`."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from arguments.deprecated import old_names
 from arguments.files import recipe_folders
@@ -23,14 +24,23 @@ Pretrains Mixture-of-Experts language models. One command line of Megatron-style
 """
 _POINTERS = """\
 --help GROUP, --help all, --help --lr explain more; --find WORD searches; every switch has --x and --no-x."""
-_STATUS = {
-    "same": "as in Megatron-LM",
-    "close": "close to Megatron-LM",
-    "ours": "not in Megatron-LM",
-    "no effect": "accepted, without effect on numbers",
-    "not yet": "not available yet, but for its default",
-    "refused": "not available, but for its default",
-}
+_DOCUMENT_HEAD = """\
+# Flags
+
+Made by `python tools/write_flags_doc.py` from `arguments/groups/`. Every switch `--x` also has `--no-x`, and
+underscores may stand for dashes. Later wins: defaults, the recipe, files from left to right, the command line.
+"""
+_TABLE_HEAD = ("| flag | type | default | status | meaning |", "|---|---|---|---|---|")
+_STATUS: Mapping[str, str] = MappingProxyType(
+    {
+        "same": "as in Megatron-LM",
+        "close": "close to Megatron-LM",
+        "ours": "not in Megatron-LM",
+        "no effect": "accepted, without effect on numbers",
+        "not yet": "not available yet, but for its default",
+        "refused": "not available, but for its default",
+    }
+)
 
 
 def answer(words: Sequence[str], registry: Registry) -> str | None:
@@ -171,3 +181,48 @@ def _default(flag: Flag) -> str:
 def _status(flag: Flag) -> str:
     meaning = _STATUS[flag.declaration.status]
     return f"{meaning}: {flag.declaration.note}" if flag.declaration.note else meaning
+
+
+def surface(registry: Registry) -> str:
+    """Every flag with its type, default and status, one a line: what a change of the flags looks like in a diff."""
+    rows = [
+        (flag.option, describe(flag.type), _default(flag), flag.declaration.status, " ".join(_other_options(flag)))
+        for flag in sorted(registry.flags.values(), key=lambda flag: flag.option)
+    ]
+    lines = [" | ".join(row).rstrip(" |") for row in rows]
+    return "\n".join([*lines, *(f"{old} -> {today}" for old, today in old_names().items())]) + "\n"
+
+
+def document(registry: Registry) -> str:
+    """docs/flags.md."""
+    lines = [_DOCUMENT_HEAD]
+    for group, group_class in group_classes().items():
+        heading = " ".join((group_class.__doc__ or "").split())
+        lines += [
+            f"## {group}",
+            "",
+            heading,
+            "",
+            "| flag | type | default | status | meaning |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [_table_row(flag, text) for flag, text in _documented(registry, group)]
+        lines.append("")
+    lines += ["## Old names", "", "| name | today |", "|---|---|"]
+    lines += [f"| `{old}` | {_cell(today)} |" for old, today in old_names().items()]
+    return "\n".join(lines) + "\n"
+
+
+def _table_row(flag: Flag, text: str) -> str:
+    names = ", ".join(f"`{option}`" for option in (flag.option, *_other_options(flag)))
+    cells = (names, describe(flag.type), _default(flag), _status(flag), text)
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _other_options(flag: Flag) -> list[str]:
+    """Spellings besides `--x` and `--no-x`."""
+    return [*flag.on_options[1:], *flag.off_options[1:]]

@@ -4,7 +4,7 @@ from arguments import derive
 from arguments.checks.complaint import Complaint, divisors, unfit_pattern
 from arguments.values import LayerPattern
 
-_KINDS_WITH_CAPACITY = {"aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none"}
+_KINDS_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
 
 def expert_layers_fit(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> Complaint:
@@ -50,7 +50,7 @@ def capacity_fits_the_balancing(
     moe_expert_capacity_factor: float | None, moe_router_load_balancing_type: tuple[str, ...]
 ) -> Complaint:
     """Ways of choosing that balance by themselves leave no token to drop."""
-    strange = set(moe_router_load_balancing_type) - _KINDS_WITH_CAPACITY
+    strange = set(moe_router_load_balancing_type).difference(_KINDS_WITH_CAPACITY)
     if moe_expert_capacity_factor is None or moe_expert_capacity_factor < 0 or not strange:
         return None
     return (

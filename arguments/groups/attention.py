@@ -90,3 +90,24 @@ class AttentionFlags:
     """Key heads of linear attention."""
     linear_num_value_heads: int = flag(32, status="not yet", harmless=True)
     """Value heads of linear attention."""
+
+    dsa_indexer_n_heads: int | None = flag(None, status="not yet")
+    """Heads of the indexer of sparse attention."""
+    dsa_indexer_head_dim: int | None = flag(None, status="not yet")
+    """Width of an indexer head."""
+    dsa_indexer_topk: int | None = flag(None, status="not yet")
+    """Tokens that sparse attention keeps per query."""
+    dsa_indexer_loss_coeff: float | None = flag(None, status="not yet")
+    """Weight of the indexer's loss."""
+    dsa_indexer_use_sparse_loss: bool = flag(False, status="not yet")
+    """Compute that loss on kept tokens only."""
+    csa_compress_ratios: str | None = flag(None, status="not yet")
+    """Compression of keys and values per layer."""
+    csa_compress_rotary_base: float = flag(40000.0, status="not yet")
+    """Base of the rotation of compressed keys."""
+    csa_window_size: int = flag(128, status="not yet")
+    """Window beside compressed attention."""
+    o_groups: int = flag(8, status="not yet")
+    """Groups of the low-rank output projection."""
+    o_lora_rank: int = flag(1024, status="not yet")
+    """Width of the low-rank output projection."""

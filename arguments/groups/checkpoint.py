@@ -105,3 +105,5 @@ class CheckpointFlags:
         None, status="not yet", harmless=True
     )
     """Kind of rolling checkpoints."""
+    non_persistent_global_ckpt_dir: str | None = flag(None, status="not yet", harmless=True)
+    """Folder for rolling checkpoints."""

@@ -108,3 +108,15 @@ class DataFlags:
     """End of document of NullTokenizer."""
     trust_remote_code: bool = flag(False, status="refused", harmless=True, note="no code is downloaded or executed")
     """Run code that comes with a tokenizer."""
+    null_tokenizer_pad_id: int = flag(-1, status="not yet", note="there is no padding id")
+    """Padding of NullTokenizer."""
+    tokenizer_hf_use_fast: bool = flag(
+        True, off=("--tokenizer-hf-no-use-fast",), status="no effect", note="the fast one is always used"
+    )
+    """The fast form of a Hugging Face tokenizer."""
+    dataloader_fast_cache_load: bool = flag(False, status="no effect", note="concerns speed")
+    """Trust cached indices."""
+    dataloader_defer_npy_index_mmap: bool = flag(False, status="no effect", note="concerns speed")
+    """Open indices when they are needed."""
+    dataloader_inter_document_masking: bool = flag(False, status="not yet", note="use --reset-attention-mask")
+    """Pack documents so that attention stays inside of each."""

@@ -89,3 +89,9 @@ class LoggingFlags:
     """File for recorded allocations."""
     nvtx_ranges: bool = flag(False, status="not yet", harmless=True)
     """Name the parts of a step in profiles."""
+    pytorch_profiler_collect_shapes: bool = flag(False, status="no effect", note="belongs to --profile")
+    """Shapes in the profile."""
+    pytorch_profiler_collect_callstack: bool = flag(False, status="no effect", note="belongs to --profile")
+    """Call stacks in the profile."""
+    save_tokens_per_expert_interval: int | None = flag(None, status="not yet", harmless=True)
+    """Iterations between files with the tokens of every expert."""

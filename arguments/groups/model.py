@@ -115,11 +115,35 @@ class ModelFlags:
     calculate_per_token_loss: bool = flag(False)
     """Divide the loss once by the tokens of the global batch, instead of averaging microbatches."""
 
-    hybrid_layer_pattern: str | None = flag(None, status="not yet", note="only attention layers exist")
+    hybrid_layer_pattern: str | None = flag(
+        None, names=("--hybrid-override-pattern",), status="not yet", note="only attention layers exist"
+    )
     """Kinds of layers, one letter each."""
     is_hybrid_model: bool = flag(False, status="not yet", note="only attention layers exist")
     """The model mixes attention with other mixers."""
-    enable_hyper_connections: bool = flag(False, status="not yet", note="one residual stream exists")
+    enable_hyper_connections: bool = flag(
+        False, names=("--enable-mhc-connections",), status="not yet", note="one residual stream exists"
+    )
     """Several residual streams with learned connections."""
     spec: tuple[str, ...] | None = flag(None, status="refused", note="layers are chosen by flags, not by import paths")
     """Import path of a layer specification."""
+    hybrid_attention_ratio: float = flag(0.0, status="not yet", note="only attention layers exist")
+    """Share of layers with attention."""
+    hybrid_mlp_ratio: float = flag(0.0, status="not yet", note="only attention layers exist")
+    """Share of layers with a feed-forward block alone."""
+    mamba_state_dim: int = flag(128, status="not yet", note="only attention layers exist")
+    """Width of a Mamba state."""
+    mamba_head_dim: int = flag(64, status="not yet", note="only attention layers exist")
+    """Width of a Mamba head."""
+    mamba_num_groups: int = flag(8, status="not yet", note="only attention layers exist")
+    """Groups of Mamba heads."""
+    mamba_num_heads: int | None = flag(None, status="not yet", note="only attention layers exist")
+    """Mamba heads."""
+    num_residual_streams: int = flag(
+        4, names=("--mhc-num-residual-streams",), status="not yet", note="one residual stream exists"
+    )
+    """Residual streams of hyper-connections."""
+    mhc_sinkhorn_iterations: int = flag(20, status="not yet", note="one residual stream exists")
+    """Iterations that normalise the connections between residual streams."""
+    use_fused_mhc: bool = flag(False, status="no effect", note="names a kernel")
+    """Fused hyper-connections."""

@@ -45,3 +45,11 @@ class OffloadFlags:
     """Size of the device's buffer, as a multiple of the fair share."""
     moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True)
     """Size of the host's buffer, as a multiple of the fair share."""
+    delta_offload_bytes_across_pp_ranks: int = flag(0, status="not yet", harmless=True)
+    """How much less a later pipeline stage moves."""
+    activation_offload_fraction: float = flag(1.0, status="not yet", harmless=True)
+    """Share of the modules' inputs that move."""
+    pin_cpu_grads: bool = flag(True, status="no effect", note="belongs to --optimizer-cpu-offload")
+    """Gradients in pinned host memory."""
+    pin_cpu_params: bool = flag(True, status="no effect", note="belongs to --optimizer-cpu-offload")
+    """Parameters in pinned host memory."""

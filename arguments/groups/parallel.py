@@ -103,3 +103,31 @@ class ParallelFlags:
     """Build the model without memory first."""
     use_layer_wise_param_layout: bool = flag(True, status="no effect", note="concerns the layout in memory")
     """Whole parameters per rank in layer-wise optimizers."""
+    suggested_communication_unit_size: int | None = flag(
+        None, status="no effect", note="belongs to --use-megatron-fsdp"
+    )
+    """Elements that one gather brings."""
+    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
+        "fp32", status="no effect", note="belongs to --use-megatron-fsdp"
+    )
+    """Format of sharded master weights."""
+    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
+        "auto", status="no effect", note="belongs to --use-megatron-fsdp"
+    )
+    """Format of sharded gradients."""
+    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag(
+        "auto", status="no effect", note="belongs to --use-megatron-fsdp"
+    )
+    """Format in which gradients travel."""
+    hybrid_context_parallel: bool = flag(False, status="not yet", note="data parallelism is available")
+    """Split every packed sequence over as many ranks as it needs."""
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, status="not yet", note="belongs to --hybrid-context-parallel")
+    """Tokens of one sequence that a rank holds at most."""
+    overlap_dispatch_backward_with_experts_wgrad: bool = flag(False, status="no effect", note="concerns speed")
+    """Compute experts' weight gradients while rows travel back."""
+    ep_overlap_early_attn_memory_release: bool = flag(False, status="no effect", note="concerns memory")
+    """Run the backward pass of attention earlier."""
+    high_priority_a2a_comm_stream: bool = flag(False, status="no effect", note="concerns speed")
+    """Expert communication goes first."""
+    moe_hybridep_pad_uneven_dispatch_inputs: bool = flag(False, status="no effect", note="concerns speed")
+    """Pad all ranks to the same number of tokens before they travel."""

@@ -44,3 +44,5 @@ class PipelineFlags:
     """Compute weight gradients of the head at the end of the step."""
     wgrad_deferral_limit: int = flag(0, status="no effect", note="concerns speed")
     """Microbatches whose head gradients wait."""
+    overlap_p2p_communication_warmup_flush: bool = flag(False, status="no effect", note="concerns speed")
+    """Overlap sends at the start and the end of a step too."""

@@ -78,3 +78,9 @@ class PrecisionFlags:
         "fp32", status="not yet", note="moments are kept in fp32"
     )
     """Format of Adam's second moment."""
+    fp8_output_proj: bool = flag(False, status="not yet", note="the head is computed in the parameters' format")
+    """The output head in FP8."""
+    te_precision_config_file: str | None = flag(None, status="not yet", note="all modules have one format")
+    """File with formats of single modules."""
+    output_logit_dtype: Literal["bf16", "fp32"] | None = flag(None, status="not yet")
+    """Format of the logits."""

@@ -1,0 +1,207 @@
+"""From words to settings: spellings, layers, notes and problems."""
+
+import pytest
+
+from arguments.flag import REQUIRED, Flag, docstrings, flag, flags_of
+from arguments.flags import Registry, group_classes
+from arguments.groups.moe import MoEFlags
+from arguments.parser import settle, split
+from arguments.values import describe
+from tests.command_lines import plan_of, problems_of, texts_of
+
+REGISTRY = Registry.declared()
+
+
+def settings_of(*layers: str):
+    given = [split(layer.split()) for layer in layers]
+    settings = settle(REGISTRY, [words for words, _ in given])
+    settings.problems += [problem for _, problems in given for problem in problems]
+    return settings
+
+
+def value_of(name: str, *layers: str):
+    settings = settings_of(*layers)
+    assert not settings.problems, settings.problems
+    return settings.setting(name).value
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "value"),
+    [
+        ("num_layers", "--num-layers 3", 3),
+        ("num_layers", "--num-layers=3", 3),
+        ("num_layers", "--num_layers 3", 3),
+        ("swiglu", "--swiglu", True),
+        ("swiglu", "--swiglu --no-swiglu", False),
+        ("swiglu", "--swiglu=false", False),
+        ("add_bias_linear", "--disable-bias-linear", False),
+        ("add_bias_linear", "--no-add-bias-linear", False),
+        ("add_bias_linear", "--disable-bias-linear=false", True),
+        ("load_optim", "--no-load-optim", False),
+        ("check_for_nan_in_loss_and_grad", "--no-check-for-nan-in-loss-and-grad", False),
+        ("add_position_embedding", "--no-position-embedding", False),
+        ("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights", True),
+        ("moe_expert_capacity_factor", "--moe-expert-capacity-factor -1.0", -1.0),
+        ("window_size", "--window-size -1,0", (-1, 0)),
+        ("data_path", "--data-path 0.3 a 0.7 b --lr 1", ("0.3", "a", "0.7", "b")),
+        ("save_interval", "--persistent-save-interval 7", 7),
+        ("override_opt_param_scheduler", "--override-opt_param-scheduler", True),
+        ("override_opt_param_scheduler", "--override-opt-param-scheduler", True),
+        ("fake_process_group", "--fake-init-process-group", True),
+    ],
+)
+def test_every_spelling_sets_its_flag(name, words, value):
+    assert value_of(name, words) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "value"),
+    [
+        ("position_embedding_type", "--use-rotary-position-embeddings", "rope"),
+        ("recompute_granularity", "--recompute-activations", "selective"),
+        ("recompute_modules", "--moe-layer-recompute", ("moe",)),
+        ("moe_token_dispatcher_type", "--moe-enable-deepep", "flex"),
+        ("moe_flex_dispatcher_num_sms", "--moe-hybridep-num-sms 32", 32),
+        ("apply_wd_to_qk_layernorm", "--no-weight-decay-cond-type qwen3_next", True),
+        ("cuda_graph_modules", "--cuda-graph-scope attn moe_router", ("attn", "moe_router")),
+        ("cuda_graph_impl", "--external-cuda-graph", "transformer_engine"),
+        ("moe_expert_capacity_factor", "--moe-token-capacity-factor 1.0", 1.0),
+        ("micro_batch_size", "--batch-size 2", 2),
+        ("qk_head_dim", "--qk-nope-head-dim 96", 96),
+    ],
+)
+def test_an_old_name_means_todays_flag_and_is_noted(name, words, value):
+    settings = settings_of(words)
+    assert settings.setting(name).value == value
+    assert words.split()[0] in settings.notes[0]
+
+
+def test_an_old_switch_that_is_off_changes_nothing():
+    assert value_of("moe_token_dispatcher_type", "--moe-enable-deepep=false") == "allgather"
+
+
+def test_a_name_of_another_program_is_refused_with_what_to_use():
+    assert "use --padded-vocab-size" in settings_of("--extra-vocab-size 421").problems[0].what
+
+
+def test_an_old_name_with_a_value_that_means_nothing_is_refused():
+    assert "qwen3_next" in settings_of("--no-weight-decay-cond-type length").problems[0].what
+
+
+def test_later_layers_win_in_silence_and_repetition_within_one_is_noted():
+    settings = settings_of("--lr 1 --num-layers 2", "--lr 2")
+    assert settings.setting("lr").value == 2
+    assert settings.setting("num_layers").value == 2
+    assert not settings.notes
+    settings = settings_of("--lr 1 --lr 2")
+    assert settings.setting("lr").value == 2
+    assert settings.notes == ["--lr is given twice: 1.0 (command line), then 2.0 (command line); the last one wins"]
+    assert not settings_of("--lr 1 --lr 1.0").notes
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest_names():
+    (problem,) = settings_of("--moe-router-topl 2").problems
+    assert problem.what == "--moe-router-topl is not a flag (command line)"
+    assert problem.remedy.startswith("did you mean --moe-router-topk")
+    assert problem.remedy.count("--") <= 3
+
+
+def test_an_abbreviation_is_not_a_flag():
+    assert settings_of("--num-exp 8").problems
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-layers", "--num-layers needs a value"),
+        ("--num-layers 2 3", "--num-layers 2 3 takes one value, not 2"),
+        ("--swiglu 3", "--swiglu 3 takes no value"),
+        ("--num-layers 0", "--num-layers 0 is less than 1"),
+        ("--hidden-dropout 1", "--hidden-dropout 1 is not less than 1"),
+        ("--moe-router-dtype bf16", "--moe-router-dtype bf16 is none of fp32, fp64"),
+        ("stray --lr 1", "'stray' stands before any flag"),
+    ],
+)
+def test_a_word_that_does_not_fit_is_reported(words, message):
+    assert message in settings_of(words).problems[0].what
+
+
+def test_all_problems_are_reported_at_once_and_rules_about_bad_values_are_not_tried():
+    texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --optimizer muon")
+    assert [text.split(" ")[0] for text in texts] == ["--hidden-size", "--no-such-flag", "a", "--optimizer"]
+
+
+def test_the_report_numbers_problems_and_says_where_values_came_from():
+    (problem,) = problems_of("--moe-router-topk 9")
+    lines = problem.lines()
+    assert lines[0] == "a token cannot visit 9 of 8 experts"
+    assert "--moe-router-topk  9" in lines[2]
+    assert "(command line)" in lines[2]
+    assert lines[3].startswith("  Why: ")
+    assert lines[4] == "  Try: --moe-router-topk 8 or less"
+
+
+def test_required_flags_are_asked_for():
+    assert texts_of(without="--num-layers --lr") == ["--num-layers is required", "--lr is required"]
+
+
+def test_two_flags_may_not_share_a_spelling():
+    entries = list(flags_of("moe", MoEFlags))
+    with pytest.raises(AssertionError, match="declared twice"):
+        Registry.over([*entries, entries[0]])
+    clash = Flag("x", "other", int, 1, flag(1, names=("--num-experts",)).metadata["flag"])
+    with pytest.raises(AssertionError, match="means both"):
+        Registry.over([*entries, clash])
+
+
+def test_every_flag_has_a_text_and_a_type_that_can_be_described():
+    for group, group_class in group_classes().items():
+        texts = docstrings(group_class)
+        for entry in flags_of(group, group_class):
+            assert texts.get(entry.name, "").endswith("."), f"{entry.option} has no text"
+            assert describe(entry.type)
+
+
+def test_every_default_is_a_value_of_its_flag():
+    for entry in REGISTRY.flags.values():
+        if entry.default is not REQUIRED and entry.default is not None and not entry.is_switch:
+            words = [str(word) for word in (entry.default if isinstance(entry.default, tuple) else (entry.default,))]
+            given, _ = split([entry.option, *words])
+            settings = settle(REGISTRY, [given])
+            assert not settings.problems, settings.problems
+            assert settings.setting(entry.name).value == entry.default
+
+
+def test_statuses_say_why():
+    silent = [
+        entry.option
+        for entry in REGISTRY.flags.values()
+        if entry.declaration.status in ("close", "no effect", "refused") and not entry.declaration.note
+    ]
+    assert silent == []
+
+
+def test_flags_without_effect_are_listed_in_the_plan():
+    notes = plan_of("--transformer-impl local --use-flash-attn --no-rope-fusion --overlap-grad-reduce").notes
+    listed = [note for note in notes if note.startswith("without effect: ")]
+    assert [note.split(" ")[2] for note in listed] == [
+        "--transformer-impl",
+        "--use-flash-attn",
+        "--no-rope-fusion",
+        "--overlap-grad-reduce",
+    ]
+
+
+def test_a_value_that_is_not_available_is_refused_unless_it_is_harmless_and_may_be_ignored():
+    assert texts_of("--recompute-granularity full") == [
+        "--recompute-granularity full is not available yet (command line)"
+    ]
+    plan = plan_of("--recompute-granularity full --allow-ignored-flags")
+    assert "ignored: --recompute-granularity full is not available" in plan.notes
+    assert texts_of("--fp8-format e4m3 --allow-ignored-flags") == [
+        "--fp8-format e4m3 is not available yet (command line)"
+    ]
+
+
+def test_a_flag_that_is_not_available_may_keep_its_default():
+    plan_of("--tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 --optimizer adam --no-fp16")

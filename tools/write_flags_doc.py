@@ -1,0 +1,29 @@
+"""Writes docs/flags.md and the golden list of flags from the declarations in arguments/groups/.
+
+python tools/write_flags_doc.py
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+
+from arguments.explain import document, surface  # noqa: E402
+from arguments.flags import Registry  # noqa: E402
+
+
+def main() -> None:
+    """Writes both files."""
+    registry = Registry.declared()
+    for path, text in (
+        (ROOT / "docs" / "flags.md", document(registry)),
+        (ROOT / "tests" / "goldens" / "flags.txt", surface(registry)),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
