@@ -20,6 +20,7 @@ NO_TOKEN = -1
 """In the place of an id that a tokenizer does not have."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_TIKTOKEN_VOCAB = 1 << 17
 _TIKTOKEN_PATTERNS = MappingProxyType(
     {
         # Words split at letters, every digit by itself.
@@ -205,7 +206,7 @@ class TikTokenizer:
     """A JSON list of {rank, token_bytes (base64), token_str}, or a `.tiktoken` file of "base64 rank" lines.
 
     The first `num_special_tokens` ids are special: <unk>, <s>, </s>, … and fillers; ranks follow after them.
-    `vocab_size` of the spec cuts the list of ranks.
+    `vocab_size` of the spec cuts the list of ranks; Megatron's default is 131,072 ids in all.
     """
 
     def __init__(self, spec: TokenizerSpec) -> None:
@@ -214,8 +215,7 @@ class TikTokenizer:
         content = _read(spec.model)
         num_special = spec.num_special_tokens
         ranks = _tiktoken_ranks(spec.model, content)
-        if spec.vocab_size is not None:
-            ranks = ranks[: max(0, spec.vocab_size - num_special)]
+        ranks = ranks[: max(0, (spec.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
         names = _tiktoken_specials(spec)
         pattern = spec.tiktoken_pattern or "v2"
         if pattern not in _TIKTOKEN_PATTERNS:

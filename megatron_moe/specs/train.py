@@ -81,7 +81,7 @@ class TokenizerSpec:
     kind: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"]
     model: Path | None = None
     vocab_size: int | None = None
-    """NullTokenizer only."""
+    """Of NullTokenizer; TikTokenizer keeps no more ids than this. The other kinds know their own."""
     tiktoken_pattern: str | None = None
     num_special_tokens: int = 1000
     special_tokens: tuple[str, ...] = ()

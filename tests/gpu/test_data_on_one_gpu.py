@@ -1,0 +1,37 @@
+"""Batches on a GPU: the same numbers, and the host does not wait for them."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_moe.data.batch import MaskSpec, make_microbatch, to_device
+from megatron_moe.data.mock import MockTokens
+from megatron_moe.data.samples import DocumentSamples, SampleRequest
+
+pytestmark = pytest.mark.gpu1
+
+
+def test_batch_arrives_whole_without_a_synchronisation() -> None:
+    source = MockTokens(vocab_size=1000, eod=999)
+    wanted = SampleRequest(documents=range(2000), split="train", seq_length=1024, num_samples=None, seed=1)
+    masks = MaskSpec(vocab_size=1000, eod=999, pad=998, reset_position_ids=True, reset_attention_mask=True)
+    made = make_microbatch(DocumentSamples(source, "mock", wanted, None), np.arange(8), masks, torch.float32)
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = to_device(made, device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert to_device(moved, device) is moved
+    pairs = [
+        (moved.tokens_BS, made.tokens_BS),
+        (moved.labels_BS, made.labels_BS),
+        (moved.loss_mask_BS, made.loss_mask_BS),
+        (moved.meta.positions_BS, made.meta.positions_BS),
+        (moved.meta.segments_BS, made.meta.segments_BS),
+        (moved.meta.valid_BS, made.meta.valid_BS),
+    ]
+    for on_device, on_host in pairs:
+        assert on_device is not None and on_host is not None
+        assert on_device.device == device
+        assert torch.equal(on_device.cpu(), on_host)
