@@ -15,7 +15,8 @@ def attention_grid_covers_the_world(
     if world_size % product == 0:
         return None
     return (
-        f"{tensor_model_parallel_size} x {context_parallel_size} x {pipeline_model_parallel_size} = {product} "
+        f"the model cannot be split: {tensor_model_parallel_size} x {context_parallel_size} x "
+        f"{pipeline_model_parallel_size} = {product} "
         f"does not divide {world_size} ranks",
         f"start a multiple of {product} ranks, or split the model less",
     )
@@ -202,6 +203,33 @@ def annealing_has_a_length(
     return None
 
 
+def annealing_fits_behind_warm_up(
+    lr_decay_style: str,
+    train_iters: int | None,
+    train_samples: int | None,
+    lr_decay_iters: int | None,
+    lr_decay_samples: int | None,
+    lr_warmup_iters: int,
+    lr_warmup_samples: int,
+    lr_wsd_decay_iters: int | None,
+    lr_wsd_decay_samples: int | None,
+) -> Complaint:
+    """WSD warms up, holds, and anneals, one after the other."""
+    for unit, length, decay, warmup, annealing in (
+        ("iterations", train_iters, lr_decay_iters, lr_warmup_iters, lr_wsd_decay_iters),
+        ("samples", train_samples, lr_decay_samples, lr_warmup_samples, lr_wsd_decay_samples),
+    ):
+        end = length if decay is None else decay
+        if lr_decay_style != "WSD" or length is None or end is None or annealing is None:
+            continue
+        if warmup + annealing > end:
+            return (
+                f"{annealing} {unit} of annealing and {warmup} of warm-up are more than the {end} until decay ends",
+                "shorten one of them",
+            )
+    return None
+
+
 def weight_decay_ramp_is_complete(
     weight_decay_incr_style: str, start_weight_decay: float | None, end_weight_decay: float | None
 ) -> Complaint:
@@ -249,6 +277,7 @@ RULES = (
     learning_rates_are_in_order,
     decoupled_rates_are_in_order,
     annealing_has_a_length,
+    annealing_fits_behind_warm_up,
     weight_decay_ramp_is_complete,
     one_schedule_wins,
     one_format,
