@@ -36,6 +36,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except RunError as problem:
         print(f"rank {plan.launch.rank}: {problem}", file=sys.stderr)
         return int(problem.code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
     return int(ExitCode.OK)
 
 
@@ -48,12 +50,14 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     from megatron_moe.train.leave import Leave
     from megatron_moe.train.progress import Progress
     from megatron_moe.train.validate import Validation
+    from megatron_moe.watch.status import Status
 
     # who we are, where we report, what we compute with
     context = build.build_context(plan)
     goodbye.callback(context.stop)
     reporter = Reporter(plan, context)
     goodbye.callback(reporter.close)
+    status = goodbye.enter_context(Status(plan.logging.run_dir, rank=context.rank, say=reporter.note))
     kernels = build.build_kernels(plan, context)
 
     # the model, its optimizer, its data
@@ -66,7 +70,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
         reporter.note(line)
 
     # where the run left off, or its beginning
-    checkpoints = Checkpoints(plan, context, trainer, reporter)
+    checkpoints = Checkpoints(plan, context, trainer, reporter, status)
     goodbye.callback(checkpoints.close)
     state = checkpoints.restore(loader)
     reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
@@ -74,9 +78,10 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # train
     progress = Progress(plan, trainer, reporter)
     leave = Leave(plan.loop, context, iteration=state.iteration)
-    while (reason := leave.reason(state.iteration)) is None:
+    while loader and not leave.now(state.iteration):
         outcome = trainer.step(loader.next_step(), state)
         state.advance(outcome.num_samples, plan)
+        status.update(state="running", iteration=state.iteration)
         progress.after(outcome)
         if validation.due(state.iteration) or checkpoints.due(state.iteration):
             progress.catch_up()
@@ -86,7 +91,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
 
     # the end: nothing held back, the last checkpoint, the last validation
     progress.catch_up()
-    reporter.note(reason)
+    reporter.note(leave.reason)
     checkpoints.save(state, loader)
     validation.final(state)
 

@@ -16,6 +16,7 @@ from megatron_moe.optim.adamw import Optimizer
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.step import Trainer
@@ -44,7 +45,7 @@ def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT
 
 def build_trainer(plan: RunPlan, context: ParallelContext, model: GPT, kernels: Bundle) -> Trainer:
     """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
-    buffers = GradBuffers(model.named_parameters(), plan.precision, context, kernels, optimizer=plan.optimizer)
+    buffers = GradBuffers(named_parameters(model), plan.precision, context, kernels, optimizer=plan.optimizer)
     optimizer = Optimizer(buffers, plan.precision)
     return Trainer(plan, context, model, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally())
 

@@ -77,7 +77,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_program(arguments: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def run_program(
+    arguments: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     """Runs `python pretrain_moe.py arguments` in a process of its own."""
     return _run([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments], cwd, env)
 

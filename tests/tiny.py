@@ -1,4 +1,4 @@
-"""Tiny specs and plans with unit-gain initial values, so that every sub-layer matters. No test builds a plan by hand."""
+"""Tiny specs and plans with unit-gain initial values, so that every sub-layer matters. No test builds one by hand."""
 
 from dataclasses import replace
 from typing import Any

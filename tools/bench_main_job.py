@@ -1,8 +1,8 @@
 """Runs the quickstart recipe on the CPU and on a GPU and lays the loss curves over each other.
 
-`python tools/bench_main_job.py [--iterations 200] [--output-dir benchmarks]` writes `<date>-<machine>-main-job.md` with a
-picture. The variants train on the same samples in the same order from the same weights; they differ in device and dtype.
-Without a GPU only the CPU's variants run, and the report says so.
+`python tools/bench_main_job.py [--iterations 200] [--output-dir benchmarks]` writes `<date>-<machine>-main-job.md` with
+a picture. The variants train on the same samples in the same order from the same weights; they differ in device and
+dtype. Without a GPU only the CPU's variants run, and the report says so.
 """
 
 import argparse

@@ -202,6 +202,6 @@ class BlendedSamples:
             if count > len(part):
                 raise DataProblem(
                     f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; "
-                    f"with so many data sets rounding up exceeds it: take more samples (--train-iters, --eval-iters) or "
-                    f"blend fewer data sets"
+                    f"with so many data sets rounding up exceeds it: take more samples (--train-iters, --eval-iters) "
+                    f"or blend fewer data sets"
                 )

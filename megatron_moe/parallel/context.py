@@ -78,8 +78,8 @@ class ParallelContext:
         return self.launch.rank == self.launch.world_size - 1
 
     def group(self, name: str) -> Group:
-        """"tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp" of the attention grid; "etp", "ep", "edp", "etp_ep" of the
-        expert grid; "world"."""
+        """The group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
+        etp_ep of the expert grid; world."""
         return self._groups[name]
 
     @classmethod
@@ -146,7 +146,7 @@ def _choose_device(wish: str, launch: Launch) -> torch.device:
     count = torch.cuda.device_count()
     if launch.local_rank >= count:
         raise EnvironmentProblem(
-            f"local rank {launch.local_rank} has no GPU: this host shows {count}; start at most {count} processes per host"
+            f"local rank {launch.local_rank} has no GPU: this host shows {count}; start at most {count} processes here"
         )
     torch.cuda.set_device(launch.local_rank)
     return torch.device("cuda", launch.local_rank)

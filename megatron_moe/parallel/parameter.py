@@ -1,6 +1,6 @@
 """Parameters that know what they are, and where their gradient goes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -27,6 +27,13 @@ class Parameter(nn.Parameter):
 
     meta: ParamMeta
     sink: GradSink | None
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
+    """(global name, parameter) in the order of registration."""
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
+        yield name, parameter
 
 
 def new_parameter(shape: tuple[int, ...], meta: ParamMeta, *, dtype: torch.dtype, device: torch.device) -> Parameter:

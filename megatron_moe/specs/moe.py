@@ -5,7 +5,9 @@ from typing import Literal
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-Balancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice"]
+Balancing = Literal[
+    "none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

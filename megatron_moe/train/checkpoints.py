@@ -14,16 +14,20 @@ from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
 from megatron_moe.train.upcycle import load_upcycled
+from megatron_moe.watch.status import Status
 
 
 class Checkpoints:
     """Restores a run at its start and saves it as it goes."""
 
-    def __init__(self, plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter) -> None:
+    def __init__(
+        self, plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, status: Status
+    ) -> None:
         self._plan = plan
         self._context = context
         self._trainer = trainer
         self._reporter = reporter
+        self._status = status
         self._last_saved: int | None = None
         self._saver: Saver | None = None
         if plan.checkpoint.save is not None:
@@ -61,6 +65,7 @@ class Checkpoints:
         facts = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
         if loader is not None:
             facts["data"] = loader.state()
+        self._status.update(state="saving")
         self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {spec.save}")
         path = self._saver.save(
             state.iteration,
@@ -70,6 +75,7 @@ class Checkpoints:
         )
         if path is not None:
             self._last_saved = state.iteration
+            self._status.update(state="running", last_checkpoint=state.iteration)
             self._reporter.note(
                 f"  successfully saved checkpoint from iteration {state.iteration:7d} to {path} "
                 f"in {self._saver.last_seconds:.1f} s"
@@ -111,14 +117,14 @@ class Checkpoints:
         then, now = saved["seq_length"], self._plan.data.seq_length
         if then != now:
             raise CheckpointProblem(
-                f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order of "
-                f"the samples would change; give --seq-length {then}, or --finetune to start a new run from its weights"
+                f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
+                f"of the samples would change; give --seq-length {then}, or --finetune to start anew from its weights"
             )
         if loader is None or saved.get("data", {}).get("fingerprint") == loader.state()["fingerprint"]:
             return []
         return [
-            "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of samples "
-            "changed): samples may repeat or be left out"
+            "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "
+            "samples changed): samples may repeat or be left out"
         ]
 
 
@@ -129,4 +135,3 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor
         tensors |= {tensor_key(kind, name): view for name, kind, view in trainer.optimizer.named_state()}
         tensors[tensor_key("optimizer", "step_count")] = trainer.optimizer.step_count
     return {key: SavedTensor.whole(value.detach()) for key, value in tensors.items()}
-

@@ -10,20 +10,26 @@ from megatron_moe.specs.train import LoopSpec
 
 
 class Leave:
-    """Answers after each step whether to leave, the same on every rank."""
+    """Answers before each step whether to leave, the same on every rank."""
 
     def __init__(self, spec: LoopSpec, context: ParallelContext, *, iteration: int) -> None:
         """`iteration`: where this start of the run begins."""
+        self.reason = "no training was asked for (--skip-train)"
+        """A sentence for the log, once `now` has said yes."""
         self._spec = spec
         self._first = iteration
         self._context = context
         self._start = time.monotonic()
 
-    def reason(self, iteration: int) -> str | None:
-        """A sentence for the log, or None to go on. `iteration`: steps done."""
+    def now(self, iteration: int) -> bool:
+        """Is it time to leave after `iteration` steps?"""
+        reason = self._reason(iteration)
+        if reason is not None:
+            self.reason = reason
+        return reason is not None
+
+    def _reason(self, iteration: int) -> str | None:
         spec = self._spec
-        if spec.skip_train:
-            return "no training was asked for (--skip-train)"
         if spec.exit_duration_minutes is not None:
             minutes = self._longest_minutes()
             if minutes > spec.exit_duration_minutes:

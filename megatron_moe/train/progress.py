@@ -42,9 +42,9 @@ class Progress:
             self._report()
         if not reading.proceed:
             raise NumericsProblem(
-                f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: not finite, so the "
-                f"update was refused and the weights are those of iteration {reading.iteration - 1}; look at metrics.jsonl "
-                f"for what led there, and lower --lr or --clip-grad"
+                f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: not "
+                f"finite, so the update was refused and the weights are those of iteration "
+                f"{reading.iteration - 1}; see metrics.jsonl for what led there, and lower --lr or --clip-grad"
             )
 
     def _report(self) -> None:
@@ -56,4 +56,3 @@ class Progress:
             params_norm=float(self._trainer.optimizer.params_norm()) if spec.log_params_norm else None,
         )
         self._reporter.step(report)
-

@@ -9,7 +9,7 @@ from megatron_moe.specs.run import RunPlan
 
 @dataclass
 class TrainState:
-    """Where a run stands. Random streams need no entry: each is keyed by seed, iteration and use (`parallel/rng.py`)."""
+    """Where a run stands. Random streams need no entry: each draw is keyed by seed, iteration and use (`rng.py`)."""
 
     iteration: int = 0
     """Optimizer steps done."""
@@ -28,7 +28,12 @@ class TrainState:
 
     def to_json(self, plan: RunPlan) -> dict[str, Any]:
         """The content of train_state.json."""
-        return {"state": asdict(self), "seed": plan.loop.seed, "data_seed": plan.data.seed, "seq_length": plan.data.seq_length}
+        return {
+            "state": asdict(self),
+            "seed": plan.loop.seed,
+            "data_seed": plan.data.seed,
+            "seq_length": plan.data.seq_length,
+        }
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "TrainState":

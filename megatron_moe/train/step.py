@@ -1,8 +1,8 @@
 """One training step: microbatches through the schedule, gradients finished, clipped, applied, routers updated.
 
-Nothing here waits for the device. The step's results stay on the device in a `StepOutcome`; the loop reads them one step
-later. The verdict (is everything finite?) masks the update on the device and stays bad once it is bad, so a non-finite
-number never reaches the weights however late the host learns of it.
+Nothing here waits for the device. The step's results stay on the device in a `StepOutcome`; the loop reads them one
+step later. The verdict (is everything finite?) masks the update on the device and stays bad once it is bad, so a
+non-finite number never reaches the weights however late the host learns of it.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.schedule.run import run_schedule
+from megatron_moe.specs.exitcodes import MemoryProblem
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.schedule import schedule_actions
 from megatron_moe.train.state import TrainState
@@ -90,7 +91,19 @@ class Trainer:
         self._proceed = torch.ones((), device=context.device, dtype=torch.bool)
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
-        """Trains on the microbatches of one global batch (this rank's part); `state` is how things stand before it."""
+        """Trains on the microbatches of one global batch (this rank's part); `state` is how things stand before it.
+
+        Raises MemoryProblem when the device has no room.
+        """
+        try:
+            return self._step(batches, state)
+        except torch.OutOfMemoryError as error:
+            raise MemoryProblem(
+                f"out of memory in iteration {state.iteration + 1} on {self.context.device}: {error}; use a smaller "
+                f"--micro-batch-size or --seq-length, or more GPUs"
+            ) from error
+
+    def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.consumed_samples)
         self.model.train()
         self.buffers.begin_step()

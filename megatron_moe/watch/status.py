@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.specs.exitcodes import ExitCode, RunError
 
 State = Literal["starting", "running", "saving", "finished", "preempted", "failed"]
 
@@ -68,6 +68,20 @@ class Status:
         self.report = Report()
         self.update(state="starting")
 
+    def __enter__(self) -> "Status":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Writes how the run ended; what was raised goes on."""
+        if error is None:
+            self.finish("finished", ExitCode.OK, self.report.sentence)
+        elif isinstance(error, RunError):
+            self.fail(error.code, str(error))
+        elif isinstance(error, KeyboardInterrupt):
+            self.fail(ExitCode.INTERRUPTED, "interrupted from the keyboard")
+        else:
+            self.fail(ExitCode.BUG, f"{type(error).__name__}: {error}", "a fault of the program: please report it")
+
     def update(self, *, state: State | None = None, **fields: Any) -> None:
         """Changes fields of the report. Written on every change of state, else at most every 5 seconds.
 
@@ -76,7 +90,9 @@ class Status:
         if self.report.state == "failed":
             return
         changed = state is not None and state != self.report.state
-        self.report = replace(self.report, **fields, **({"state": state} if state else {}), time=self._clock())
+        if state is not None:
+            fields["state"] = state
+        self.report = replace(self.report, **fields, time=self._clock())
         due = self._written is None or changed or self._clock() - self._written >= _SECONDS_BETWEEN_WRITES
         if self._rank == 0 and due:
             self._write(STATUS, self.report)

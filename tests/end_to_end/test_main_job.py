@@ -95,7 +95,9 @@ def test_srun_variables_make_the_ranks_meet(data, tmp_path):
             "SLURM_STEP_NODELIST": "localhost",
         }
         command = [sys.executable, str(REPOSITORY / "pretrain_moe.py")]
-        command += arguments(data, tmp_path / "run", "--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0")
+        command += arguments(
+            data, tmp_path / "run", "--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0"
+        )
         environment = {**os.environ, **slurm, "OMP_NUM_THREADS": "1"}
         processes.append(
             subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -1,4 +1,4 @@
-"""A tiny run on real text, as a command line: a byte-level MoE on a few hundred kB of the standard library's sources."""
+"""A tiny run on real text, as a command line: a byte-level MoE on sources of the standard library."""
 
 import json
 import os
@@ -26,7 +26,9 @@ TRAINING = """
 @lru_cache(maxsize=1)
 def _sources() -> str:
     folder = Path(json.__file__).parent.parent
-    return "".join((folder / name).read_text() for name in ("argparse.py", "tarfile.py", "zipfile.py", "pathlib.py")[:2])
+    return "".join(
+        (folder / name).read_text() for name in ("argparse.py", "tarfile.py", "zipfile.py", "pathlib.py")[:2]
+    )
 
 
 def make_data(folder: Path) -> str:

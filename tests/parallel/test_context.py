@@ -2,7 +2,13 @@
 
 import torch
 
-from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_, broadcast_, gather_objects, reduce_scatter_flat
+from megatron_moe.parallel.collectives import (
+    all_gather_flat,
+    all_reduce_,
+    broadcast_,
+    gather_objects,
+    reduce_scatter_flat,
+)
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.parallel import ParallelSpec
 from tests.ranks import on_threads

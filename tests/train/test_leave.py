@@ -14,20 +14,18 @@ def leave(iteration=0, **changes):
 
 
 def test_a_run_ends_after_its_last_iteration():
-    assert leave().reason(19) is None
-    assert leave().reason(20) == "finished after 20 iterations"
+    assert not leave().now(19)
+    ending = leave()
+    assert ending.now(20) and ending.reason == "finished after 20 iterations"
 
 
 def test_the_exit_interval_counts_from_zero_but_not_at_the_start():
-    assert [leave(exit_interval=6).reason(i) is None for i in (0, 5, 6, 7)] == [True, True, False, True]
+    assert [leave(exit_interval=6).now(i) for i in (0, 5, 6, 7)] == [False, False, True, False]
     # a run that went on from iteration 6 trains to 12
-    assert [leave(6, exit_interval=6).reason(i) is None for i in (6, 11, 12)] == [True, True, False]
+    assert [leave(6, exit_interval=6).now(i) for i in (6, 11, 12)] == [False, False, True]
 
 
 def test_the_exit_duration_is_measured_in_minutes():
-    assert leave(exit_duration_minutes=60).reason(1) is None
-    assert "minutes" in leave(exit_duration_minutes=-1.0).reason(1)
-
-
-def test_a_run_that_shall_not_train_ends_at_once():
-    assert "--skip-train" in leave(skip_train=True).reason(0)
+    assert not leave(exit_duration_minutes=60).now(1)
+    ending = leave(exit_duration_minutes=-1.0)
+    assert ending.now(1) and "minutes" in ending.reason

@@ -8,6 +8,7 @@ import torch
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import MemoryProblem
 from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.train import BatchSpec
 from megatron_moe.train.state import TrainState
@@ -94,3 +95,16 @@ def test_a_non_finite_gradient_never_reaches_the_weights_and_the_verdict_stays_b
     weights = [name for name in good if name.endswith((".weight", ".bias"))]
     assert len(weights) > 10
     EXACT.check_all({n: bad[n] for n in weights}, {n: good[n] for n in weights}, "weights after a bad step")
+
+
+def test_running_out_of_memory_is_told_with_its_remedy():
+    plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
+    trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
+
+    def fail(module, args):
+        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    trainer.model.register_forward_pre_hook(fail)
+    batches = build_train_loader(plan, context, build_data(plan, context)).next_step()
+    with pytest.raises(MemoryProblem, match="iteration 1 .* 20.00 GiB; use a smaller --micro-batch-size"):
+        trainer.step(batches, TrainState())
