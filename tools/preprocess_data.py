@@ -11,6 +11,7 @@ also compressed (.gz, .zst), and writes `<prefix>_<key>_document.bin` and `.idx`
 import argparse
 import functools
 import multiprocessing
+import signal
 import sys
 import time
 from collections import deque
@@ -172,8 +173,13 @@ def preprocess(args: argparse.Namespace) -> Progress:
     with ExitStack() as stack:
         pool = None
         if args.workers > 1:
-            # Spawned, not forked: nothing of this process's threads and locks goes along.
-            pool = ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn"))
+            # Spawned, not forked: no threads and locks of this process go along. Ctrl-C is for this process alone.
+            pool = ProcessPoolExecutor(
+                args.workers,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=signal.signal,
+                initargs=(signal.SIGINT, signal.SIG_IGN),
+            )
             stack.callback(pool.shutdown, cancel_futures=True)
         progress = Progress(args.log_interval, sum(path.stat().st_size for path in args.input if path.is_file()))
         stack.callback(progress.stop)

@@ -200,6 +200,23 @@ def test_plain_text_with_several_keys_is_refused(tmp_path: Path) -> None:
     assert leave.value.code == 2
 
 
+def test_an_interrupted_run_leaves_nothing_half_written(tmp_path: Path) -> None:
+    fifo = tmp_path / "in.jsonl"
+    os.mkfifo(fifo)
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(fifo)]
+    command += ["--output-prefix", str(tmp_path / "out"), *BYTES, "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    tool = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # Opening waits for the tool to read, so it is inside its work; the input then never ends.
+    with open(fifo, "wb") as source:
+        source.write(jsonl(["a"] * 10))
+        source.flush()
+        os.killpg(tool.pid, signal.SIGINT)
+        _, error = tool.communicate(timeout=60)
+    assert (tool.returncode, error.strip().splitlines()[-1]) == (130, "interrupted; nothing was written")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def _small_files() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
