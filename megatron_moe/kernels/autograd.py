@@ -61,7 +61,7 @@ def grouped_linear(
 
     Rows past `offsets_e[-1]` are undefined in the result, and in the gradient of `rows`.
     """
-    data = rows.data if isinstance(rows, Operand) else rows
+    data = rows.plain() if isinstance(rows, Operand) else rows
     out: Tensor = _GroupedLinear.apply(kernels, data, weight, offsets_e, saver, name)  # type: ignore[no-untyped-call]
     return out
 

@@ -110,7 +110,8 @@ def grant(
         able = [name for name, b in backends.items() if judge(op, b, device, dtype).fit is not Fit.NO]
         raise EnvironmentProblem(
             f"Kernel backend '{wish}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
-            f"{judgement.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}."
+            f"{judgement.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
+            f"for instance with --kernel-per-op {op}={AUTO}."
         )
     return Choice(op, wish, f"asked for; {judgement.reason}")
 

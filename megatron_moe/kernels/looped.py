@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
 from megatron_moe.kernels.ops import Kernels, Operand
-from megatron_moe.kernels.reference import plain, slices
+from megatron_moe.kernels.reference import slices
 
 REASON = "loop over experts"
 
@@ -13,13 +13,13 @@ def looped(kernels: Kernels) -> Bundle:
     """The bundle with its grouped products made of its linear ones, expert by expert. Reads offsets on the host."""
 
     def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-        out_RO = plain(rows).new_zeros(plain(rows).shape[0], plain(weight).shape[1])
+        out_RO = rows.plain().new_zeros(rows.plain().shape[0], weight.plain().shape[1])
         for expert, held in enumerate(slices(offsets_e)):
             out_RO[held] = kernels.linear_forward(_part(rows, held), _part(weight, expert), None)
         return out_RO
 
     def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-        out_RI = plain(grad).new_zeros(plain(grad).shape[0], plain(weight).shape[2])
+        out_RI = grad.plain().new_zeros(grad.plain().shape[0], weight.plain().shape[2])
         for expert, held in enumerate(slices(offsets_e)):
             out_RI[held] = kernels.linear_input_grad(_part(grad, held), _part(weight, expert))
         return out_RI
@@ -36,4 +36,4 @@ def looped(kernels: Kernels) -> Bundle:
 
 def _part(operand: Operand, held: slice | int) -> Operand:
     """Some rows, or one matrix of a stack."""
-    return Operand(data=plain(operand)[held])
+    return Operand(data=operand.plain()[held])

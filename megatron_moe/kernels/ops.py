@@ -27,6 +27,12 @@ class Operand:
     valid_rows: Tensor | None = None
     """int32 scalar on the device: rows past it hold nothing. None: all rows are valid."""
 
+    def plain(self) -> Tensor:
+        """The data, if it is not quantised; for ops that know no other."""
+        quantised = self.row_scales is not None or self.col_scales is not None
+        assert not quantised and self.layout == "row_major", f"quantised operand in layout {self.layout}"
+        return self.data
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowIndex:

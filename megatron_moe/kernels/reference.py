@@ -37,11 +37,11 @@ def bundle() -> Bundle:
 
 
 def linear_forward(x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
-    return F.linear(plain(x), plain(weight), bias)
+    return F.linear(x.plain(), weight.plain(), bias)
 
 
 def linear_input_grad(grad: Operand, weight: Operand) -> Tensor:
-    return plain(grad) @ plain(weight)
+    return grad.plain() @ weight.plain()
 
 
 def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
@@ -50,7 +50,7 @@ def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool)
 
 
 def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    rows_RI, weight_eOI = plain(rows), plain(weight)
+    rows_RI, weight_eOI = rows.plain(), weight.plain()
     out_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_eOI.shape[1])
     for expert, held in enumerate(slices(offsets_e)):
         out_RO[held] = rows_RI[held] @ weight_eOI[expert].T
@@ -58,7 +58,7 @@ def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor
 
 
 def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    grad_RO, weight_eOI = plain(grad), plain(weight)
+    grad_RO, weight_eOI = grad.plain(), weight.plain()
     out_RI = grad_RO.new_zeros(grad_RO.shape[0], weight_eOI.shape[2])
     for expert, held in enumerate(slices(offsets_e)):
         out_RI[held] = grad_RO[held] @ weight_eOI[expert]
@@ -66,22 +66,15 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
 
 
 def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
-    grad_RO, rows_RI = plain(grad), plain(rows)
+    grad_RO, rows_RI = grad.plain(), rows.plain()
     for expert, held in enumerate(slices(offsets_e)):
         product = grad_RO[held].to(out.dtype).T @ rows_RI[held].to(out.dtype)
         store(out[expert], product, accumulate)
 
 
-def plain(operand: Operand) -> Tensor:
-    """The data of an operand that is not quantised."""
-    scaled = operand.row_scales is not None or operand.col_scales is not None
-    assert not scaled and operand.layout == "row_major", f"quantised operand in layout {operand.layout}"
-    return operand.data
-
-
 def valid_rows(operand: Operand) -> Tensor:
     """The data as a matrix [rows, I], with zeros in the rows that hold nothing."""
-    data = plain(operand).flatten(0, -2)
+    data = operand.plain().flatten(0, -2)
     if operand.valid_rows is None:
         return data
     held = torch.arange(data.shape[0], device=data.device) < operand.valid_rows

@@ -42,7 +42,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Rows) -> Rows:
         """Rows of tokens to rows of results; rows that hold nothing are undefined in the result."""
-        data_RH, probs_R, offsets_e = rows.data.data, rows.probs_R, rows.offsets_e
+        assert rows.index is None, "rows must be sorted by expert already"
+        data_RH, probs_R, offsets_e = rows.data.plain(), rows.probs_R, rows.offsets_e
         probs: Tensor | None = probs_R
         if self.spec.probs_on_input:
             data_RH, probs = _scale(data_RH, probs_R), None

@@ -74,16 +74,16 @@ def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool)
 
 
 def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped_mm(reference.plain(rows), reference.plain(weight).transpose(1, 2), offsets_e)
+    return _grouped_mm(rows.plain(), weight.plain().transpose(1, 2), offsets_e)
 
 
 def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped_mm(reference.plain(grad).contiguous(), reference.plain(weight), offsets_e)
+    return _grouped_mm(grad.plain().contiguous(), weight.plain(), offsets_e)
 
 
 def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
     """The product is rounded to the dtype of its factors before it is added: grouped_mm gives no other."""
-    product = _grouped_mm(reference.plain(grad).contiguous().T, reference.plain(rows), offsets_e)
+    product = _grouped_mm(grad.plain().contiguous().T, rows.plain(), offsets_e)
     reference.store(out, product, accumulate)
 
 
@@ -97,7 +97,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
             raise EnvironmentProblem(
                 f"Kernel backend '{NAME}' cannot compute the grouped product of {tuple(a.shape)} and {tuple(b.shape)}: "
                 f"rows of {stride} bytes, where grouped_mm needs a multiple of 16; make hidden and expert ffn sizes "
-                f"multiples of {16 // operand.element_size()}, or choose the backend '{reference.NAME}'."
+                f"multiples of {16 // operand.element_size()}, or take --kernel-backend {reference.NAME}."
             )
     return F.grouped_mm(a, b, offs=offsets_e)
 
