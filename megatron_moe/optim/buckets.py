@@ -40,6 +40,7 @@ class WeightGradQueue:
         else:
             task()
 
+    @torch.no_grad()
     def run(self) -> None:
         """Runs everything that waits, in the order of submission."""
         while self._tasks:

@@ -31,7 +31,9 @@ def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
 
 def count_zeros(buffers: GradBuffers) -> Tensor:
     """Elements of the finished gradients that are exactly zero, int64 scalar on the device."""
-    counts = [(buffer.grads == 0).sum() - buffer.layout.padding for buffer in buffers.buffers]
+    counts = [
+        buffer.layout.size - buffer.layout.padding - torch.count_nonzero(buffer.grads) for buffer in buffers.buffers
+    ]
     return torch.stack(counts).sum()
 
 
