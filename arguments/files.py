@@ -24,7 +24,7 @@ _VARIABLE = re.compile(
     r"|(?P<plain>[A-Za-z_]\w*)|(?P<shell>[({]))"
 )
 _NULL = "tag:yaml.org,2002:null"
-_PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value")
+_PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge", "seq", "map")
 _ARGUMENTS = ("MODEL_ARGS", "ARGS")
 _ENVIRONMENT = ("ENV_VARS", "environment")
 
@@ -134,6 +134,7 @@ class _Reader:
             self.file.flags.append(given)
 
     def _given(self, option: str, node: yaml.Node, origin: str) -> Given:
+        self._refuse_objects(node)
         if isinstance(node, yaml.SequenceNode):
             return Given(option, tuple(self._scalar(item) for item in node.value), origin)
         if node.tag == _NULL and isinstance(node, yaml.ScalarNode):
@@ -160,10 +161,13 @@ class _Reader:
         if not isinstance(node, yaml.ScalarNode):
             self._problem(node, "holds a value that is neither a text, a number nor a list of these")
             raise _Unusable
+        self._refuse_objects(node)
+        return _VARIABLE.sub(lambda match: self._variable(match, node), node.value)
+
+    def _refuse_objects(self, node: yaml.Node) -> None:
         if node.tag.rpartition(":")[2] not in _PLAIN_TAGS:
             self._problem(node, f"asks for an object ({node.tag}); only texts, numbers and lists are read")
             raise _Unusable
-        return _VARIABLE.sub(lambda match: self._variable(match, node), node.value)
 
     def _variable(self, match: re.Match[str], node: yaml.Node) -> str:
         if match["dollar"]:

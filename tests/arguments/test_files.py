@@ -1,0 +1,249 @@
+"""YAML files in their three shapes, variables, origins, and files that are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from arguments import files
+from arguments.errors import Finished, FlagErrors
+from arguments.flags import Registry
+from arguments.parser import settle
+from arguments.read import read_plan
+from tests.command_lines import plan_of, texts_of
+
+REGISTRY = Registry.declared()
+
+OURS = """
+# a comment
+model:
+  num-layers: 3
+  norm_epsilon: 1e-6
+  moe-layer-freq: 2        # belongs to another group; the name is enough
+swiglu: yes
+disable-bias-linear: true
+data-path: [0.3, a, 0.7, b]
+valid_data_path: c 'd e'
+split: 99,1,0
+load: null
+wandb-project: "12:30"
+"""
+ZOO = """
+ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+  WIDTH: 64
+MODEL_ARGS:
+  --num-layers: ${LAYERS}
+  --kv-channels: $WIDTH
+  --swiglu: true
+  --sequence-parallel: false
+  --load: false
+  --save: ${OUTPUT}/checkpoints
+  --tensorboard-dir: ${EMPTY}
+  --moe-layer-freq: ([0]*3+[1]*58)
+  --recompute-modules: moe_act layernorm
+  --wandb-exp-name: ${NAME:-run-1}
+  --norm-epsilon: 1e-6
+unrelated: 3
+"""
+DEV = """
+DEPENDENCIES: |
+  FROM image
+ENV_VARS: {USE_MNNVL: 1}
+ARGS:
+  num_layers: 3
+  use_mcore_models: true
+  no_load_optim: true
+  bias_swiglu_fusion: false
+  cuda_graph_scope: ['attn', 'moe_router']
+  recompute_modules: [moe_act layernorm]
+  exit_duration_in_mins: false
+  adam_eps: 1e-8
+"""
+
+
+def read(path: Path, text: str, **environ: str) -> files.FlagFile:
+    path.write_text(text, encoding="utf-8")
+    return files.read_file(path, REGISTRY, environ)
+
+
+def values(file: files.FlagFile) -> dict[str, object]:
+    settings = settle(REGISTRY, [file.flags])
+    assert file.problems + settings.problems == []
+    return {name: setting.value for name, setting in settings.values.items()}
+
+
+def test_our_shape(tmp_path):
+    assert values(read(tmp_path / "a.yaml", OURS)) == {
+        "num_layers": 3,
+        "norm_epsilon": 1e-6,
+        "moe_layer_freq": 2,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "data_path": ("0.3", "a", "0.7", "b"),
+        "valid_data_path": ("c", "d e"),
+        "split": "99,1,0",
+        "load": None,
+        "wandb_project": "12:30",
+    }
+
+
+def test_the_shape_of_the_model_zoo(tmp_path):
+    file = read(tmp_path / "a.yaml", ZOO, LAYERS="61", OUTPUT="out", EMPTY="")
+    assert values(file) == {
+        "num_layers": 61,
+        "kv_channels": 64,
+        "swiglu": True,
+        "sequence_parallel": False,
+        "save": "out/checkpoints",
+        "moe_layer_freq": (0,) * 3 + (1,) * 58,
+        "recompute_modules": ("moe_act", "layernorm"),
+        "wandb_exp_name": "run-1",
+        "norm_epsilon": 1e-6,
+    }
+    assert file.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "WIDTH": "64"}
+
+
+def test_the_shape_of_megatron_dev(tmp_path):
+    file = read(tmp_path / "a.yaml", DEV)
+    assert values(file) == {
+        "num_layers": 3,
+        "use_mcore_models": True,
+        "load_optim": False,
+        "bias_swiglu_fusion": False,
+        "cuda_graph_modules": ("attn", "moe_router"),
+        "recompute_modules": ("moe_act layernorm",),
+        "adam_eps": 1e-8,
+    }
+    assert file.environment == {"USE_MNNVL": "1"}
+
+
+def test_every_value_knows_its_line(tmp_path):
+    path = tmp_path / "a.yaml"
+    origins = {given.option: given.origin for given in read(path, OURS).flags}
+    assert origins["--num-layers"] == f"{path}:4"
+    assert origins["--split"] == f"{path}:11"
+
+
+def test_missing_variables_are_all_reported_and_their_flags_not_twice(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(ZOO, encoding="utf-8")
+    texts = texts_of(f"--config {path}", without="--num-layers --moe-layer-freq")
+    assert [text for text in texts if "environment variable" in text] == [
+        f"{path}:6 needs the environment variable LAYERS, which is not set",
+        f"{path}:11 needs the environment variable OUTPUT, which is not set",
+        f"{path}:12 needs the environment variable EMPTY, which is not set",
+    ]
+    assert not any("--num-layers" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: $(rm -rf x)", "a.yaml:1 holds shell code"),
+        ("lr: $((1+1))", "which is never executed"),
+        ("lr: ${1+x}", "holds shell code"),
+        ("lr: !!python/object/apply:os.system ['true']", "a.yaml:1 asks for an object"),
+        ("lr: !!python/name:os.system ''", "asks for an object"),
+        ("model: {lr: {a: 1}}", "neither a text, a number nor a list"),
+        ("recompute_modules: [[a]]", "neither a text, a number nor a list"),
+        ("- lr", "holds no `name: value` lines"),
+        ("just text", "holds no `name: value` lines"),
+        ("? [a]\n: 3", "a key that is not a name"),
+        ("config: b.yaml", "--config belongs on the command line"),
+        ("&a {model: *a}", "neither a text, a number nor a list"),
+        ("<<: {lr: 1}", "neither a text, a number nor a list"),
+    ],
+)
+def test_a_file_that_is_wrong_is_reported_with_its_line(tmp_path, text, message):
+    file = read(tmp_path / "a.yaml", text)
+    assert [problem for problem in file.problems if message in problem.what], file.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: b: c", "is not YAML"), ("\x00", "is not YAML"), ("a: 'b", "is not YAML")]
+)
+def test_a_file_that_is_no_yaml_is_the_only_problem(tmp_path, text, message):
+    path = tmp_path / "a.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(FlagErrors) as caught:
+        read_plan(["--config", str(path)], {})
+    assert [message in problem.what for problem in caught.value.problems] == [True]
+
+
+def test_a_file_that_is_missing_is_the_only_problem(tmp_path):
+    with pytest.raises(FlagErrors, match="none.yaml cannot be read: No such file"):
+        read_plan(["--config", str(tmp_path / "none.yaml")], {})
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    assert values(read(tmp_path / "a.yaml", "")) == {}
+
+
+def test_a_null_takes_back_what_an_earlier_file_said(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("load: x\nmoe-ffn-hidden-size: 64\n", encoding="utf-8")
+    second.write_text("load: null\n", encoding="utf-8")
+    plan = plan_of(f"--config {first} {second}", without="--moe-ffn-hidden-size")
+    assert plan.checkpoint.load is None
+    assert plan.model.layers[1].feed_forward.experts.ffn_hidden_size == 64
+
+
+def test_a_null_where_a_value_must_be_is_refused(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("adam-eps: null\n", encoding="utf-8")
+    assert texts_of(f"--config {path}")[0].startswith("--adam-eps cannot be null; leave it out for its default 1e-08")
+
+
+def test_the_command_line_wins_over_files_and_later_files_over_earlier_ones(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("adam-beta1: 0.1\nadam-beta2: 0.1\nadam-eps: 0.1\n", encoding="utf-8")
+    second.write_text("adam-beta2: 0.2\nadam-eps: 0.2\n", encoding="utf-8")
+    optimizer = plan_of(f"--adam-eps 0.3 --config {first} {second}").optimizer
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.1, 0.2, 0.3)
+
+
+def test_a_key_given_twice_in_a_file_is_noted(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("adam-eps: 0.1\nadam-eps: 0.2\n", encoding="utf-8")
+    plan = plan_of(f"--config {path}")
+    assert f"--adam-eps is given twice: 0.1 ({path}:1), then 0.2 ({path}:2); the last one wins" in plan.notes
+
+
+def test_variables_of_a_file_become_the_runs_unless_the_user_set_them(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("environment: {A: 1, B: 2}\nadam-eps: 0.1\n", encoding="utf-8")
+    assert plan_of(f"--config {path}", environ={"B": "3"}).environment == (("A", "1"),)
+
+
+def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch):
+    folder, path = tmp_path / "recipes", tmp_path / "a.yaml"
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text("adam-beta1: 0.1\nadam-beta2: 0.1\n", encoding="utf-8")
+    path.write_text("adam-beta2: 0.2\n", encoding="utf-8")
+    monkeypatch.setattr(files, "recipe_folders", lambda: (tmp_path / "nowhere", folder))
+    optimizer = plan_of(f"--config {path} --recipe tiny").optimizer
+    assert (optimizer.beta1, optimizer.beta2) == (0.1, 0.2)
+    assert "there is no recipe 'tinny'" in texts_of("--recipe tinny")[0]
+
+
+def test_every_recipe_that_is_shipped_has_a_plan():
+    names = files.recipe_names()
+    assert "quickstart" in names
+    for name in names:
+        plan = read_plan(["--recipe", name], {}, vocab_size_of=lambda spec: 4096)
+        assert plan.model.layers
+
+
+def test_print_config_shows_every_value_with_its_origin():
+    with pytest.raises(Finished) as caught:
+        read_plan(["--recipe", "quickstart", "--print-config", "--lr", "1"], {})
+    lines = [" ".join(line.split()) for line in caught.value.text.splitlines()]
+    assert "lr: 1.0 # command line" in lines
+    assert "adam-beta1: 0.9 # default" in lines
+    assert any(line.startswith("num-layers: 4 # ") and line.endswith("quickstart.yaml:3") for line in lines)
+
+
+def test_print_config_of_nothing_names_what_is_required():
+    with pytest.raises(Finished) as caught:
+        read_plan(["--print-config"], {})
+    assert "# num-layers: required" in caught.value.text

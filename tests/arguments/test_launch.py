@@ -1,0 +1,168 @@
+"""Launch environments as dictionaries."""
+
+import pytest
+
+from arguments.launch import LaunchProblem, allocation_note, launch_of
+from megatron_moe.specs.parallel import Launch
+from tests.command_lines import plan_of, texts_of
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_JOB_NODELIST": "node[007-008]",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "head",
+}
+BATCH_SHELL = {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}
+"""What a shell inside of an allocation sees."""
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert launch_of({}) == Launch()
+    assert launch_of({"MASTER_PORT": "5"}).master_port == 5
+
+
+def test_torchrun():
+    assert launch_of(TORCHRUN) == Launch(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        master_addr="node7",
+        master_port=1234,
+        restart_count=2,
+        launcher="torchrun",
+    )
+
+
+def test_srun():
+    assert launch_of(SRUN) == Launch(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        master_addr="node007",
+        master_port=20000 + 123456 % 20000,
+        launcher="slurm",
+    )
+    assert launch_of({**SRUN, "SLURM_RESTART_COUNT": "3"}).restart_count == 3
+    assert launch_of({**SRUN, "MASTER_ADDR": "me", "MASTER_PORT": "7"}).master_port == 7
+
+
+def test_srun_without_the_number_of_tasks_per_node():
+    environ = {name: value for name, value in SRUN.items() if name != "SLURM_NTASKS_PER_NODE"}
+    assert launch_of({**environ, "SLURM_TASKS_PER_NODE": "4(x2)"}).local_world_size == 4
+    with pytest.raises(LaunchProblem, match="SLURM_NTASKS_PER_NODE"):
+        launch_of(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("one", "one"),
+        ("a1,b2", "a1"),
+        ("node[003-010,012],other5", "node003"),
+        ("gpu[7,9]-ib", "gpu7-ib"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("a-b[01-02]", "a-b01"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list_is_the_master(nodes, first):
+    assert launch_of({**SRUN, "SLURM_JOB_NODELIST": nodes}).master_addr == first
+
+
+def test_mpirun():
+    assert launch_of(MPIRUN) == Launch(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="head", launcher="openmpi"
+    )
+    alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    del alone["MASTER_ADDR"]
+    assert launch_of(alone).master_addr == "127.0.0.1"
+    with pytest.raises(LaunchProblem, match="MASTER_ADDR is not set"):
+        launch_of({**alone, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    "shell", [{"ENVIRONMENT": "BATCH"}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290"}]
+)
+def test_plain_python_in_an_allocation_is_one_process_and_is_told_so(shell):
+    environ = {**BATCH_SHELL, **shell}
+    assert launch_of(environ) == Launch()
+    assert "16 tasks" in (allocation_note(environ) or "")
+    assert any("not started by srun" in note for note in plan_of(environ=environ).notes)
+
+
+def test_an_allocation_without_tasks_of_its_own_is_no_launcher():
+    environ = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "16"}
+    assert launch_of(environ) == Launch()
+    assert allocation_note({**SRUN}) is None
+
+
+def test_srun_style_variables_alone_are_enough():
+    environ = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+    assert launch_of(environ).launcher == "slurm"
+
+
+def test_torchrun_under_srun_is_torchrun():
+    assert launch_of({**SRUN, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_variables_set_by_hand_must_agree_with_srun():
+    by_hand = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert launch_of({**SRUN, **by_hand}).rank == 5
+    with pytest.raises(LaunchProblem, match="WORLD_SIZE=16, but SLURM_NTASKS=8"):
+        launch_of({**SRUN, **by_hand, "WORLD_SIZE": "16"})
+    with pytest.raises(LaunchProblem, match="RANK=4, but SLURM_PROCID=5"):
+        launch_of({**SRUN, **by_hand, "RANK": "4"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is not a whole number"),
+        ({**TORCHRUN, "RANK": "8"}, "rank 8 does not exist in a world of 8 ranks"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 does not exist on a host with 4 ranks"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "9 ranks on a host are more than the 8 of the world"),
+        ({**SRUN, "SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST"),
+    ],
+)
+def test_an_environment_that_says_nothing_usable_is_refused(environ, message):
+    with pytest.raises(LaunchProblem, match=message):
+        launch_of(environ)
+
+
+def test_one_rank_needs_no_local_variables():
+    assert launch_of({"RANK": "0", "WORLD_SIZE": "1"}).launcher == "torchrun"
+
+
+def test_a_bad_launch_is_reported_with_the_other_problems():
+    texts = texts_of("--no-such-flag", environ={"RANK": "0"})
+    assert [text.split(" ")[0] for text in texts] == ["--no-such-flag", "the"]
+
+
+def test_ranks_become_data_parallel_ranks():
+    plan = plan_of("--micro-batch-size 2", environ=TORCHRUN)
+    assert (plan.parallel.dp, plan.parallel.edp, plan.launch.rank) == (8, 8, 5)
+    assert plan.parallel.order == "tp-cp-ep-dp-pp"
+    assert plan_of("--use-tp-pp-dp-mapping").parallel.order == "tp-cp-ep-pp-dp"
