@@ -57,11 +57,12 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
 def derived(plan: RunPlan) -> list[str]:
     """What follows from the flags, for the head of run.yaml."""
     parallel, batch, model = plan.parallel, plan.batch, plan.model
+    ranks, copies = parallel.world_size, parallel.dp
     num_moe = sum(layer.is_moe for layer in model.layers)
-    microbatches = batch.global_size // (batch.micro * parallel.dp)
+    microbatches = batch.global_size // (batch.micro * copies)
     return [
         "Every flag of this run and where its value came from. Start the same run with --config THIS_FILE.",
-        f"derived: {parallel.world_size} ranks = {parallel.dp} data-parallel x {parallel.world_size // parallel.dp}",
+        f"derived: {ranks} ranks = {copies} data-parallel x {ranks // copies} model-parallel",
         f"derived: a step is {batch.global_size} sequences = {microbatches} microbatches of {batch.micro} per rank",
         f"derived: {len(model.layers) - num_moe} dense layers, {num_moe} with experts",
         f"derived: vocabulary of {plan.data.vocab_size} tokens, padded to {model.vocab_size}",

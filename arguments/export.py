@@ -1,6 +1,5 @@
 """Settings as a YAML file that reads back as the same settings."""
 
-import json
 import re
 from collections.abc import Sequence
 
@@ -46,19 +45,13 @@ def value_text(flag: Flag, value: object) -> str:
 
 
 def _scalar(word: str) -> str:
-    """Plain where that is safe, otherwise in the double quotes that YAML shares with JSON."""
+    """Plain where that is safe, otherwise in double quotes."""
     if _PLAIN.fullmatch(word) and word not in _NULL_WORDS:
         return word
-    return json.dumps(word.replace("$", "$$"))
+    return '"' + "".join(map(_character, word.replace("$", "$$"))) + '"'
 
 
-def flags_text(settings: Settings) -> list[str]:
-    """The settings that were given, as words of a command line."""
-    words = []
-    for name, setting in settings.values.items():
-        flag = settings.registry.flags[name]
-        if flag.is_switch:
-            words.append(flag.option if setting.value else flag.off_options[0])
-        elif setting.value is not None:
-            words += [flag.option, *words_of(flag.type, setting.value)]
-    return words
+def _character(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() else f"\\U{ord(character):08x}"

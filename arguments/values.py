@@ -34,7 +34,7 @@ def parse(annotation: Any, texts: Sequence[str]) -> Any:
     Raises:
         BadValue: they are no value of that type.
     """
-    kind = _without_none(annotation)
+    kind = without_none(annotation)
     words = [strip_quotes(text) for text in texts]
     if kind == LayerPattern:
         return layer_pattern(_single(words))
@@ -67,7 +67,7 @@ def within(value: object, least: float | None, below: float | None) -> None:
 def words_of(annotation: Any, value: object) -> list[str]:
     """The words that `parse` reads as `value`."""
     if isinstance(value, tuple):
-        return [_pattern_text(value)] if _without_none(annotation) == LayerPattern else [_word(item) for item in value]
+        return [_pattern_text(value)] if without_none(annotation) == LayerPattern else [_word(item) for item in value]
     return [_word(value)]
 
 
@@ -84,7 +84,7 @@ def _pattern_text(pattern: tuple[int, ...]) -> str:
 
 def describe(annotation: Any) -> str:
     """The type for people: `int`, `a | b | c`, `float ...`, `layer pattern`."""
-    kind = _without_none(annotation)
+    kind = without_none(annotation)
     if kind is bool:
         return "switch"
     if kind == LayerPattern:
@@ -104,11 +104,12 @@ def is_optional(annotation: Any) -> bool:
 
 def is_list(annotation: Any) -> bool:
     """Does the flag take several words?"""
-    kind = _without_none(annotation)
+    kind = without_none(annotation)
     return get_origin(kind) is tuple and kind != LayerPattern
 
 
-def _without_none(annotation: Any) -> Any:
+def without_none(annotation: Any) -> Any:
+    """The type of a value that is set."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
     return Union[tuple(member for member in get_args(annotation) if member is not types.NoneType)]  # noqa: UP007
@@ -211,9 +212,14 @@ def _combined(left: int | list[int], operator: ast.operator, right: int | list[i
         case list(), ast.Add(), list():
             result = left + right
         case (list() as entries, ast.Mult(), int() as times) | (int() as times, ast.Mult(), list() as entries):
-            result = entries * min(times, _LONGEST_PATTERN)
+            _bounded(len(entries) * times)
+            result = entries * times
         case _:
             raise BadValue("adds or multiplies what does not fit: lists add to lists and repeat by numbers")
-    if (result if isinstance(result, int) else len(result)) > _LONGEST_PATTERN:
-        raise BadValue(f"goes beyond {_LONGEST_PATTERN}")
+    _bounded(result if isinstance(result, int) else len(result))
     return result
+
+
+def _bounded(number: int) -> None:
+    if number > _LONGEST_PATTERN:
+        raise BadValue(f"goes beyond {_LONGEST_PATTERN}")

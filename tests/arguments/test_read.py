@@ -1,0 +1,192 @@
+"""The door: help, exports that read back, nothing heavy imported, no traceback whatever the words are."""
+
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arguments.errors import Finished, FlagErrors
+from arguments.explain import document, surface
+from arguments.export import yaml_text
+from arguments.files import read_file
+from arguments.flag import Flag
+from arguments.flags import Registry, group_classes
+from arguments.parser import Setting, Settings, settle
+from arguments.read import read_plan
+from arguments.values import LayerPattern, is_optional, without_none
+from megatron_moe.specs.run import RunPlan
+from tests.arguments.test_checks import CASES
+from tests.command_lines import SMALL, plan_of, words
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+REGISTRY = Registry.declared()
+UPDATE = "run python tools/write_flags_doc.py, and look at the difference"
+
+
+def answer_to(*argv: str) -> str:
+    with pytest.raises(Finished) as caught:
+        read_plan(list(argv), {})
+    return caught.value.text
+
+
+def specs_of(plan: RunPlan) -> RunPlan:
+    """The plan without the story of how it came about."""
+    return replace(plan, resolved_yaml="", command_line="", notes=())
+
+
+def value_of(flag: Flag) -> st.SearchStrategy:
+    """Any value that a flag can have."""
+    kind = without_none(flag.type)
+    least, below = flag.declaration.least, flag.declaration.below
+    if kind == LayerPattern:
+        values = st.integers(0, 99) | st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+    elif get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+        item = scalar(get_args(kind)[0], least, below)
+        values = st.lists(item.filter(bool), max_size=4).map(tuple)
+    elif get_origin(kind) is tuple:
+        values = st.tuples(*(scalar(item, least, below) for item in get_args(kind)))
+    else:
+        values = scalar(kind, least, below)
+    return st.none() | values if is_optional(flag.type) else values
+
+
+def scalar(kind: object, least: float | None, below: float | None) -> st.SearchStrategy:
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return st.integers(-(10**9) if least is None else int(least), 10**9)
+    if kind is float:
+        return st.floats(least, below, exclude_max=below is not None, allow_nan=False, allow_infinity=False)
+    return st.text(st.characters(codec="utf-8"), max_size=9)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_settings_survive_being_written_and_read(tmp_path_factory, data):
+    flags = [flag for flag in REGISTRY.flags.values() if flag.group != "start"]
+    chosen = data.draw(st.lists(st.sampled_from(flags), max_size=12, unique_by=lambda flag: flag.name))
+    before = Settings(REGISTRY, {flag.name: Setting(data.draw(value_of(flag)), "here") for flag in chosen})
+    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), st.text(st.characters(codec="utf-8"))))
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(yaml_text(before, environment, ["a heading"]), encoding="utf-8")
+    file = read_file(path, REGISTRY, {})
+    after = settle(REGISTRY, [file.flags])
+    assert (file.problems, after.problems, after.notes) == ([], [], [])
+    assert file.environment == environment
+    for flag in flags:
+        if before.known(flag.name):
+            assert after.setting(flag.name).value == before.setting(flag.name).value, flag.option
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.environ], ids=lambda case: case.rule)
+def test_a_plan_is_the_same_when_its_run_yaml_is_read_back(tmp_path, case):
+    plan = plan_of(case.good, case.without)
+    path = tmp_path / "run.yaml"
+    path.write_text(plan.resolved_yaml, encoding="utf-8")
+    again = read_plan(["--config", str(path)], {}, vocab_size_of=lambda spec: plan.data.vocab_size)
+    assert specs_of(again) == specs_of(plan)
+
+
+def test_run_yaml_says_what_follows_from_the_flags():
+    lines = plan_of(environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}).resolved_yaml
+    assert "# derived: 2 ranks = 2 data-parallel x 1 model-parallel" in lines
+    assert "# derived: a step is 16 sequences = 2 microbatches of 4 per rank" in lines
+    assert "# derived: 1 dense layers, 3 with experts" in lines
+    assert "# derived: vocabulary of 1000 tokens, padded to 1024" in lines
+
+
+def test_the_plan_remembers_its_command_line():
+    assert plan_of("--wandb-project 'a b' --wandb-exp-name c").command_line.endswith("'a b' --wandb-exp-name c")
+
+
+def test_help_fits_on_a_screen_and_names_the_essentials():
+    lines = answer_to("--help").splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 120
+    text = "\n".join(lines)
+    for part in ("--num-experts", "--config", "--find WORD", "--recipe quickstart", *group_classes()):
+        assert part in text
+    assert answer_to("-h") == answer_to("--lr", "1", "--help") == text
+
+
+def test_help_on_a_group_shows_all_its_flags():
+    text = answer_to("--help", "moe")
+    for flag in REGISTRY.flags.values():
+        assert (f"  {flag.option} " in text) == (flag.group == "moe"), flag.option
+    assert "There is no group 'mow'" in answer_to("--help", "mow")
+
+
+def test_help_on_everything_shows_every_flag():
+    text = answer_to("--help", "all")
+    assert all(f"  {flag.option} " in text for flag in REGISTRY.flags.values())
+
+
+def test_help_on_a_flag_is_a_page():
+    page = answer_to("--help", "--moe-router-dtype")
+    for part in ("Format of the router's matrix product", "fp32 | fp64", "not set", "as in Megatron-LM", "quickstart"):
+        assert part in page
+    assert "--disable-bias-linear" in answer_to("--help", "--add-bias-linear")
+    assert "Today: --micro-batch-size" in answer_to("--help", "--batch-size")
+    assert "did you mean --num-layers" in answer_to("--help", "--num-layer")
+
+
+def test_find_searches_names_texts_and_old_names():
+    text = answer_to("--find", "aux")
+    assert "--moe-aux-loss-coeff" in text
+    assert "--moe-router-padding-for-fp8" in answer_to("--find", "padding-for-fp8")
+    assert "--untie-embeddings-and-output-weights" in answer_to("--find", "output head")
+    assert "No flag has 'zzz'" in answer_to("--find", "zzz")
+
+
+def test_the_surface_of_flags_is_the_golden_one():
+    assert (ROOT / "tests" / "goldens" / "flags.txt").read_text(encoding="utf-8") == surface(REGISTRY), UPDATE
+
+
+def test_the_document_of_flags_is_up_to_date():
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == document(REGISTRY), UPDATE
+
+
+def test_reading_a_plan_imports_no_torch_and_no_numpy():
+    program = (
+        "import sys; from arguments.read import read_plan; from tests.command_lines import plan_of; plan_of(); "
+        "print(sorted({'torch', 'numpy', 'megatron_moe.parallel'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_answers_in_half_a_second_of_computing():
+    program = "from arguments.errors import Finished\nfrom arguments.read import read_plan\n" + (
+        "try:\n    read_plan(['--help'], {})\nexcept Finished as answer:\n    print(answer.text)\n"
+    )
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.5, f"seconds: {times}"
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_no_words_whatever_give_a_traceback(data):
+    options = st.sampled_from(sorted(REGISTRY.spellings))
+    texts = st.sampled_from(["0", "1", "-1", "7", "0.5", "x", "", "1e99", "[0]*3", "true", "none", "fp32", "a b", "'"])
+    mutations = data.draw(st.lists(st.tuples(options, st.lists(texts, max_size=3)), max_size=6))
+    left_out = data.draw(st.lists(st.sampled_from(words(SMALL)), max_size=2))
+    argv = words(SMALL, " ".join(left_out)) + [word for option, values in mutations for word in (option, *values)]
+    try:
+        plan = read_plan([word for word in argv if word not in ("--help", "-h")], {}, vocab_size_of=lambda spec: 1000)
+    except (FlagErrors, Finished) as ending:
+        assert str(ending)
+    else:
+        assert plan.model.layers

@@ -1,0 +1,408 @@
+"""What flags mean: specs, lengths in samples, defaults that follow from other flags."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from arguments import derive
+from arguments.errors import FlagErrors
+from arguments.read import read_plan
+from megatron_moe.specs.attention import MLASpec, NormSpec, RopeSpec
+from megatron_moe.specs.count import count_parameters
+from megatron_moe.specs.model import InitSpec, MTPSpec
+from megatron_moe.specs.moe import ActivationSpec, CapacitySpec, ExpertsSpec, RouterSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.train import BatchSpec, TokenizerSpec
+from tests.command_lines import SMALL, plan_of, words
+from tests.zoo import ZooRow, zoo_rows
+
+MLA = "--multi-latent-attention --no-group-query-attention"
+ITERS = "--train-iters --lr-warmup-iters"
+
+
+def layer(more: str = "", index: int = 1, without: str = ""):
+    return plan_of(more, without).model.layers[index]
+
+
+def test_layers_are_dense_or_have_experts_as_the_pattern_says():
+    assert [layer.is_moe for layer in plan_of().model.layers] == [False, True, True, True]
+    assert [layer.is_moe for layer in plan_of("--moe-layer-freq 2").model.layers] == [True, False, True, False]
+    assert not any(layer.is_moe for layer in plan_of("--num-experts 0").model.layers)
+
+
+def test_the_dense_width_follows_megatrons_rule():
+    def width(more: str) -> int:
+        return layer(more, 0, "--ffn-hidden-size").feed_forward.ffn_hidden_size
+
+    assert width("") == 640  # int(4 * 256 * 2 / 3 / 64) * 64
+    assert width("--no-swiglu") == 1024
+    assert derive.ffn_hidden_size(None, 2048, True) == 5440
+
+
+def test_experts_are_as_wide_as_dense_blocks_unless_told():
+    assert layer(without="--moe-ffn-hidden-size").feed_forward.experts.ffn_hidden_size == 512
+
+
+def test_experts_and_router():
+    moe = layer(
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-z-loss-coeff 1e-3 --moe-router-dtype fp32 "
+        "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-4 1e-3 "
+        "--moe-latent-size 64 --moe-shared-expert-intermediate-size 96 --moe-shared-expert-gate --no-moe-grouped-gemm "
+        "--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --moe-input-jitter-eps 0.1"
+    ).feed_forward
+    assert moe.router == RouterSpec(
+        hidden_size=256,
+        num_experts=8,
+        topk=2,
+        score_function="sigmoid",
+        num_groups=4,
+        group_topk=2,
+        scaling_factor=2.5,
+        expert_bias=True,
+        balancing=("seq_aux_loss", "global_aux_loss"),
+        aux_loss_coeffs=(1e-4, 1e-3),
+        z_loss_coeff=1e-3,
+        input_jitter_eps=0.1,
+        dtype="fp32",
+    )
+    silu = ActivationSpec(kind="silu", gated=True)
+    assert moe.experts == ExpertsSpec(
+        num_experts=8, hidden_size=64, ffn_hidden_size=128, activation=silu, grouped=False
+    )
+    assert moe.capacity == CapacitySpec(factor=1.5, policy="position")
+    assert (moe.shared.mlp.ffn_hidden_size, moe.shared.mlp.hidden_size, moe.shared.gate) == (96, 256, True)
+    assert moe.latent_size == 64
+
+
+def test_a_negative_capacity_drops_nothing():
+    assert layer("--moe-expert-capacity-factor -1").feed_forward.capacity is None
+
+
+def test_biases_are_everywhere_or_on_the_qkv_projection_alone():
+    biased = layer("--add-bias-linear")
+    assert (biased.mixer.qkv_bias, biased.mixer.out_bias) == (True, True)
+    assert (biased.feed_forward.experts.bias, biased.feed_forward.router.linear_bias) == (True, True)
+    assert layer("--add-bias-linear", 0).feed_forward.bias
+    qkv = layer("--add-qkv-bias")
+    assert (qkv.mixer.qkv_bias, qkv.mixer.out_bias, qkv.feed_forward.experts.bias) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("more", "spec"),
+    [
+        ("--swiglu", ActivationSpec(kind="silu", gated=True)),
+        (
+            "--no-swiglu --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7",
+            ActivationSpec(kind="quick_gelu", gated=True, clamp=7.0, linear_offset=1.0),
+        ),
+        ("--no-swiglu --geglu", ActivationSpec(kind="gelu", gated=True)),
+        ("--no-swiglu --squared-relu", ActivationSpec(kind="squared_relu")),
+        ("--no-swiglu --openai-gelu", ActivationSpec(kind="gelu_tanh")),
+        ("--no-swiglu", ActivationSpec(kind="gelu")),
+    ],
+)
+def test_activations(more, spec):
+    assert layer(more, 0).feed_forward.activation == spec
+    assert layer(more, 1).feed_forward.experts.activation == spec
+
+
+def test_attention():
+    mixer = layer("--qk-layernorm --kv-channels 32 --rotary-percent 0.5 --attention-dropout 0 --softmax-type learnable")
+    assert (mixer.mixer.num_heads, mixer.mixer.num_query_groups, mixer.mixer.head_dim) == (4, 2, 32)
+    assert mixer.mixer.qk_norm == "per_head"
+    assert mixer.mixer.rope == RopeSpec(dim=16)
+    assert mixer.mixer.core.softmax_scale == pytest.approx(32**-0.5)
+    assert (mixer.mixer.core.sinks, mixer.mixer.core.off_by_one, mixer.mixer.core.dropout) == (True, False, 0.0)
+    assert layer("--qk-layernorm --qk-layernorm-over all-heads").mixer.qk_norm == "full"
+    assert layer("--softmax-type off-by-one").mixer.core.off_by_one
+    assert layer("--no-group-query-attention").mixer.num_query_groups == 4
+
+
+def test_windows_alternate_as_the_pattern_says():
+    def windows(more: str) -> list[tuple[int, int] | None]:
+        return [layer.mixer.core.window for layer in plan_of(more).model.layers]
+
+    assert windows("--window-size 15,0") == [(15, 0)] * 4
+    assert windows("--window-size 15,0 --window-attn-skip-freq 2") == [(15, 0), None, (15, 0), None]
+    assert windows("--window-size 15,0 --window-attn-skip-freq [1,1,0,1]") == [(15, 0), (15, 0), None, (15, 0)]
+
+
+def test_layers_without_rotation():
+    rotates = [layer.mixer.rope is not None for layer in plan_of("--no-rope-freq 2").model.layers]
+    assert rotates == [True, False, True, False]
+    rotates = [layer.mixer.rope is not None for layer in plan_of("--no-rope-freq [1,0,0,0]").model.layers]
+    assert rotates == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("more", "rope"),
+    [
+        ("--rotary-base 1000000 --rotary-interleaved", RopeSpec(dim=64, base=1e6, interleaved=True)),
+        ("--rotary-seq-len-interpolation-factor 1", RopeSpec(dim=64)),
+        ("--rotary-seq-len-interpolation-factor 4", RopeSpec(dim=64, scaling="linear", scaling_factor=4.0)),
+        (
+            "--use-rope-scaling",
+            RopeSpec(dim=64, scaling="llama3", scaling_factor=8.0, original_max_positions=8192),
+        ),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 32 --yarn-original-max-position-embeddings 2048 "
+            "--yarn-beta-fast 16 --no-yarn-correction-range-round-to-int",
+            RopeSpec(
+                dim=64, scaling="yarn", scaling_factor=32.0, original_max_positions=2048, beta_fast=16.0, truncate=False
+            ),
+        ),
+    ],
+)
+def test_rotations(more, rope):
+    assert layer(more).mixer.rope == rope
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "rotates"),
+    [
+        ("--position-embedding-type rope", "rope", True),
+        ("--position-embedding-type yarn", "rope", True),
+        ("--position-embedding-type none", "none", False),
+        ("--position-embedding-type learned_absolute", "learned_absolute", False),
+    ],
+)
+def test_positions(more, kind, rotates):
+    model = plan_of(more).model
+    assert model.position_embedding == kind
+    assert (model.layers[0].mixer.rope is not None) == rotates
+    assert model.max_positions == 128
+
+
+def test_latent_attention_of_deepseek_v3():
+    mixer = layer(
+        f"{MLA} --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 "
+        "--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --qk-layernorm --norm-epsilon 1e-6"
+    ).mixer
+    assert isinstance(mixer, MLASpec)
+    assert mixer.rope == RopeSpec(
+        dim=64, interleaved=True, scaling="yarn", scaling_factor=40.0, original_max_positions=4096, mscale_all_dim=1.0
+    )
+    gain = 0.1 * math.log(40) + 1
+    assert mixer.core.softmax_scale == pytest.approx(gain**2 / math.sqrt(192), rel=1e-15)
+    assert (mixer.q_lora_rank, mixer.kv_lora_rank, mixer.qk_norm) == (1536, 512, True)
+    assert mixer.norm == NormSpec(kind="RMSNorm", eps=1e-6)
+
+
+def test_latent_attention_with_plain_rope():
+    mixer = layer(f"{MLA} --rope-type rope --rotary-scaling-factor 40").mixer
+    assert mixer.rope == RopeSpec(dim=64, interleaved=True)
+    assert mixer.core.softmax_scale == pytest.approx(192**-0.5)
+
+
+def test_norms_initial_values_and_dropout():
+    model = plan_of("--apply-layernorm-1p --norm-epsilon 1e-6 --init-method-std 0.01 --hidden-dropout 0.2").model
+    assert model.norm == NormSpec(kind="RMSNorm", eps=1e-6, zero_centered=True)
+    assert model.layers[0].norm == model.norm
+    assert model.init == InitSpec(std=0.01, output_std=0.01 / math.sqrt(8))
+    assert (model.embedding_dropout, model.layers[0].hidden_dropout) == (0.2, 0.2)
+    assert plan_of("--init-method unit_gain --embedding-init-method-std 1").model.init == InitSpec(
+        std=0.02, output_std=0.02 / math.sqrt(8), embedding_std=1.0, method="unit_gain"
+    )
+
+
+def test_multi_token_prediction():
+    assert plan_of().model.mtp is None
+    assert plan_of("--mtp-num-layers 0").model.mtp is None
+    spec = plan_of("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-detach-heads").model.mtp
+    assert spec == MTPSpec(num_layers=2, loss_scaling_factor=0.3, detach_heads=True)
+
+
+def test_the_vocabulary_is_padded():
+    assert plan_of("--vocab-size 1000").model.vocab_size == 1024
+    assert plan_of("--vocab-size 1000 --make-vocab-size-divisible-by 7").model.vocab_size == 1001
+    assert plan_of("--vocab-size 1000 --padded-vocab-size 2000").model.vocab_size == 2000
+    assert plan_of("--vocab-size 1000 --no-pad-vocab-size").model.vocab_size == 1000
+    assert plan_of("--vocab-size 1000").data.vocab_size == 1000
+
+
+def test_the_tokenizer_is_asked_only_when_the_size_is_not_given():
+    asked = []
+
+    def ask(spec: TokenizerSpec) -> int:
+        asked.append(spec)
+        return 77
+
+    assert read_plan(words(SMALL), {}, ask).data.vocab_size == 77
+    assert asked == [TokenizerSpec(kind="SentencePieceTokenizer", model=Path("x.model"))]
+    assert read_plan([*words(SMALL), "--vocab-size", "9"], {}, ask).data.vocab_size == 9
+    assert len(asked) == 1
+    with pytest.raises(FlagErrors, match="the vocabulary size is not known"):
+        read_plan(words(SMALL), {})
+
+
+@pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer"])
+def test_names_of_sentencepiece_tokenizers_mean_the_same(kind):
+    assert plan_of(f"--tokenizer-type {kind}").data.tokenizer.kind == "SentencePieceTokenizer"
+
+
+def test_lengths_in_iterations_become_samples():
+    lr = plan_of("--lr-decay-iters 100").lr
+    assert (lr.warmup_samples, lr.decay_samples, lr.weight_decay_samples) == (320, 1600, 3200)
+    lr = plan_of("--lr-warmup-fraction 0.25 --lr-decay-iters 100", "--lr-warmup-iters").lr
+    assert lr.warmup_samples == 400
+    lr = plan_of("--lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-wsd-decay-style minus_sqrt").lr
+    assert (lr.decay_samples, lr.wsd_decay_samples, lr.wsd_style) == (3200, 800, "minus_sqrt")
+
+
+def test_lengths_in_samples_stay():
+    plan = plan_of(
+        "--train-samples 3210 --lr-decay-samples 3000 --lr-warmup-samples 17 --lr-decay-style WSD "
+        "--lr-wsd-decay-samples 33",
+        ITERS,
+    )
+    assert (plan.lr.warmup_samples, plan.lr.decay_samples, plan.lr.wsd_decay_samples) == (17, 3000, 33)
+    assert plan.lr.weight_decay_samples == 3210
+    assert (plan.loop.train_iters, plan.loop.train_samples) == (200, 3210)
+    assert plan_of("--train-samples 3210", ITERS).lr.decay_samples == 3210
+
+
+def test_weight_decay_is_constant_or_grows():
+    lr = plan_of("--weight-decay 0.1").lr
+    assert (lr.start_weight_decay, lr.end_weight_decay, lr.weight_decay_style) == (0.1, 0.1, "constant")
+    lr = plan_of("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.2").lr
+    assert (lr.start_weight_decay, lr.end_weight_decay, lr.weight_decay_style) == (0.0, 0.2, "cosine")
+
+
+def test_the_batch_is_one_microbatch_per_rank_unless_told():
+    assert plan_of(without="--global-batch-size").batch == BatchSpec(micro=4, global_size=4)
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert plan_of(without="--global-batch-size", environ=environ).batch.global_size == 8
+
+
+def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
+    batch = BatchSpec(micro=4, global_size=16, rampup=(4, 4, 60))
+    assert [batch.size_at(consumed) for consumed in (0, 16, 20, 40, 60, 61)] == [4, 4, 8, 12, 16, 16]
+    consumed = steps = 0
+    while consumed + batch.size_at(consumed) <= 1000:
+        consumed += batch.size_at(consumed)
+        steps += 1
+    plan = plan_of("--train-samples 1000 --rampup-batch-size 4 4 60", ITERS)
+    assert plan.batch == batch
+    assert plan.loop.train_iters == steps
+
+
+@pytest.mark.parametrize(
+    ("more", "spec"),
+    [
+        ("", PrecisionSpec()),
+        ("--bf16", PrecisionSpec(params="bf16")),
+        ("--fp64 --deterministic-mode", PrecisionSpec(params="fp64", grads="fp64", master="fp64", deterministic=True)),
+    ],
+)
+def test_formats(more, spec):
+    assert plan_of(more).precision == spec
+
+
+def test_deterministic_mode_brings_the_variable_it_needs():
+    assert plan_of("--deterministic-mode").environment == (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)
+    assert plan_of("--deterministic-mode", environ={"CUBLAS_WORKSPACE_CONFIG": ":16:8"}).environment == ()
+
+
+def test_checkpoints_go_into_the_run_folder_unless_told():
+    assert plan_of().checkpoint.save == Path("runs/a/checkpoints")
+    checkpoint = plan_of(
+        "--save x --load hf:y --no-load-optim --no-save-rng --ckpt-step 3 --fresh --finetune"
+    ).checkpoint
+    assert (checkpoint.save, checkpoint.load, checkpoint.save_interval) == (Path("x"), "hf:y", 100)
+    assert (checkpoint.load_optim, checkpoint.load_rng, checkpoint.save_optim, checkpoint.save_rng) == (
+        False,
+        True,
+        True,
+        False,
+    )
+    assert (checkpoint.ckpt_step, checkpoint.fresh, checkpoint.finetune) == (3, True, True)
+    assert plan_of(without="--run-dir").checkpoint.save is None
+
+
+def test_upcycling_loads_weights_only():
+    checkpoint = plan_of("--moe-use-upcycling --moe-upcycling-granularity 4 --load dense").checkpoint
+    assert (checkpoint.upcycle, checkpoint.upcycle_granularity) == (True, 4)
+    assert (checkpoint.load_optim, checkpoint.load_rng) == (False, False)
+
+
+def test_data_and_logging():
+    plan = plan_of(
+        "--data-path 0.3 a 0.7 b --data-cache-path c --no-mmap-bin-files --num-workers 0 --reset-position-ids "
+        "--reset-attention-mask --eod-mask-loss --dataloader-type cyclic --seed 7 --log-style short --log-throughput "
+        "--tensorboard-dir t --wandb-project p --wandb-exp-name e --timing-log-level 2 --no-progress-bar",
+        "--split",
+    )
+    data, logging = plan.data, plan.logging
+    assert (data.blend, data.split, data.cache_dir) == (("0.3", "a", "0.7", "b"), "969, 30, 1", Path("c"))
+    assert (data.mmap, data.num_workers, data.dataloader, data.seed) == (False, 0, "cyclic", 7)
+    assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, True)
+    assert (logging.style, logging.log_throughput, logging.tensorboard_dir) == ("short", True, Path("t"))
+    assert (logging.wandb_project, logging.wandb_exp_name, logging.timing_level) == ("p", "e", 2)
+    assert (logging.run_dir, logging.log_interval, logging.progress_bar) == (Path("runs/a"), 10, False)
+    assert plan.loop.seed == 7
+
+
+def test_optimizer_loop_and_kernels():
+    plan = plan_of(
+        "--adam-beta2 0.95 --clip-grad 0.5 --apply-wd-to-qk-layernorm --decoupled-lr 1e-2 --decoupled-min-lr 1e-3 "
+        "--exit-interval 5 --exit-duration-in-mins 30 --calculate-per-token-loss --skip-train --manual-gc "
+        "--no-check-for-nan-in-loss-and-grad --kernel-backend reference --kernel-per-op rms_norm=torch_native "
+        "--device cpu"
+    )
+    assert (plan.optimizer.beta2, plan.optimizer.clip_grad, plan.optimizer.decay_qk_norm) == (0.95, 0.5, True)
+    assert (plan.optimizer.decoupled_lr, plan.optimizer.decoupled_min_lr) == (1e-2, 1e-3)
+    assert (plan.loop.exit_interval, plan.loop.exit_duration_minutes) == (5, 30.0)
+    assert (plan.loop.per_token_loss, plan.loop.skip_train, plan.loop.check_nonfinite) == (True, True, False)
+    assert (plan.loop.eval_interval, plan.loop.eval_iters, plan.loop.manual_gc) == (50, 4, True)
+    assert plan.kernels.backend == "reference"
+    assert plan.kernels.per_op == (("rms_norm", "torch_native"),)
+    assert plan.device == "cpu"
+
+
+def zoo_flags(row: ZooRow) -> list[str]:
+    """A public model as a command line."""
+    cells = row.cells
+    numbers = [
+        "num-layers", "hidden-size", "ffn-hidden-size", "moe-ffn-hidden-size", "num-attention-heads", "rotary-base",
+        "rotary-percent", "norm-epsilon", "num-experts", "moe-router-topk", "moe-layer-freq",
+        "moe-shared-expert-intermediate-size", "moe-router-score-function", "moe-router-num-groups",
+        "moe-router-group-topk", "moe-router-topk-scaling-factor", "mtp-num-layers", "vocab-size", "softmax-type",
+        "normalization",
+    ]  # fmt: skip
+    latent = ["q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"]
+    switches = ["moe-shared-expert-gate", "moe-router-pre-softmax", "moe-router-enable-expert-bias", "add-qkv-bias"]
+    found = [word for name in numbers if cells[name] != "-" for word in (f"--{name}", cells[name])]
+    found += [f"--{name}" for name in switches if cells[name] == "True"]
+    if "--moe-router-enable-expert-bias" in found and cells["moe-router-score-function"] == "softmax":
+        found.remove("--moe-router-enable-expert-bias")  # a buffer, and ERNIE's router is a foreign one
+    if row.is_mla:
+        found += ["--multi-latent-attention"]
+        found += [word for name in latent if cells[name] != "-" for word in (f"--{name}", cells[name])]
+    else:
+        found += ["--kv-channels", cells["kv-channels"], "--group-query-attention"]
+        found += ["--num-query-groups", cells["num-query-groups"]]
+    if cells["qk-layernorm"] not in ("none", "False"):
+        found += ["--qk-layernorm", "--qk-layernorm-over", "all-heads" if cells["qk-layernorm"] == "full" else "head"]
+    if cells["tied-embeddings"] == "False":
+        found += ["--untie-embeddings-and-output-weights"]
+    if cells["linear-bias"] == "False":
+        found += ["--disable-bias-linear"]
+    if cells["window-size"] != "-":
+        found += ["--window-size", cells["window-size"].split()[0] + ",0", "--window-attn-skip-freq", "2"]
+    found += ["--quick-geglu"] if cells["activation"] == "quick_gelu" else ["--swiglu"]
+    return found
+
+
+@pytest.mark.parametrize("row", zoo_rows(), ids=str)
+def test_flags_of_public_models_make_models_of_their_size(row):
+    rest = (
+        "--position-embedding-type rope --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --lr 1 "
+        "--train-iters 1 --mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1"
+    )
+    model = read_plan([*zoo_flags(row), *rest.split()], {}).model
+    total = count_parameters(model).without_mtp.total
+    active = count_parameters(model, active=True).without_mtp.total
+    assert f"{total / 1e9:.2f}" == row.cells["computed-total-B"]
+    assert f"{active / 1e9:.2f}" == row.cells["computed-active-B"]
