@@ -25,8 +25,8 @@ python tools/generate.py --load runs/quickstart/checkpoints --prompt "def read(s
 
 cat <<'NEXT'
 
-What next:
-  python pretrain_moe.py --recipe quickstart --train-iters 500        # go on from the checkpoint, twice as long
-  torchrun --nproc-per-node 2 pretrain_moe.py --recipe quickstart --run-dir runs/two_ranks
-  python pretrain_moe.py --help moe                                    # every flag of the Mixture-of-Experts layer
+The run folder is runs/quickstart: look at plots/loss.png and plots/expert_load.png. What next:
+  python pretrain_moe.py --recipe quickstart --train-iters 800 --override-opt_param-scheduler   # go on, twice as long
+  torchrun --nproc-per-node 2 pretrain_moe.py --recipe quickstart --run-dir runs/two_ranks      # data parallel
+  python pretrain_moe.py --help moe                                  # every flag of the Mixture-of-Experts layer
 NEXT
