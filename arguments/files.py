@@ -188,4 +188,6 @@ class _Reader:
         self.file.problems.append(Problem(what=f"{self._place(node)} {what}", remedy=remedy))
 
     def _place(self, node: yaml.Node) -> str:
-        return f"{self.file.path}:{node.start_mark.line + 1}"
+        here, path = Path.cwd(), self.file.path
+        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        return f"{shown}:{node.start_mark.line + 1}"

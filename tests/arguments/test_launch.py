@@ -41,7 +41,7 @@ def test_without_a_launcher_there_is_one_process():
     assert launch_of({"MASTER_PORT": "5"}).master_port == 5
 
 
-def test_torchrun():
+def test_torchrun_tells_ranks_and_master():
     assert launch_of(TORCHRUN) == Launch(
         rank=5,
         world_size=8,
@@ -54,7 +54,7 @@ def test_torchrun():
     )
 
 
-def test_srun():
+def test_srun_tells_ranks_and_the_first_host_is_the_master():
     assert launch_of(SRUN) == Launch(
         rank=5,
         world_size=8,
@@ -90,7 +90,7 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, first):
     assert launch_of({**SRUN, "SLURM_JOB_NODELIST": nodes}).master_addr == first
 
 
-def test_mpirun():
+def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
     assert launch_of(MPIRUN) == Launch(
         rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="head", launcher="openmpi"
     )

@@ -103,12 +103,12 @@ def test_biases_are_everywhere_or_on_the_qkv_projection_alone():
         ("--no-swiglu", ActivationSpec(kind="gelu")),
     ],
 )
-def test_activations(more, spec):
+def test_activation_flags_choose_the_same_kind_for_dense_blocks_and_experts(more, spec):
     assert layer(more, 0).feed_forward.activation == spec
     assert layer(more, 1).feed_forward.experts.activation == spec
 
 
-def test_attention():
+def test_attention_flags_become_heads_scale_and_sinks():
     mixer = layer("--qk-layernorm --kv-channels 32 --rotary-percent 0.5 --attention-dropout 0 --softmax-type learnable")
     assert (mixer.mixer.num_heads, mixer.mixer.num_query_groups, mixer.mixer.head_dim) == (4, 2, 32)
     assert mixer.mixer.qk_norm == "per_head"
@@ -155,7 +155,7 @@ def test_layers_without_rotation():
         ),
     ],
 )
-def test_rotations(more, rope):
+def test_rotary_flags_become_one_rotation(more, rope):
     assert layer(more).mixer.rope == rope
 
 
@@ -168,7 +168,7 @@ def test_rotations(more, rope):
         ("--position-embedding-type learned_absolute", "learned_absolute", False),
     ],
 )
-def test_positions(more, kind, rotates):
+def test_positions_are_a_table_a_rotation_or_nothing(more, kind, rotates):
     model = plan_of(more).model
     assert model.position_embedding == kind
     assert (model.layers[0].mixer.rope is not None) == rotates
@@ -296,7 +296,7 @@ def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
         ("--fp64 --deterministic-mode", PrecisionSpec(params="fp64", grads="fp64", master="fp64", deterministic=True)),
     ],
 )
-def test_formats(more, spec):
+def test_format_flags_choose_parameters_gradients_and_master_weights(more, spec):
     assert plan_of(more).precision == spec
 
 
