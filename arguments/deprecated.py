@@ -10,7 +10,7 @@ Words = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Replaced:
+class Translated:
     """What an old name means today."""
 
     flags: tuple[tuple[str, Words], ...]
@@ -18,7 +18,7 @@ class Replaced:
     note: str
 
 
-def replace(option: str, words: Sequence[str]) -> Replaced | None:
+def translate(option: str, words: Sequence[str]) -> Translated | None:
     """Today's flags for an old one; None if `option` is not an old name.
 
     Raises:
@@ -26,11 +26,11 @@ def replace(option: str, words: Sequence[str]) -> Replaced | None:
     """
     if option in _RENAMED:
         today = _RENAMED[option]
-        return Replaced(((today, tuple(words)),), f"is now called {today}")
+        return Translated(((today, tuple(words)),), f"is now called {today}")
     if option in _SWITCHES:
         return _switch(_SWITCHES[option], words)
     if option in _GONE:
-        return Replaced((), f"has no meaning any more: {_GONE[option]}")
+        return Translated((), f"has no meaning any more: {_GONE[option]}")
     if option in _FOREIGN:
         raise BadValue(f"does not exist here: {_FOREIGN[option]}")
     if option in _TRANSLATED:
@@ -51,17 +51,17 @@ def _text(flags: Sequence[tuple[str, Words]]) -> str:
     return " ".join(word for option, words in flags for word in (option, *words))
 
 
-def _switch(flags: tuple[tuple[str, Words], ...], words: Sequence[str]) -> Replaced:
+def _switch(flags: tuple[tuple[str, Words], ...], words: Sequence[str]) -> Translated:
     if words and not parse(bool, words):
-        return Replaced((), "is off, which is the default")
-    return Replaced(flags, f"is now written {_text(flags)}")
+        return Translated((), "is off, which is the default")
+    return Translated(flags, f"is now written {_text(flags)}")
 
 
-def _no_weight_decay_cond_type(words: Sequence[str]) -> Replaced:
+def _no_weight_decay_cond_type(words: Sequence[str]) -> Translated:
     """--apply-wd-to-qk-layernorm"""
     if tuple(words) not in (("apply_wd_to_qk_layernorm",), ("qwen3_next",)):
         raise BadValue(f"knows apply_wd_to_qk_layernorm and qwen3_next, not {' '.join(words)!r}")
-    return Replaced((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
+    return Translated((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
 
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
@@ -117,7 +117,7 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
         "--train-mode": "this program pretrains; --finetune starts from weights",
     }
 )
-_TRANSLATED: Mapping[str, Callable[[Sequence[str]], Replaced]] = MappingProxyType(
+_TRANSLATED: Mapping[str, Callable[[Sequence[str]], Translated]] = MappingProxyType(
     {
         "--no-weight-decay-cond-type": _no_weight_decay_cond_type,
     }

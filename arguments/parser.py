@@ -2,11 +2,10 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from dataclasses import replace as changed
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from arguments.deprecated import Replaced, replace
+from arguments.deprecated import translate
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Registry, normal
@@ -80,33 +79,32 @@ def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
         for given in layer:
-            for plain in _replaced(given, settings):
+            for plain in _todays(given, settings):
                 _take(plain, settings, in_this_layer)
         settings.values |= in_this_layer
     return settings
 
 
-def _replaced(given: Given, settings: Settings) -> list[Given]:
+def _todays(given: Given, settings: Settings) -> list[Given]:
     """Old names in today's words."""
     if given.words is None:
         return [given]
     try:
-        replaced = replace(normal(given.option), given.words)
+        translated = translate(normal(given.option), given.words)
     except BadValue as problem:
         settings.problems.append(Problem(what=f"{given.option} {problem}", given=(_row(given),)))
         return []
-    if replaced is None:
+    if translated is None:
         return [given]
-    assert isinstance(replaced, Replaced)
-    settings.notes.append(f"{given.option} ({given.origin}): {replaced.note}")
-    return [changed(given, option=option, words=words) for option, words in replaced.flags]
+    settings.notes.append(f"{given.option} ({given.origin}): {translated.note}")
+    return [replace(given, option=option, words=words) for option, words in translated.flags]
 
 
 def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
     found = settings.registry.find(given.option)
     if found is None:
         unknown = unknown_flag(given.option, settings.registry)
-        settings.problems.append(changed(unknown, what=f"{unknown.what} ({given.origin})"))
+        settings.problems.append(replace(unknown, what=f"{unknown.what} ({given.origin})"))
         return
     flag, switched_on = found
     if given.state == "unusable":
