@@ -139,7 +139,7 @@ def docstrings(group_class: type) -> dict[str, str]:
     """The string below every field, read from the source; empty where the source is not at hand."""
     try:
         source = inspect.getsource(group_class)
-    except OSError:
+    except (OSError, TypeError):
         return {}
     body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef), f"{group_class} is not a class"

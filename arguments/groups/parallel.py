@@ -10,16 +10,16 @@ from arguments.flag import flag
 class ParallelFlags:
     """Tensor, context, expert and data parallelism."""
 
-    tensor_model_parallel_size: int = flag(1, least=1, status="not yet", note="data parallelism is available")
+    tensor_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
     """Ranks that split attention, dense blocks and the vocabulary."""
     sequence_parallel: bool = flag(False, status="no effect", note="one tensor-parallel rank has the whole sequence")
     """Split norms and dropout along the sequence over tensor-parallel ranks."""
-    context_parallel_size: int = flag(1, least=1, status="not yet", note="data parallelism is available")
+    context_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
     """Ranks that split the sequence."""
-    expert_model_parallel_size: int = flag(1, least=1, status="not yet", note="data parallelism is available")
+    expert_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
     """Ranks over which the experts are spread."""
     expert_tensor_parallel_size: int | None = flag(
-        None, least=1, status="not yet", works=(1,), note="data parallelism is available"
+        None, least=1, status="not yet", works=(1,), note="use data-parallel ranks"
     )
     """Ranks that split one expert. Not set: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
@@ -119,7 +119,7 @@ class ParallelFlags:
         "auto", status="no effect", note="belongs to --use-megatron-fsdp"
     )
     """Format in which gradients travel."""
-    hybrid_context_parallel: bool = flag(False, status="not yet", note="data parallelism is available")
+    hybrid_context_parallel: bool = flag(False, status="not yet", note="use data-parallel ranks")
     """Split every packed sequence over as many ranks as it needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, status="not yet", note="belongs to --hybrid-context-parallel")
     """Tokens of one sequence that a rank holds at most."""

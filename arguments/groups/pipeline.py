@@ -10,7 +10,7 @@ from arguments.flag import flag
 class PipelineFlags:
     """How layers are spread over pipeline stages."""
 
-    pipeline_model_parallel_size: int = flag(1, least=1, status="not yet", note="data parallelism is available")
+    pipeline_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
     """Ranks that split the layers."""
     pipeline_model_parallel_layout: str | None = flag(None, status="not yet", note="one stage has all layers")
     """Layers of every stage, written like Et*3|(tt|)*29m|L."""

@@ -205,3 +205,7 @@ def test_a_value_that_is_not_available_is_refused_unless_it_is_harmless_and_may_
 
 def test_a_flag_that_is_not_available_may_keep_its_default():
     plan_of("--tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 --optimizer adam --no-fp16")
+
+
+def test_flags_without_their_source_have_no_text():
+    assert docstrings(type("NoSource", (), {"__module__": "nowhere"})) == {}
