@@ -200,9 +200,15 @@ class Saver:
 
     def _reason(self, error: OSError, needed: int) -> str:
         space = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            space = f"; the checkpoint needs {needed} bytes with 10 % to spare, {_free_bytes(self.folder)} are free"
+        if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            space = f"; the checkpoint needs {needed} bytes with 10 % to spare, {self._free_bytes()} are free"
         return f"{error.strerror} (errno {error.errno}){space}"
+
+    def _free_bytes(self) -> str:
+        try:
+            return str(self._storage.free_bytes(self.folder))
+        except OSError:
+            return "an unknown number"
 
     def _failed(self, iteration: int, aside: Path, error: str) -> None:
         """Reports a failed save and leaves nothing of it; ends the run after too many in a row."""
@@ -258,10 +264,3 @@ class Saver:
 def _first_error(reports: list[_Written]) -> str | None:
     errors = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error is not None]
     return errors[0] if errors else None
-
-
-def _free_bytes(folder: Path) -> str:
-    try:
-        return str(Storage().free_bytes(folder))
-    except OSError:
-        return "an unknown number"

@@ -1,0 +1,292 @@
+"""Loading: every damage is noticed, the newest whole checkpoint is used, and what does not fit is listed in full."""
+
+import pickle
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.checkpoint.format import FileEntry, Piece, TensorEntry, checksum, decode, encode
+from megatron_moe.checkpoint.load import Loaded, find, load, verify
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import CheckpointSpec
+from tests.checkpoint_files import blank, flip_bit, load_some, saved_folder, some_tensors, whole
+from tests.ranks import on_threads
+from tests.tolerances import EXACT
+
+ONE = ParallelContext.single()
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def rewrite_manifest(path: Path, **changes: object) -> None:
+    """Replaces fields of a manifest and seals it anew."""
+    manifest = decode((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_bytes(encode(replace(manifest, **changes)))
+
+
+def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    loaded, tensors = load_some(saved_folder(tmp_path, 20))
+    expected = some_tensors(20)
+    EXACT.check_all(tensors, expected)
+    assert {key: t.dtype for key, t in tensors.items()} == {key: t.dtype for key, t in expected.items()}
+    assert loaded == Loaded(tmp_path / "iter_0000020", 20, {"iteration": 20})
+
+
+def test_nan_infinity_and_signed_zero_come_back_bit_by_bit(tmp_path: Path) -> None:
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45])
+    Saver(tmp_path, ONE, say=silent).save(1, {"model.odd": SavedTensor.whole(odd)}, {})
+    target = torch.zeros(5)
+    load(find(CheckpointSpec(save=tmp_path), ONE), {"model.odd": SavedTensor.whole(target)}, ONE)
+    EXACT.check(target.view(torch.int32), odd.view(torch.int32), "bits")
+
+
+def test_every_float_of_the_train_state_comes_back_exactly(tmp_path: Path) -> None:
+    state = {"flops": 1.2345678901234567e21, "third": 1 / 3, "consumed": 1 << 62, "list": [1, None, True, "ä"]}
+    Saver(tmp_path, ONE, say=silent).save(1, whole(some_tensors(1)), state)
+    assert load_some(tmp_path)[0].train_state == state
+
+
+def test_two_hundred_flipped_bits_anywhere_are_all_noticed(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path, 20) / "iter_0000020"
+    files = sorted(path.iterdir())
+    chance = random.Random(20)
+    for file in files * 40:
+        position, bit = chance.randrange(file.stat().st_size), chance.randrange(8)
+        flip_bit(file, position, bit)
+        assert verify(path), f"bit {bit} of byte {position} of {file.name} was not noticed"
+        with pytest.raises(CheckpointProblem, match="none of the 1 checkpoints .* --fresh to start over"):
+            load_some(tmp_path)
+        flip_bit(file, position, bit)
+    assert verify(path) == []
+
+
+def test_a_file_cut_short_or_gone_or_longer_is_noticed(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path, 20) / "iter_0000020"
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for torn in (b"", data[: len(data) // 2], data[:-1], data + b"\n", None):
+            file.unlink()
+            if torn is not None:
+                file.write_bytes(torn)
+            assert verify(path), f"{file.name} with {torn and len(torn)} of {len(data)} bytes was not noticed"
+            with pytest.raises(CheckpointProblem, match="iter_0000020: rank 0: "):
+                load_some(tmp_path)
+            file.write_bytes(data)
+    assert verify(path) == []
+
+
+def test_damage_is_told_with_file_tensor_and_both_checksums(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path, 20) / "iter_0000020"
+    flip_bit(path / "model-00000-of-00001.safetensors", -1, 3)
+    assert len(verify(path)) == 1
+    with pytest.raises(CheckpointProblem) as problem:
+        load_some(tmp_path)
+    assert problem.value.code == ExitCode.CHECKPOINT
+    (line,) = str(problem.value).splitlines()[1:]
+    assert "model-00000-of-00001.safetensors: model.embedding.weight: crc32 is " in line and " was written" in line
+
+
+def test_files_that_are_not_in_the_manifest_are_ignored(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 20)
+    (tmp_path / "iter_0000020" / "notes.txt").write_text("mine")
+    assert load_some(tmp_path)[0].iteration == 20
+
+
+def test_the_newest_whole_checkpoint_is_used_with_one_line_per_damaged_one(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20, 30)
+    flip_bit(tmp_path / "iter_0000030" / "train_state.json", 0, 0)
+    (tmp_path / "iter_0000020" / "manifest.json").unlink()
+    said: list[str] = []
+    loaded, tensors = load_some(tmp_path, said)
+    assert loaded.iteration == 10
+    EXACT.check_all(tensors, some_tensors(10))
+    assert [line.split(" is damaged")[0] for line in said] == [
+        f"checkpoint {tmp_path / 'iter_0000030'}",
+        f"checkpoint {tmp_path / 'iter_0000020'}",
+    ]
+
+
+def test_a_folder_with_only_damaged_checkpoints_ends_the_run_with_every_reason(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    for path in tmp_path.glob("iter_*"):
+        (path / "manifest.json").write_bytes(b"")
+    with pytest.raises(CheckpointProblem, match="none of the 2 checkpoints .* --fresh") as problem:
+        load_some(tmp_path, load=str(saved_folder(tmp_path / "other", 5)))
+    assert "iter_0000010" in str(problem.value) and "iter_0000020" in str(problem.value)
+
+
+def test_an_iteration_asked_for_is_never_replaced_by_another(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    flip_bit(tmp_path / "iter_0000020" / "train_state.json", 0, 0)
+    with pytest.raises(CheckpointProblem, match="--ckpt-step is damaged and is not replaced"):
+        load_some(tmp_path, ckpt_step=20)
+    assert load_some(tmp_path, ckpt_step=10)[0].iteration == 10
+    with pytest.raises(CheckpointProblem, match="--ckpt-step 15: .* holds no such iteration; there are: 20, 10"):
+        load_some(tmp_path, ckpt_step=15)
+
+
+def test_a_checkpoint_under_another_iterations_name_is_not_used(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    shutil.copytree(tmp_path / "iter_0000010", tmp_path / "iter_0000099")
+    assert load_some(tmp_path)[0].iteration == 10
+
+
+def test_damage_that_one_rank_sees_drops_the_checkpoint_on_all(tmp_path: Path) -> None:
+    saved_folder(tmp_path / "0", 10, 20)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    flip_bit(tmp_path / "1" / "iter_0000020" / "optim-00000-of-00001.safetensors", -1, 0)
+
+    def load_own(context: ParallelContext) -> tuple[int, list[str]]:
+        said: list[str] = []
+        source = find(CheckpointSpec(save=tmp_path / "0"), context)
+        own = tuple(replace(c, path=tmp_path / str(context.rank) / c.path.name) for c in source.candidates)
+        tensors = blank()
+        loaded = load(replace(source, candidates=own), whole(tensors), context, say=said.append)
+        EXACT.check_all(tensors, some_tensors(loaded.iteration), f"rank {context.rank}")
+        return loaded.iteration, said
+
+    (first, said), (second, silence) = on_threads(ParallelSpec(world_size=2), load_own)
+    assert first == second == 10
+    assert len(said) == 1 and "is damaged and not used: rank 1: optim-" in said[0] and silence == []
+
+
+def test_what_does_not_fit_is_listed_in_full_and_no_older_checkpoint_is_tried(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    wanted = whole(blank())
+    wanted["model.extra"] = SavedTensor.whole(torch.zeros(2))
+    wanted["master.embedding.weight"] = SavedTensor.whole(torch.zeros(5, 6))
+    wanted["exp_avg.embedding.weight"] = SavedTensor.whole(torch.zeros(6, 5))
+    del wanted["optimizer.step_count"]
+    with pytest.raises(CheckpointProblem, match="iter_0000020 does not fit this run in 4 tensors") as problem:
+        load(find(CheckpointSpec(save=tmp_path), ONE), wanted, ONE)
+    assert str(problem.value).splitlines()[1:] == [
+        "  missing in the checkpoint: model.extra",
+        "  shape of master.embedding.weight: [6, 5] in the checkpoint, [5, 6] in this run",
+        "  type of exp_avg.embedding.weight: F64 in the checkpoint, F32 in this run",
+        "  unknown to this run: optimizer.step_count",
+    ]
+
+
+def test_of_many_differences_twenty_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    wanted = {f"model.{i}": SavedTensor.whole(torch.zeros(1)) for i in range(30)} | whole(blank())
+    with pytest.raises(CheckpointProblem) as problem:
+        load(find(CheckpointSpec(save=tmp_path), ONE), wanted, ONE)
+    assert len(str(problem.value).splitlines()) == 22 and str(problem.value).endswith("and 10 more")
+
+
+def test_weights_alone_are_cast_and_leave_the_optimizer_alone(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    for flags in ({"finetune": True}, {"load_optim": False}):
+        tensors = {key: tensor.double() for key, tensor in blank().items()}
+        source = find(CheckpointSpec(load=str(tmp_path), **flags), ONE)
+        load(source, whole(tensors), ONE)
+        for key, saved in some_tensors(10).items():
+            EXACT.check(tensors[key], saved if key.startswith("model.") else torch.zeros_like(saved), key)
+        assert source.train_state == ("finetune" not in flags)
+        assert source.rng == ("finetune" not in flags)
+
+
+def test_weights_alone_do_not_need_whole_optimizer_files(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    flip_bit(tmp_path / "iter_0000010" / "optim-00000-of-00001.safetensors", -1, 0)
+    load(find(CheckpointSpec(load=str(tmp_path), finetune=True), ONE), whole(blank()), ONE)
+    with pytest.raises(CheckpointProblem):
+        load(find(CheckpointSpec(load=str(tmp_path)), ONE), whole(blank()), ONE)
+
+
+def test_any_partition_into_boxes_loads_into_any_other(tmp_path: Path) -> None:
+    stack = torch.arange(4.0 * 6 * 3).view(4, 6, 3)
+    by_expert = tuple(Box((e, 0, 0), stack[e : e + 1]) for e in (2, 0, 3, 1))
+    by_rows = tuple(Box((0, r, 0), stack[:, r : r + n]) for r, n in ((0, 1), (1, 4), (5, 1)))
+    whole_stack = (Box((0, 0, 0), stack),)
+    for number, saved in enumerate((by_expert, by_rows, whole_stack), start=1):
+        Saver(tmp_path, ONE, say=silent).save(number, {"model.fc1": SavedTensor(stack.shape, saved)}, {})
+        source = find(CheckpointSpec(save=tmp_path), ONE)
+        for wanted in (by_expert[:2], by_rows[1:], whole_stack, (Box((1, 2, 1), stack[1:3, 2:5, 1:]),)):
+            targets = tuple(Box(box.offset, torch.zeros(box.data.shape)) for box in wanted)
+            load(source, {"model.fc1": SavedTensor(stack.shape, targets)}, ONE)
+            for target, box in zip(targets, wanted, strict=True):
+                EXACT.check(target.data, box.data, f"box at {box.offset} from partition {number}")
+
+
+def test_loading_executes_no_pickle_that_lies_in_the_folder(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (marker,)
+
+    path = saved_folder(tmp_path / "save", 10) / "iter_0000010"
+    for name in ("model-00000-of-00001.safetensors", "train_state.json", "manifest.json", "common.pt", ".metadata"):
+        original = (path / name).read_bytes() if (path / name).exists() else None
+        (path / name).write_bytes(pickle.dumps(Bomb()))
+        if original is None:
+            load_some(tmp_path / "save")
+        else:
+            with pytest.raises(CheckpointProblem):
+                load_some(tmp_path / "save")
+            (path / name).write_bytes(original)
+    assert not marker.exists()
+
+
+def test_a_manifest_that_claims_a_terabyte_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path, 10) / "iter_0000010"
+    manifest = decode((path / "manifest.json").read_bytes())
+    name, huge = "model-00000-of-00001.safetensors", 1 << 40
+    entry = TensorEntry("U8", (huge,), (Piece(name, manifest.files[name].size, (0,), (huge,), "00000000"),))
+    files = {**manifest.files, name: replace(manifest.files[name], size=manifest.files[name].size + huge)}
+    rewrite_manifest(path, files=files, tensors={**manifest.tensors, "model.huge": entry})
+    with pytest.raises(CheckpointProblem, match=f"{name}: .* bytes, the manifest says 10995116"):
+        load_some(tmp_path)
+
+
+def test_a_later_format_version_is_refused_and_no_older_checkpoint_is_used_instead(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    text = (tmp_path / "iter_0000020" / "manifest.json").read_bytes()
+    text = text[: -len(',"crc32":"01234567"}\n')].replace(b'"version":1', b'"version":9')
+    (tmp_path / "iter_0000020" / "manifest.json").write_bytes(text + f',"crc32":"{checksum(text)}"}}\n'.encode())
+    with pytest.raises(CheckpointProblem, match="iter_0000020 was written in format version 9 by 'megatron_moe"):
+        load_some(tmp_path)
+
+
+def test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path, 10) / "iter_0000010"
+    tensors = dict(decode((path / "manifest.json").read_bytes()).tensors)
+    tensors["model.other"] = tensors.pop("model.embedding.weight")
+    rewrite_manifest(path, tensors=tensors)
+    with pytest.raises(CheckpointProblem, match="in 2 tensors") as problem:
+        load_some(tmp_path)
+    assert "missing in the checkpoint: model.embedding.weight" in str(problem.value)
+    assert "unknown to this run: model.other" in str(problem.value)
+
+
+def test_a_train_state_that_is_no_object_is_damage(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path, 10) / "iter_0000010"
+    (path / "train_state.json").write_bytes(b"[1]")
+    files = dict(decode((path / "manifest.json").read_bytes()).files)
+    rewrite_manifest(path, files={**files, "train_state.json": FileEntry(3, 3, checksum(b"[1]"))})
+    with pytest.raises(CheckpointProblem, match="train_state.json: holds list, not an object"):
+        load_some(tmp_path)
+
+
+def test_a_checkpoint_of_a_stored_version_one_file_still_loads(tmp_path: Path) -> None:
+    golden = Path(__file__).parent.parent / "goldens" / "checkpoint_v1"
+    assert verify(golden / "iter_0000003") == []
+    source = find(CheckpointSpec(load=str(golden)), ONE, say=silent)
+    weight, moment = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3)
+    targets = {"model.a.weight": SavedTensor.whole(weight), "exp_avg.a.weight": SavedTensor.whole(moment)}
+    loaded = load(source, targets, ONE)
+    assert loaded.train_state == {"iteration": 3, "lr": 0.1}
+    EXACT.check(weight, torch.arange(6.0).view(2, 3).bfloat16(), "weight")
+    EXACT.check(moment, torch.arange(6.0).view(2, 3) / 3, "moment")

@@ -1,0 +1,130 @@
+"""Which folder a run is loaded from, and what of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe.checkpoint.load import Source, find
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import CheckpointSpec
+from tests.checkpoint_files import load_some, saved_folder, some_tensors, whole
+from tests.ranks import on_threads
+
+ONE = ParallelContext.single()
+
+
+def choose(said: list[str] | None = None, **spec: Any) -> Source | None:
+    return find(CheckpointSpec(**spec), ONE, say=(said if said is not None else []).append)
+
+
+def test_nothing_asked_and_nothing_there_starts_from_random_weights(tmp_path: Path) -> None:
+    assert choose() is None
+    assert choose(save=tmp_path / "none") is None
+
+
+def test_the_runs_own_newest_checkpoint_comes_before_load(tmp_path: Path) -> None:
+    own, other = saved_folder(tmp_path / "own", 10, 20), saved_folder(tmp_path / "other", 90)
+    source = choose(save=own, load=str(other))
+    assert (source.origin, [c.iteration for c in source.candidates]) == ("--save", [20, 10])
+
+
+def test_a_given_step_comes_before_everything(tmp_path: Path) -> None:
+    own, other = saved_folder(tmp_path / "own", 10, 20), saved_folder(tmp_path / "other", 10, 90)
+    source = choose(save=own, load=str(other), ckpt_step=10)
+    assert (source.origin, source.location) == ("--ckpt-step", str(other))
+    assert [c.iteration for c in source.candidates] == [10]
+
+
+def test_load_comes_before_pretrained(tmp_path: Path) -> None:
+    load_, pretrained = saved_folder(tmp_path / "load", 10), saved_folder(tmp_path / "pretrained", 90)
+    source = choose(save=tmp_path / "new", load=str(load_), pretrained=str(pretrained))
+    assert source.origin == "--load" and source.optimizer and source.train_state
+    said: list[str] = []
+    source = choose(said, save=tmp_path / "new", load=str(tmp_path / "empty"), pretrained=str(pretrained))
+    assert source.origin == "--pretrained-checkpoint" and not source.optimizer and not source.train_state
+    assert said == [f"--load {tmp_path / 'empty'} holds no checkpoint iter_NNNNNNN"]
+
+
+def test_finetune_speaks_of_load_and_a_restart_resumes_its_own_run_in_full(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", saved_folder(tmp_path / "other", 90)
+    flags = {"save": own, "load": str(other), "finetune": True, "load_optim": False, "load_rng": False}
+    first = choose(**flags)
+    assert (first.origin, first.optimizer, first.train_state, first.rng) == ("--load", False, False, False)
+    saved_folder(own, 10)
+    again = choose(**flags)
+    assert (again.origin, again.optimizer, again.train_state, again.rng) == ("--save", True, True, True)
+
+
+def test_finetune_into_the_folder_it_loads_from_is_refused(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    with pytest.raises(CheckpointProblem, match="--finetune starts at iteration 0, .* give another --save folder"):
+        choose(save=tmp_path, load=str(tmp_path), finetune=True)
+
+
+def test_flags_speak_of_the_own_folder_when_it_is_given_as_load(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    source = choose(save=tmp_path, load=str(tmp_path), load_optim=False)
+    assert (source.origin, source.optimizer, source.train_state) == ("--save", False, True)
+
+
+def test_a_run_that_saves_no_optimizer_resumes_without_it(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, ONE, say=lambda line: None)
+    weights = {key: t for key, t in whole(some_tensors(10)).items() if key.startswith("model.")}
+    saver.save(10, weights, {"iteration": 10})
+    loaded, tensors = load_some(tmp_path, save_optim=False)
+    assert loaded.iteration == 10 and not tensors["master.embedding.weight"].any()
+
+
+def test_fresh_ignores_the_own_folder(tmp_path: Path) -> None:
+    own, other = saved_folder(tmp_path / "own", 10), saved_folder(tmp_path / "other", 5)
+    assert choose(save=own, fresh=True) is None
+    assert choose(save=own, load=str(own), fresh=True) is None
+    assert choose(save=own, load=str(other), fresh=True).origin == "--load"
+
+
+def test_load_may_name_one_checkpoint_itself(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    source = choose(load=str(tmp_path / "iter_0000010"))
+    assert [c.iteration for c in source.candidates] == [10]
+
+
+def test_what_must_be_there_and_is_not_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointProblem, match="holds no checkpoint .* --exit-on-missing-checkpoint is set"):
+        choose(load=str(tmp_path), exit_on_missing=True)
+    with pytest.raises(CheckpointProblem, match="--pretrained-checkpoint .* holds no checkpoint"):
+        choose(pretrained=str(tmp_path))
+    with pytest.raises(CheckpointProblem, match="--ckpt-step 5 needs --load or --save"):
+        choose(ckpt_step=5)
+
+
+def test_hugging_face_folders_are_named_and_left_to_their_reader(tmp_path: Path) -> None:
+    source = choose(load="hf:/models/tiny", save=tmp_path / "new")
+    assert source.is_hugging_face and source.location == "hf:/models/tiny" and source.candidates == ()
+    assert choose(pretrained="hf:/models/tiny").is_hugging_face
+    own = saved_folder(tmp_path / "own", 10)
+    assert choose(load="hf:/models/tiny", save=own).origin == "--save"
+
+
+def test_a_torn_tracker_in_a_folder_to_load_is_ignored_with_one_line(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("99")
+    said: list[str] = []
+    assert choose(said, load=str(tmp_path)).candidates[0].iteration == 10
+    assert len(said) == 1 and "says '99' and is ignored" in said[0]
+
+
+def test_all_ranks_get_the_same_answer_and_the_same_refusal(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+
+    def answers(context: ParallelContext) -> tuple:
+        source = find(CheckpointSpec(save=tmp_path), context)
+        with pytest.raises(CheckpointProblem) as problem:
+            find(CheckpointSpec(pretrained=str(tmp_path / "none")), context)
+        return source, str(problem.value)
+
+    first, second = on_threads(ParallelSpec(world_size=2), answers)
+    assert first == second

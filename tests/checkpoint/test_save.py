@@ -1,0 +1,259 @@
+"""Saving: what is written, who may write, what is kept, and what happens when the disk says no."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_moe.checkpoint.load import verify
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, SaveProblem
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.checkpoint_files import FaultyStorage, disk_full, load_some, save_some, saved_folder, some_tensors
+from tests.ranks import on_threads
+from tests.tolerances import EXACT
+
+ONE = ParallelContext.single()
+
+
+def iterations(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name.startswith((".tmp", ".old", ".replaced")))
+
+
+def test_a_checkpoint_holds_json_and_safetensors_and_nothing_else(tmp_path: Path) -> None:
+    folder = saved_folder(tmp_path / "save", 20)
+    assert sorted(path.name for path in (folder / "iter_0000020").iterdir()) == [
+        "manifest.json",
+        "model-00000-of-00001.safetensors",
+        "optim-00000-of-00001.safetensors",
+        "run.yaml",
+        "train_state.json",
+    ]
+    assert json.loads((folder / "iter_0000020" / "train_state.json").read_text()) == {"iteration": 20}
+    assert (folder / "iter_0000020" / "run.yaml").read_text() == "a: 1\n"
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "20"
+    assert leftovers(folder) == []
+
+
+def test_any_reader_of_safetensors_finds_the_weights_by_their_global_names(tmp_path: Path) -> None:
+    folder = saved_folder(tmp_path, 20)
+    weights = load_file(folder / "iter_0000020" / "model-00000-of-00001.safetensors")
+    expected = {key.removeprefix("model."): t for key, t in some_tensors(20).items() if key.startswith("model.")}
+    EXACT.check_all(weights, expected, "weights")
+    assert {name: t.dtype for name, t in weights.items()} == {name: t.dtype for name, t in expected.items()}
+
+
+def test_views_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) -> None:
+    whole_tensor = torch.arange(24.0).view(4, 6)
+    saver = Saver(tmp_path, ONE)
+    saver.save(
+        1, {"model.a": SavedTensor.whole(whole_tensor.T), "model.b": SavedTensor.whole(whole_tensor[:, 1::2])}, {}
+    )
+    weights = load_file(tmp_path / "iter_0000001" / "model-00000-of-00001.safetensors")
+    EXACT.check_all(weights, {"a": whole_tensor.T, "b": whole_tensor[:, 1::2]})
+
+
+def test_a_tensor_in_boxes_is_stored_box_by_box(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).view(3, 4)
+    boxes = (Box((0, 0), matrix[:1]), Box((1, 0), matrix[1:, :3]), Box((1, 3), matrix[1:, 3:]))
+    Saver(tmp_path, ONE).save(1, {"model.a": SavedTensor((3, 4), boxes)}, {})
+    weights = load_file(tmp_path / "iter_0000001" / "model-00000-of-00001.safetensors")
+    EXACT.check_all(weights, {"a@0,0": matrix[:1], "a@1,0": matrix[1:, :3], "a@1,3": matrix[1:, 3:]})
+    assert verify(tmp_path / "iter_0000001") == []
+
+
+def test_the_last_checkpoints_are_kept_and_older_ones_go(tmp_path: Path) -> None:
+    assert iterations(saved_folder(tmp_path, 10, 20, 30, 40, keep_last=2)) == [30, 40]
+    assert leftovers(tmp_path) == []
+
+
+def test_without_retention_all_checkpoints_stay(tmp_path: Path) -> None:
+    assert iterations(saved_folder(tmp_path, 10, 20, 30)) == [10, 20, 30]
+
+
+def test_retention_spares_what_the_run_was_loaded_from_and_what_it_just_saved(tmp_path: Path) -> None:
+    saver = Saver(saved_folder(tmp_path, 10, 20, 500), ONE, keep_last=1, say=lambda line: None)
+    saver.loaded_from = tmp_path / "iter_0000020"
+    save_some(saver, 30)
+    assert iterations(tmp_path) == [20, 30, 500]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning(tmp_path: Path) -> None:
+    def refuse(number: int, operation: str, path: Path) -> OSError | None:
+        return PermissionError(errno.EPERM, "Operation not permitted") if path.name.startswith(".old-") else None
+
+    said: list[str] = []
+    saver = Saver(tmp_path, ONE, keep_last=1, storage=FaultyStorage(fail=refuse), say=said.append)
+    assert save_some(saver, 10) and save_some(saver, 20)
+    assert iterations(tmp_path) == [10, 20]
+    assert said == [
+        f"could not delete the old checkpoint {tmp_path / 'iter_0000010'}: Operation not permitted; it is kept"
+    ]
+
+
+def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, ONE, say=lambda line: None)
+    saver.save(10, {"model.a": SavedTensor.whole(torch.zeros(2))}, {})
+    save_some(saver, 10)
+    loaded, tensors = load_some(tmp_path)
+    EXACT.check_all(tensors, some_tensors(10))
+    assert leftovers(tmp_path) == []
+
+
+def test_too_little_space_is_known_before_anything_is_written(tmp_path: Path) -> None:
+    class Small(FaultyStorage):
+        def free_bytes(self, path: Path) -> int:
+            return 100
+
+    said: list[str] = []
+    saver = Saver(tmp_path, ONE, storage=(storage := Small()), say=said.append)
+    assert save_some(saver, 10) is None
+    assert not any(moment.startswith("write") for moment in storage.moments), storage.moments
+    space = "the checkpoint needs 589 bytes with 10 % to spare, 100 are free"
+    assert f"No space left on device (errno 28); {space}" in said[0]
+    assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
+
+
+def test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row(tmp_path: Path) -> None:
+    broken = True
+
+    def fail(number: int, operation: str, path: Path) -> OSError | None:
+        return disk_full(number, operation, path) if broken and operation == "write" else None
+
+    said: list[str] = []
+    saver = Saver(tmp_path, ONE, storage=FaultyStorage(fail=fail), say=said.append)
+    assert save_some(saver, 10) is None and save_some(saver, 20) is None
+    broken = False
+    assert save_some(saver, 30) == tmp_path / "iter_0000030", "a success starts the count anew"
+    broken = True
+    assert save_some(saver, 40) is None and save_some(saver, 50) is None
+    assert len(said) == 4 and "iteration 10" in said[0] and "training goes on" in said[0]
+    with pytest.raises(SaveProblem, match="iteration 60 .* failure 3 in a row") as problem:
+        save_some(saver, 60)
+    assert problem.value.code == ExitCode.SAVE_FAILED
+    assert iterations(tmp_path) == [30] and leftovers(tmp_path) == []
+
+
+def test_a_failing_tracker_is_a_warning_after_the_commit(tmp_path: Path) -> None:
+    def fail(number: int, operation: str, path: Path) -> OSError | None:
+        return disk_full(number, operation, path) if "latest" in path.name else None
+
+    said: list[str] = []
+    saver = Saver(tmp_path, ONE, storage=FaultyStorage(fail=fail), say=said.append)
+    assert save_some(saver, 10) == tmp_path / "iter_0000010"
+    assert "tracker" in said[0]
+
+
+def test_a_mount_that_disappears_fails_the_save_and_may_come_back(tmp_path: Path) -> None:
+    folder = tmp_path / "save"
+    saver = Saver(folder, ONE, say=lambda line: None)
+    folder.rename(tmp_path / "away")
+    assert save_some(saver, 10) is None
+    (tmp_path / "away").rename(folder)
+    assert save_some(saver, 20) == folder / "iter_0000020"
+
+
+def test_a_second_job_is_refused_with_the_holder_of_the_folder(tmp_path: Path) -> None:
+    first = Saver(tmp_path, ONE)
+    with pytest.raises(EnvironmentProblem, match=f"another job saves .* process {os.getpid()} on .*, started 20"):
+        Saver(tmp_path, ONE)
+    first.close()
+    Saver(tmp_path, ONE).close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(EnvironmentProblem, match="cannot write to the --save folder"):
+            Saver(folder, ONE)
+
+
+def test_what_crashes_left_is_swept_at_start_and_nothing_else(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10)
+    for name in (".tmp-iter_0000020-abc", ".old-iter_0000005-abc", ".replaced-iter_0000010-abc", "notes", "iter_abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    said: list[str] = []
+    Saver(tmp_path, ONE, say=said.append).close()
+    assert leftovers(tmp_path) == []
+    assert (tmp_path / "notes" / "file").exists() and (tmp_path / "iter_abc" / "file").exists()
+    assert len(said) == 3 and all(line.startswith("removed stale .") for line in said), said
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    (tmp_path / "iter_0000020").rename(tmp_path / ".replaced-iter_0000020-abc")
+    said: list[str] = []
+    Saver(tmp_path, ONE, say=said.append).close()
+    assert said == [f"put back iter_0000020 in {tmp_path}: a crash came before its replacement was complete"]
+    assert load_some(tmp_path)[0].iteration == 20
+
+
+@pytest.mark.parametrize("text", ["", "abc", "999999", "release", "10\x00\xff"])
+def test_a_torn_tracker_is_mended_at_start(tmp_path: Path, text: str) -> None:
+    saved_folder(tmp_path, 10)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text(text)
+    said: list[str] = []
+    Saver(tmp_path, ONE, say=said.append).close()
+    assert tracker.read_text() == "10"
+    assert len(said) == 1 and "the file is mended" in said[0]
+
+
+def test_fresh_moves_earlier_checkpoints_aside_and_deletes_none(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    for number in (1, 2):
+        saver = Saver(tmp_path, ONE, fresh=True, say=lambda line: None)
+        save_some(saver, 5)
+        saver.close()
+        assert iterations(tmp_path) == [5]
+        aside = tmp_path / f"set-aside-{number:03d}"
+        assert iterations(aside) == ([10, 20] if number == 1 else [5])
+        assert all(verify(path) == [] for path in aside.glob("iter_*"))
+
+
+def test_the_first_rank_writes_and_all_ranks_know_the_outcome(tmp_path: Path) -> None:
+    def full_on_write(number: int, operation: str, path: Path) -> OSError | None:
+        return disk_full(number, operation, path) if operation == "write" else None
+
+    def save(context: ParallelContext) -> list[Path | None]:
+        outcomes = []
+        for name, storage in (("healthy", FaultyStorage()), ("full", FaultyStorage(fail=full_on_write))):
+            saver = Saver(tmp_path / name, context, storage=storage, say=lambda line: None)
+            outcomes.append(save_some(saver, 10))
+            assert (storage.moments == []) == (context.rank > 0), f"rank {context.rank} did {storage.moments}"
+            saver.close()
+        return outcomes
+
+    assert on_threads(ParallelSpec(world_size=2), save) == [[tmp_path / "healthy" / "iter_0000010", None]] * 2
+    assert verify(tmp_path / "healthy" / "iter_0000010") == []
+    assert iterations(tmp_path / "full") == [] and leftovers(tmp_path / "full") == []
+
+
+def test_a_refused_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    def refused(context: ParallelContext) -> str:
+        with pytest.raises(EnvironmentProblem) as problem:
+            Saver(tmp_path / "file", context)
+        return str(problem.value)
+
+    first, second = on_threads(ParallelSpec(world_size=2), refused)
+    assert first == second and "cannot write" in first
+
+
+def test_the_duration_of_the_last_save_is_known(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, ONE)
+    assert saver.last_seconds is None
+    save_some(saver, 10)
+    assert 0.0 < saver.last_seconds < 60.0

@@ -1,0 +1,127 @@
+"""status.json: what it says while a run goes on, how it names the first failure, and that it never does harm."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.specs.exitcodes import DataProblem, ExitCode
+from megatron_moe.watch.status import Status
+
+
+class Clock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def read(run_dir: Path) -> dict:
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def test_a_run_is_starting_until_it_says_otherwise(tmp_path: Path) -> None:
+    status = Status(tmp_path / "run", clock=Clock())
+    assert read(tmp_path / "run")["state"] == "starting"
+    status.update(state="running", iteration=1)
+    assert (read(tmp_path / "run")["state"], read(tmp_path / "run")["iteration"]) == ("running", 1)
+
+
+def test_it_is_written_on_every_change_of_state_and_else_every_five_seconds(tmp_path: Path) -> None:
+    status = Status(tmp_path, clock=(clock := Clock()))
+    status.update(state="running", iteration=1)
+    for seconds, iteration, seen in ((1.0, 2, 1), (3.0, 3, 1), (1.0, 4, 4), (4.9, 5, 4), (0.1, 6, 6)):
+        clock.now += seconds
+        status.update(state="running", iteration=iteration)
+        assert read(tmp_path)["iteration"] == seen, f"iteration {iteration}, {seconds} s after the last one"
+    status.update(state="saving", iteration=7)
+    assert read(tmp_path) | {"state": "saving", "iteration": 7, "time": clock.now} == read(tmp_path)
+
+
+def test_the_end_is_written_at_once(tmp_path: Path) -> None:
+    status = Status(tmp_path, clock=Clock())
+    status.update(iteration=500, last_checkpoint=400)
+    status.finish("finished", ExitCode.OK, "finished after 500 iterations")
+    found = read(tmp_path)
+    assert (found["state"], found["iteration"], found["last_checkpoint"], found["code"]) == ("finished", 500, 400, 0)
+    assert found["sentence"] == "finished after 500 iterations"
+
+
+def test_leaving_by_an_error_writes_its_code_and_sentence(tmp_path: Path) -> None:
+    cases = ((DataProblem("no data"), 4, "no data"), (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"))
+    for number, (error, code, sentence) in enumerate(cases):
+        with pytest.raises(type(error)), Status(tmp_path / str(number)):
+            raise error
+        found = read(tmp_path / str(number))
+        assert (found["state"], found["code"], found["sentence"]) == ("failed", code, sentence)
+
+
+def test_a_failed_run_stays_failed(tmp_path: Path) -> None:
+    status = Status(tmp_path, clock=Clock())
+    status.fail(ExitCode.NUMERICS, "loss is nan")
+    status.update(state="running", iteration=9)
+    assert read(tmp_path)["state"] == "failed"
+
+
+def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
+    clock = Clock()
+    ranks = [Status(tmp_path, rank=rank, clock=clock) for rank in range(4)]
+    failures = (
+        (2, ExitCode.OTHER_RANK, "another rank left"),
+        (3, ExitCode.NUMERICS, "loss is nan on rank 3"),
+        (1, ExitCode.DATA, "rank 1 failed later"),
+        (0, ExitCode.OTHER_RANK, "another rank left"),
+    )
+    named = []
+    for rank, code, sentence in failures:
+        clock.now += 1
+        ranks[rank].fail(code, sentence, hint="look there")
+        named.append(read(tmp_path)["rank"])
+    assert named == [2, 3, 3, 3]
+    assert read(tmp_path)["sentence"] == "loss is nan on rank 3" and read(tmp_path)["hint"] == "look there"
+    assert sorted(path.name for path in (tmp_path / "crash").iterdir()) == [
+        f"rank_0000{rank}.json" for rank in range(4)
+    ]
+
+
+def test_failures_of_an_earlier_start_and_torn_files_do_not_count(tmp_path: Path) -> None:
+    clock = Clock()
+    Status(tmp_path, rank=5, clock=clock).fail(ExitCode.DATA, "long ago")
+    (tmp_path / "crash" / "rank_00006.json").write_text('{"state": "fai')
+    clock.now += 100
+    Status(tmp_path, clock=clock).fail(ExitCode.NUMERICS, "now")
+    assert read(tmp_path)["sentence"] == "now"
+
+
+def test_other_ranks_write_nothing_while_all_is_well(tmp_path: Path) -> None:
+    status = Status(tmp_path, rank=1)
+    status.update(state="running", iteration=3)
+    status.finish("finished", ExitCode.OK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_half_written_file_is_ever_in_place(tmp_path: Path) -> None:
+    status = Status(tmp_path, clock=(clock := Clock()))
+    for iteration in range(20):
+        clock.now += 10
+        status.update(state="running", iteration=iteration)
+        assert read(tmp_path)["iteration"] == iteration
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    said: list[str] = []
+    status = Status(tmp_path / "file", say=said.append, clock=Clock())
+    status.update(state="running")
+    status.fail(ExitCode.BUG, "x")
+    assert len(said) == 1 and said[0].startswith("cannot write ") and "training goes on" in said[0]
+
+
+def test_without_a_run_folder_nothing_is_written() -> None:
+    status = Status(None)
+    status.update(state="running")
+    status.fail(ExitCode.BUG, "x")
