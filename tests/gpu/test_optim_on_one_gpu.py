@@ -1,0 +1,75 @@
+"""Buffers, norm, clip and AdamW on one GPU: the CPU's numbers, no wait for the host, and a checkpoint of it all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.optim.clip import clip_coefficient, count_zeros, gradient_norms
+from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.train import CheckpointSpec
+from tests.optim_parameters import BF16, FP64, make_buffers, make_gradients, make_parameters
+from tests.tolerances import EXACT, FP64_REF
+
+pytestmark = pytest.mark.gpu1
+
+
+def _train(
+    device: str, *, num_steps: int = 3, precision=FP64
+) -> tuple[dict[str, Tensor], Optimizer, dict[str, Tensor]]:
+    """Steps with gradients from autograd and in tokens; weights, optimizer and what the last step reports."""
+    context = ParallelContext.single(device=device)
+    dtype = torch.float64 if precision is FP64 else torch.bfloat16
+    parameters = make_parameters(dtype)
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(device)
+    buffers = make_buffers(parameters, precision, context)
+    optimizer = Optimizer(buffers, precision)
+    gradients = [{name: g.to(device) for name, g in make_gradients(step).items()} for step in range(2 * num_steps)]
+    tokens = torch.full((), 7.0, device=device)
+    proceed = torch.ones((), dtype=torch.bool, device=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(num_steps):
+            buffers.begin_step()
+            for microbatch in range(2):
+                for name, parameter in parameters.items():
+                    parameter.grad = gradients[2 * step + microbatch][name].to(dtype)
+                buffers.collect()
+            finish_gradients(buffers, context, token_count=tokens)
+            norms = gradient_norms(buffers, context)
+            scale = clip_coefficient(norms["all"], 0.5)
+            optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale, proceed=proceed & torch.isfinite(norms["all"]))
+        report = {**norms, "zeros": count_zeros(buffers), "weights": optimizer.params_norm()}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {name: parameter.detach() for name, parameter in parameters.items()}, optimizer, report
+
+
+def test_steps_on_the_gpu_are_those_of_the_cpu_and_never_wait_for_the_host() -> None:
+    on_gpu, _, gpu_report = _train("cuda")
+    on_cpu, _, cpu_report = _train("cpu")
+    FP64_REF.check_all({name: w.cpu() for name, w in on_gpu.items()}, on_cpu, "weights")
+    FP64_REF.check_all({name: value.cpu() for name, value in gpu_report.items()}, cpu_report, "report")
+
+
+def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    weights, optimizer, _ = _train("cuda", precision=BF16)
+    tensors = {tensor_key("model", name): weight for name, weight in weights.items()}
+    tensors |= {tensor_key(kind, name): view for name, kind, view in optimizer.named_state()}
+    expected = {key: tensor.clone() for key, tensor in tensors.items()}
+    context = ParallelContext.single(device="cuda")
+    saved = {key: SavedTensor.whole(tensor) for key, tensor in tensors.items()}
+    Saver(tmp_path, context, say=lambda line: None).save(3, saved, {})
+    for tensor in tensors.values():
+        tensor.zero_()
+    load(find(CheckpointSpec(save=tmp_path), context), saved, context)
+    EXACT.check_all({k: t.cpu() for k, t in tensors.items()}, {k: t.cpu() for k, t in expected.items()}, "tensors")
