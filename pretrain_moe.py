@@ -43,7 +43,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     """Builds what the plan describes and trains it. `goodbye` closes everything, in whatever way the run ends."""
-    # torch comes in only here: --help and refused command lines answer without it
+    # torch comes in only here, after the variables it reads; --help and refused command lines answer without it
+    os.environ.update(plan.environment)
     from megatron_moe import build
     from megatron_moe.logs.reporter import Reporter
     from megatron_moe.train.checkpoints import Checkpoints

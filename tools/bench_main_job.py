@@ -85,7 +85,8 @@ def report(results: list[Result], machine: str, picture: str) -> str:
         "",
         f"{date.today()}, torch {torch.__version__}, `python tools/bench_main_job.py --iterations {iterations}`.",
         "The quickstart recipe (`scripts/recipes/quickstart.yaml`) on the sources of the Python standard library. All",
-        "variants start from the same weights and see the same samples.",
+        "variants start from the same weights and see the same samples. They stay together to rounding until rounding",
+        "first changes which experts a token visits; from there on they are different runs with the same statistics.",
         "",
         "| variant | first loss | last loss | last validation loss | largest relative difference | ms per step |",
         "|---|---|---|---|---|---|",
@@ -119,7 +120,7 @@ def draw(results: list[Result], path: Path) -> None:
         above.plot(list(result.losses), list(result.losses.values()), label=result.variant.name, linewidth=width)
         if result is not reference:
             relative = [abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items()]
-            below.semilogy(list(reference.losses), [max(r, 1e-9) for r in relative], label=result.variant.name)
+            below.semilogy(list(reference.losses), [max(r, 1e-9) for r in relative], color=f"C{number}")
     above.set_ylabel("loss per token (nats)")
     above.legend()
     below.set_ylabel(f"relative to\n{reference.variant.name}")

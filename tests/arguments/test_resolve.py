@@ -375,8 +375,6 @@ def zoo_flags(row: ZooRow) -> list[str]:
     switches = ["moe-shared-expert-gate", "moe-router-pre-softmax", "moe-router-enable-expert-bias", "add-qkv-bias"]
     found = [word for name in numbers if cells[name] != "-" for word in (f"--{name}", cells[name])]
     found += [f"--{name}" for name in switches if cells[name] == "True"]
-    if "--moe-router-enable-expert-bias" in found and cells["moe-router-score-function"] == "softmax":
-        found.remove("--moe-router-enable-expert-bias")  # a buffer, and ERNIE's router is a foreign one
     if row.is_mla:
         found += ["--multi-latent-attention"]
         found += [word for name in latent if cells[name] != "-" for word in (f"--{name}", cells[name])]
