@@ -41,7 +41,7 @@ def make_parameters(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> dic
     source = torch.Generator().manual_seed(seed)
     parameters = {}
     for name, (shape, meta) in KINDS.items():
-        parameters[name] = new_parameter(shape, meta, dtype=dtype, device=torch.device("cpu"))
+        parameters[name] = new_parameter(shape, meta, ParallelContext.single(dtype=dtype))
         parameters[name].data.copy_(torch.randn(shape, generator=source).bfloat16())
     return parameters
 

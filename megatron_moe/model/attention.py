@@ -24,7 +24,7 @@ from megatron_moe.specs.params import ParamMeta
 def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
     """One learned logit per head that takes part in the softmax and attends to nothing."""
     meta = ParamMeta(role="sink", tp_dim=0, decay=False)
-    return new_parameter((num_heads,), meta, dtype=ctx.dtype, device=ctx.device)
+    return new_parameter((num_heads,), meta, ctx)
 
 
 def rotate(kernels: Kernels, x_SBND: Tensor, spec: RopeSpec | None, meta: TokenMeta) -> Tensor:

@@ -16,7 +16,7 @@ class Table(nn.Module):
 
     def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext) -> None:
         super().__init__()
-        self.weight = new_parameter((rows, width), meta, dtype=ctx.dtype, device=ctx.device)
+        self.weight = new_parameter((rows, width), meta, ctx)
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [...] -> [..., width]"""

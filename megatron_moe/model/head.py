@@ -19,11 +19,11 @@ class Head(nn.Module):
         self.weight = None
         if not spec.tied_embeddings:
             weight = ParamMeta(role="head", fan_in=spec.hidden_size, tp_dim=0)
-            self.weight = new_parameter((spec.vocab_size, spec.hidden_size), weight, dtype=ctx.dtype, device=ctx.device)
+            self.weight = new_parameter((spec.vocab_size, spec.hidden_size), weight, ctx)
         self.bias = None
         if spec.head_bias:
             bias = ParamMeta(role="bias", init="zeros", tp_dim=0, decay=False)
-            self.bias = new_parameter((spec.vocab_size,), bias, dtype=ctx.dtype, device=ctx.device)
+            self.bias = new_parameter((spec.vocab_size,), bias, ctx)
 
     def forward(self, hidden_SBH: Tensor, tied_VH: Tensor | None = None, *, detach: bool = False) -> Tensor:
         """-> [S, B, V]. `detach`: the head is used, not trained."""

@@ -4,14 +4,15 @@ Values are drawn on the CPU in fp32 on every device and for every dtype, then co
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.parallel.parameter import Parameter, local_part
 from megatron_moe.specs.model import InitSpec
-from megatron_moe.specs.params import ParamMeta
+from megatron_moe.specs.params import Box, ParamMeta
 
 SPREAD = 0.1
 """Of norm weights, biases and expert biases in unit-gain initial values."""
@@ -22,7 +23,7 @@ def init_parameters(model: nn.Module, seed: int, spec: InitSpec) -> None:
     """Fills every parameter of the model, and with unit gain the routers' expert biases, in place."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
-        parameter.copy_(initial_values(tuple(parameter.shape), parameter.meta, name, seed, spec))
+        parameter.copy_(_initial_part(parameter, name, seed, spec))
     if spec.method == "unit_gain":
         for name, buffer in model.named_buffers():
             if name.endswith(".expert_bias"):
@@ -31,13 +32,27 @@ def init_parameters(model: nn.Module, seed: int, spec: InitSpec) -> None:
 
 def initial_values(shape: tuple[int, ...], meta: ParamMeta, name: str, seed: int, spec: InitSpec) -> Tensor:
     """fp32 values of one whole parameter."""
-    mean = 1.0 if meta.init == "ones" else 0.0
-    std = standard_deviation(meta, spec)
-    if std == 0.0:
-        return torch.full(shape, mean)
     if meta.num_experts is None:
-        return mean + std * normal(shape, (seed, name))
-    return mean + std * torch.stack([normal(shape[1:], (seed, name, expert)) for expert in range(meta.num_experts)])
+        return _draw(shape, meta, (seed, name), spec)
+    return torch.stack([_draw(shape[1:], meta, (seed, name, expert), spec) for expert in range(meta.num_experts)])
+
+
+def _initial_part(parameter: Parameter, name: str, seed: int, spec: InitSpec) -> Tensor:
+    """What this rank holds of the whole parameter. Experts of other ranks are not drawn."""
+    shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
+    if meta.num_experts is None:
+        return local_part(_draw(shape, meta, (seed, name), spec), boxes, meta)
+    first, num_held = boxes[0].offset[0], boxes[0].size[0]
+    of_expert = replace(meta, num_experts=None)
+    boxes = tuple(Box(box.offset[1:], box.size[1:]) for box in boxes)
+    held = range(first, first + num_held)
+    parts = [local_part(_draw(shape[1:], meta, (seed, name, expert), spec), boxes, of_expert) for expert in held]
+    return torch.stack(parts)
+
+
+def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, spec: InitSpec) -> Tensor:
+    mean, std = 1.0 if meta.init == "ones" else 0.0, standard_deviation(meta, spec)
+    return torch.full(shape, mean) if std == 0.0 else mean + std * normal(shape, key)
 
 
 def standard_deviation(meta: ParamMeta, spec: InitSpec) -> float:

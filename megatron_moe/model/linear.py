@@ -33,12 +33,12 @@ class Linear(nn.Module):
         super().__init__()
         self.kernels = kernels
         weight_meta = ParamMeta(role="matrix", init=init, fan_in=inputs, tp_dim=tp_dim, splits=splits)
-        self.weight = new_parameter((outputs, inputs), weight_meta, dtype=ctx.dtype, device=ctx.device)
+        self.weight = new_parameter((outputs, inputs), weight_meta, ctx)
         self.bias = None
         if bias:
             cut = 0 if tp_dim == 0 else None
             bias_meta = ParamMeta(role="bias", init="zeros", tp_dim=cut, splits=splits, decay=False)
-            self.bias = new_parameter((outputs,), bias_meta, dtype=ctx.dtype, device=ctx.device)
+            self.bias = new_parameter((outputs,), bias_meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]"""

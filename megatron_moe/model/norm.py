@@ -17,11 +17,11 @@ class Norm(nn.Module):
         self.spec = spec
         self.kernels = kernels
         weight = ParamMeta(role="norm", init="zeros" if spec.zero_centered else "ones", decay=False)
-        self.weight = new_parameter((width,), weight, dtype=ctx.dtype, device=ctx.device)
+        self.weight = new_parameter((width,), weight, ctx)
         self.bias = None
         if spec.kind == "LayerNorm":
             bias = ParamMeta(role="bias", init="zeros", decay=False)
-            self.bias = new_parameter((width,), bias, dtype=ctx.dtype, device=ctx.device)
+            self.bias = new_parameter((width,), bias, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width], computed in promote(fp32, dtype)."""

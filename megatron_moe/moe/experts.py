@@ -78,14 +78,14 @@ class ExpertStack(nn.Module):
         weight_meta = ParamMeta(
             role="matrix", grid="expert", init=init, fan_in=inputs, num_experts=num, tp_dim=tp_dim, splits=parts
         )
-        self.weight = new_parameter((num, outputs, inputs), weight_meta, dtype=ctx.dtype, device=ctx.device)
+        self.weight = new_parameter((num, outputs, inputs), weight_meta, ctx)
         self.bias = None
         if spec.bias:
             cut = 0 if tp_dim == 0 else None
             bias_meta = ParamMeta(
                 role="bias", grid="expert", init="zeros", num_experts=num, tp_dim=cut, splits=parts, decay=False
             )
-            self.bias = new_parameter((num, outputs), bias_meta, dtype=ctx.dtype, device=ctx.device)
+            self.bias = new_parameter((num, outputs), bias_meta, ctx)
 
     def forward(self, rows_RI: Tensor, offsets_e: Tensor, probs_R: Tensor | None = None) -> Tensor:
         """[R, I] -> [R, O]; `probs_R` multiplies the bias."""

@@ -31,7 +31,7 @@ class Linear(nn.Module):
         super().__init__()
         self.kernels = kernels
         meta = ParamMeta(role="matrix", init=init, fan_in=inputs, tp_dim=tp_dim, splits=splits)
-        self.weight = new_parameter((outputs, inputs), meta, dtype=ctx.dtype, device=ctx.device)
+        self.weight = new_parameter((outputs, inputs), meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]"""

@@ -52,16 +52,14 @@ class Router(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         num_experts = spec.num_experts
-        self.weight = new_parameter(
-            (num_experts, spec.hidden_size),
-            ParamMeta(role="router", fan_in=spec.hidden_size),
-            dtype=ctx.dtype,
-            device=ctx.device,
-        )
+        # Under sequence parallelism every rank routes its own tokens.
+        partial = ctx.spec.sequence_parallel
+        meta = ParamMeta(role="router", fan_in=spec.hidden_size, partial_over_tp=partial)
+        self.weight = new_parameter((num_experts, spec.hidden_size), meta, ctx)
         self.bias = None
         if spec.linear_bias:
-            meta = ParamMeta(role="bias", fan_in=spec.hidden_size, decay=False)
-            self.bias = new_parameter((num_experts,), meta, dtype=ctx.dtype, device=ctx.device)
+            meta = ParamMeta(role="bias", fan_in=spec.hidden_size, decay=False, partial_over_tp=partial)
+            self.bias = new_parameter((num_experts,), meta, ctx)
 
         self._state("expert_bias", torch.float32, num_experts, spec.expert_bias, saved=True)
         self._state("tokens_since_update", torch.int64, num_experts, spec.expert_bias)

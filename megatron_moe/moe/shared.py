@@ -31,7 +31,7 @@ class SharedExperts(nn.Module):
         self.gate_weight = None
         if spec.gate:
             meta = ParamMeta(role="gate", fan_in=hidden)
-            self.gate_weight = new_parameter((1, hidden), meta, dtype=ctx.dtype, device=ctx.device)
+            self.gate_weight = new_parameter((1, hidden), meta, ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""

@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.specs.params import ParamMeta
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.params import Box, ParamMeta, local_boxes, local_shape, sharded_dim
 
 
 class GradSink(Protocol):
@@ -23,9 +24,12 @@ class GradSink(Protocol):
 
 
 class Parameter(nn.Parameter):
-    """`nn.Parameter` with a `ParamMeta` and an optional `GradSink`."""
+    """`nn.Parameter` that knows what it is: this rank's part of a tensor of `global_shape`."""
 
     meta: ParamMeta
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    """Where the part stands in the whole; the boxes follow each other along the sharded dim."""
     sink: GradSink | None
 
 
@@ -36,9 +40,34 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
         yield name, parameter
 
 
-def new_parameter(shape: tuple[int, ...], meta: ParamMeta, *, dtype: torch.dtype, device: torch.device) -> Parameter:
-    """An uninitialised parameter; `model/init.py` fills it by its global name."""
-    parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
+def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext) -> Parameter:
+    """This rank's part of a parameter of the global `shape`, in the context's dtype and on its device.
+
+    Uninitialised; `model/init.py` fills it by its global name.
+    """
+    tp, ep = ctx.group("etp" if meta.grid == "expert" else "tp"), ctx.group("ep")
+    boxes = local_boxes(shape, meta, tp=(tp.rank, tp.size), ep=(ep.rank, ep.size))
+    parameter = Parameter(torch.empty(local_shape(boxes, meta), dtype=ctx.dtype, device=ctx.device))
     parameter.meta = meta
+    parameter.global_shape = shape
+    parameter.boxes = boxes
     parameter.sink = None
     return parameter
+
+
+def local_part(whole: Tensor, boxes: tuple[Box, ...], meta: ParamMeta) -> Tensor:
+    """What the boxes hold of a whole tensor: a view of it when there is one box."""
+    parts = [whole[_slices(box)] for box in boxes]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
+
+
+def write_part(whole: Tensor, part: Tensor, boxes: tuple[Box, ...], meta: ParamMeta) -> None:
+    """Writes a rank's part to its place in the whole tensor: the inverse of `local_part`."""
+    dim = sharded_dim(meta) or 0
+    pieces = part.split([box.size[dim] for box in boxes], dim=dim)
+    for box, piece in zip(boxes, pieces, strict=True):
+        whole[_slices(box)] = piece
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))

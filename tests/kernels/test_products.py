@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.looped import looped
 from megatron_moe.kernels.ops import Operand
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.specs.params import ParamMeta
 from tests.tolerances import EXACT, FP64_REF
@@ -129,7 +130,7 @@ class Sink:
 
 
 def parameter(*shape: int, seed: int) -> Parameter:
-    made = new_parameter(shape, ParamMeta(role="matrix"), dtype=torch.float64, device=torch.device("cpu"))
+    made = new_parameter(shape, ParamMeta(role="matrix"), ParallelContext.single())
     made.data.copy_(draw(*shape, seed=seed))
     return made
 
