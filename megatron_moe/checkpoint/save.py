@@ -111,6 +111,8 @@ class Saver:
         Raises:
             SaveProblem: the third failure in a row (`stop_after`).
         """
+        spec = self._context.spec
+        assert (spec.tp, spec.pp, spec.ep, spec.etp) == (1, 1, 1, 1), f"one writer for a model split as {spec}"
         started = time.monotonic()
         final = self.folder / iteration_folder(iteration)
         aside = self.folder / f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"

@@ -14,6 +14,9 @@ def gradient_norms(buffers: GradBuffers, context: ParallelContext) -> dict[str, 
     "all" is the true norm: every element of the model counts once. Its parts are "experts", "router" (gate matrices)
     and "dense" (everything else). A non-finite element anywhere makes "all" non-finite on every rank.
     """
+    spec = context.spec
+    # Every rank holds the whole model, so its own sum is the global one.
+    assert (spec.tp, spec.pp, spec.ep, spec.etp) == (1, 1, 1, 1), f"norm over a model split as {spec}"
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
     for buffer in buffers.buffers:
