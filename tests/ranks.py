@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: as threads of this process, or under torchrun."""
+"""Runs a function on several ranks: as threads of this process, as pooled gloo processes, or under torchrun."""
 
 import os
 import socket
@@ -6,19 +6,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
+    ThreadLocalWorld,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
 
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.parallel import ParallelSpec
+from tests.process_pool import Pool, start_pool
 
 Result = TypeVar("Result")
 REPOSITORY = Path(__file__).parent.parent
@@ -40,6 +43,9 @@ def on_threads(
     errors: dict[int, BaseException] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
+    if not hasattr(ThreadLocalWorld, "comms"):
+        # torch 2.11 asks its own in-memory world for this list when it leaves
+        ThreadLocalWorld.comms = property(lambda world: [])
     store = dist.HashStore()
 
     def rank_main(rank: int) -> None:
@@ -69,6 +75,28 @@ def on_threads(
         # A rank that others abandoned reports that; the one that failed first by itself is the cause.
         raise next(iter(errors.values()))
     return results
+
+
+@cache
+def _pool() -> Pool:
+    return start_pool()
+
+
+def on_processes(
+    spec: ParallelSpec,
+    function: Callable[..., Result],
+    *arguments: Any,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 1234,
+    timeout: float = 60.0,
+) -> list[Result]:
+    """Runs `function(context, *arguments)` on `spec.world_size` gloo processes; the results by rank.
+
+    The processes are started once per test session and wait between jobs; every job gets a process group of its own.
+    `function` must stand at the top of an importable module; arguments and results must be picklable. Raises
+    `RankFailure` with the first failing rank's trace, or with every rank's stacks after `timeout` seconds.
+    """
+    return _pool().run(spec, function, arguments, dtype=dtype, seed=seed, timeout=timeout)
 
 
 def free_port() -> int:

@@ -1,0 +1,78 @@
+"""The pool of processes: what comes back from it, and what a test learns when a rank fails, dies or hangs."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from megatron_moe.parallel.collectives import all_reduce_, gather_objects
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.process_pool import RankFailure
+from tests.ranks import on_processes, on_threads
+from tests.tolerances import EXACT
+
+PAIR = ParallelSpec(world_size=2, tp=2)
+
+
+def sums_and_process(context, addend):
+    total = all_reduce_(torch.full((2,), float(context.rank + addend)), context.group("tp"))
+    return total, os.getpid()
+
+
+def fail_on_rank_1(context):
+    if context.rank == 1:
+        raise ValueError("the reason")
+    all_reduce_(torch.zeros(1), context.group("tp"))
+
+
+def die_on_rank_1(context):
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce_(torch.zeros(1), context.group("tp"))
+
+
+def wait_for_nobody(context):
+    if context.rank == 0:
+        threading.Event().wait()
+    return context.rank
+
+
+def test_results_come_back_by_rank_and_processes_are_used_again():
+    first = on_processes(PAIR, sums_and_process, 1)
+    again = on_processes(PAIR, sums_and_process, 2)
+    for total, _ in first:
+        EXACT.check(total, [3.0, 3.0])
+    for total, _ in again:
+        EXACT.check(total, [5.0, 5.0])
+    processes = [process for _, process in first]
+    assert len(set(processes)) == 2 and processes == [process for _, process in again]
+
+
+def test_groups_of_processes_are_those_of_threads():
+    spec = ParallelSpec(world_size=4, tp=2)
+    assert on_processes(spec, groups_of) == on_threads(spec, groups_of)
+
+
+def groups_of(context):
+    return {name: gather_objects(context.rank, context.group(name)) for name in ("tp", "dp", "world")}
+
+
+def test_the_trace_of_the_first_rank_that_fails_is_told():
+    with pytest.raises(
+        RankFailure, match=r"rank 1 of 2 failed first:[\s\S]*fail_on_rank_1[\s\S]*ValueError: the reason"
+    ):
+        on_processes(PAIR, fail_on_rank_1)
+    assert len(on_processes(PAIR, sums_and_process, 1)) == 2, "the pool must work again"
+
+
+def test_a_rank_that_dies_fails_the_test():
+    with pytest.raises(RankFailure, match="died with exit code -9"):
+        on_processes(PAIR, die_on_rank_1)
+
+
+def test_a_rank_that_hangs_is_shown_with_its_stack():
+    with pytest.raises(RankFailure, match=r"ranks \[0\] of 2 still ran after 1.5 s[\s\S]*wait_for_nobody"):
+        on_processes(PAIR, wait_for_nobody, timeout=1.5)
+    assert len(on_processes(PAIR, sums_and_process, 1)) == 2, "the pool must work again"

@@ -1,0 +1,179 @@
+"""A pool of processes that lives as long as the test session, started when first asked for.
+
+Starting a process that has imported torch costs seconds; a job for one that waits costs a rendezvous. A job that takes
+too long is a deadlock: every rank's stack is collected, the processes are replaced, and the test fails with the stacks.
+"""
+
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.rank_worker import Answer, Job
+
+REPOSITORY = Path(__file__).parent.parent
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to end once one has failed."""
+START_SECONDS = 120.0
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died, or never came back."""
+
+
+class Worker:
+    """One process and our end of its pipe."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        ours, theirs = Pipe()
+        self.pipe: Connection = ours
+        self.output = folder / f"worker-{number}.txt"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from tests.rank_worker import main; main({theirs.fileno()})"],
+                cwd=REPOSITORY,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        theirs.close()
+        self.ready = False
+
+    def wait_until_ready(self) -> None:
+        """Importing torch takes seconds, and more of them when eight processes do it: not part of a job's time."""
+        if not self.ready:
+            _values([self], START_SECONDS)
+            self.ready = True
+
+    def stack(self) -> str:
+        """What every thread of the process is doing now, or its last words when it has died."""
+        if self.process.poll() is None:
+            before = self.output.stat().st_size
+            self.process.send_signal(signal.SIGUSR1)
+            deadline = time.monotonic() + 2.0
+            while time.monotonic() < deadline and self.output.stat().st_size == before:
+                wait([self.pipe], timeout=0.05)
+            wait([self.pipe], timeout=0.2)
+            return self.output.read_bytes()[before:].decode(errors="replace")
+        return f"died with exit code {self.process.returncode}:\n" + self.output.read_text(errors="replace")[-2000:]
+
+    def kill(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Pool:
+    """Workers 0 … n - 1; worker r is rank r of every job that has so many ranks."""
+
+    folder: Path
+    workers: list[Worker] = field(default_factory=list)
+    numbers: count = field(default_factory=count)
+
+    def run(
+        self,
+        spec: ParallelSpec,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        timeout: float,
+    ) -> list[Any]:
+        """`function(context, *arguments)` on every rank; the results by rank. Raises RankFailure."""
+        while len(self.workers) < spec.world_size:
+            self.workers.append(self._worker())
+        workers = self.workers[: spec.world_size]
+        for worker in workers:
+            worker.wait_until_ready()
+        store = self.folder / f"store-{next(self.numbers)}"
+        jobs = [Job(function, tuple(arguments), spec, r, str(store), dtype, seed) for r in range(len(workers))]
+        for worker, job in zip(workers, jobs, strict=True):
+            worker.pipe.send_bytes(pickle.dumps(job))
+        try:
+            return _values(workers, timeout)
+        except BaseException:
+            self._replace(workers)
+            raise
+        finally:
+            store.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        self.workers.clear()
+
+    def _worker(self) -> Worker:
+        return Worker(self.folder, next(self.numbers))
+
+    def _replace(self, workers: Sequence[Worker]) -> None:
+        """New processes for those that may hang or hold half a process group."""
+        for worker in workers:
+            worker.kill()
+        self.workers[: len(workers)] = [self._worker() for _ in workers]
+
+
+def start_pool() -> Pool:
+    """An empty pool that ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="ranks-")
+    pool = Pool(Path(folder.name))
+    atexit.register(lambda: (pool.close(), folder.cleanup()))
+    return pool
+
+
+def _values(workers: Sequence[Worker], timeout: float) -> list[Any]:
+    """Waits for the answers of all; the first error, with the others folded below it, is raised."""
+    answers: dict[int, Answer] = {}
+    failed: list[int] = []
+    deadline = time.monotonic() + timeout
+    while len(answers) < len(workers) and time.monotonic() < deadline:
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in answers}
+        for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            assert isinstance(pipe, Connection)
+            rank = waiting[pipe]
+            answers[rank] = _answer(workers[rank])
+            if answers[rank].trace is not None:
+                failed.append(rank)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    missing = [rank for rank in range(len(workers)) if rank not in answers]
+    if failed:
+        raise RankFailure(_report(failed, missing, answers, len(workers)))
+    if missing:
+        stacks = [f"--- rank {rank} ---\n{worker.stack()}" for rank, worker in enumerate(workers) if rank in missing]
+        raise RankFailure(
+            f"ranks {missing} of {len(workers)} still ran after {timeout:g} s: deadlock?\n" + "\n".join(stacks)
+        )
+    return [answers[rank].value for rank in range(len(workers))]
+
+
+def _answer(worker: Worker) -> Answer:
+    try:
+        return pickle.loads(worker.pipe.recv_bytes())
+    except EOFError:
+        worker.process.wait()
+        return Answer(trace=worker.stack())
+
+
+def _report(failed: Sequence[int], missing: Sequence[int], answers: dict[int, Answer], size: int) -> str:
+    """The trace of the first rank that failed; of the others the last line each."""
+    first = failed[0]
+    lines = [f"rank {first} of {size} failed first:\n{answers[first].trace}"]
+    lines += [f"rank {rank}: {(answers[rank].trace or '').strip().splitlines()[-1]}" for rank in failed[1:]]
+    lines += [f"rank {rank}: had not come back {GRACE_SECONDS:g} s later" for rank in missing]
+    return "\n".join(lines)
