@@ -59,6 +59,9 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     reporter = Reporter(plan, context)
     goodbye.callback(reporter.close)
     status = goodbye.enter_context(Status(plan.logging.run_dir, rank=context.rank, say=reporter.note))
+    saver = build.build_saver(plan, context, reporter)
+    if saver:
+        goodbye.callback(saver.close)
     kernels = build.build_kernels(plan, context)
 
     # the model, its optimizer, its data
@@ -71,8 +74,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
         reporter.note(line)
 
     # where the run left off, or its beginning
-    checkpoints = Checkpoints(plan, context, trainer, reporter, status)
-    goodbye.callback(checkpoints.close)
+    checkpoints = Checkpoints(plan, context, trainer, saver, reporter, status)
     state = checkpoints.restore(loader)
     reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
 
@@ -93,7 +95,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # the end: nothing held back, the last checkpoint, the last validation
     progress.catch_up()
     reporter.note(leave.reason)
-    checkpoints.save(state, loader)
+    checkpoints.save_last(state, loader)
     validation.final(state)
 
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_moe.checkpoint.save import Saver
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.kernels.choose import choose
+from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
@@ -30,6 +32,14 @@ def build_context(plan: RunPlan) -> ParallelContext:
     return ParallelContext.start(
         plan.parallel, plan.launch, device=plan.device, dtype=plan.precision.params, seed=plan.loop.seed
     )
+
+
+def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> Saver | None:
+    """Proves that checkpoints can be written, and keeps other jobs from writing there; None when none are wanted."""
+    spec = plan.checkpoint
+    if spec.save is None:
+        return None
+    return Saver(spec.save, context, keep_last=spec.keep_last, fresh=spec.fresh, say=reporter.note)
 
 
 def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:

@@ -9,7 +9,7 @@ from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, SaveProblem
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
@@ -21,20 +21,22 @@ class Checkpoints:
     """Restores a run at its start and saves it as it goes."""
 
     def __init__(
-        self, plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, status: Status
+        self,
+        plan: RunPlan,
+        context: ParallelContext,
+        trainer: Trainer,
+        saver: Saver | None,
+        reporter: Reporter,
+        status: Status,
     ) -> None:
+        """`saver`: None for a run that saves nothing."""
         self._plan = plan
         self._context = context
         self._trainer = trainer
+        self._saver = saver
         self._reporter = reporter
         self._status = status
         self._last_saved: int | None = None
-        self._saver: Saver | None = None
-        if plan.checkpoint.save is not None:
-            spec = plan.checkpoint
-            self._saver = Saver(
-                plan.checkpoint.save, context, keep_last=spec.keep_last, fresh=spec.fresh, say=reporter.note
-            )
 
     def restore(self, loader: TrainLoader | None) -> TrainState:
         """Loads what `--save`, `--load` and their kin say, and puts the loader where the run left off.
@@ -56,6 +58,15 @@ class Checkpoints:
     def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
         if self.due(state.iteration):
             self.save(state, loader)
+
+    def save_last(self, state: TrainState, loader: TrainLoader | None) -> None:
+        """The checkpoint at the end of the run. Raises SaveProblem when it cannot be written."""
+        self.save(state, loader)
+        if self._saver is not None and self._last_saved != state.iteration:
+            raise SaveProblem(
+                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; the "
+                f"newest there is of iteration {self._last_saved}; make room and start the run again"
+            )
 
     def save(self, state: TrainState, loader: TrainLoader | None) -> None:
         """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on."""
@@ -80,11 +91,6 @@ class Checkpoints:
                 f"  successfully saved checkpoint from iteration {state.iteration:7d} to {path} "
                 f"in {self._saver.last_seconds:.1f} s"
             )
-
-    def close(self) -> None:
-        """Lets other jobs use the save folder."""
-        if self._saver is not None:
-            self._saver.close()
 
     def _restore_from(self, source: Source, loader: TrainLoader | None) -> TrainState:
         trainer, say = self._trainer, self._reporter.note
