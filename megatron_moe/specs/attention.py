@@ -54,6 +54,10 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
+ContextExchange = Literal["p2p", "allgather", "a2a", "a2a+p2p"]
+"""How context-parallel ranks exchange keys and values (`--cp-comm-type`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoreAttentionSpec:
     """softmax(q k^T * scale + mask) v."""
@@ -67,6 +71,8 @@ class CoreAttentionSpec:
     off_by_one: bool = False
     """A fixed zero logit joins the denominator (`--softmax-type off-by-one`)."""
     dropout: float = 0.0
+    context_exchange: ContextExchange = "p2p"
+    """Without effect on one context-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

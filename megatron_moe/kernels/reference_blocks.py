@@ -1,0 +1,99 @@
+"""The meaning of attention between two parts of a sequence, in plain torch.
+
+Queries see the keys of one part only, and their log-sum-exp says how much weight that part has: outputs of several
+parts merge to softmax attention over all of them (Milakov and Gimelshein, arXiv 1805.02867; Liu et al., arXiv
+2310.01889). The backward takes the log-sum-exp over all parts, so that each part gives its share of the gradient.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import Span, internal_dtype
+from megatron_moe.parallel import rng
+from megatron_moe.specs.attention import CoreAttentionSpec
+
+
+def attention_block(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    spec: CoreAttentionSpec,
+    query: Span,
+    key: Span,
+    dropout_key: tuple[int | str, ...] | None,
+) -> tuple[Tensor, Tensor]:
+    logits_BNSS = _logits(q_SBND, k_SBGD, spec, query, key)
+    lse_BNS = logits_BNSS.logsumexp(dim=-1)
+    probs_BNSS = _probabilities(logits_BNSS, lse_BNS)
+    kept_BNSS = rng.dropout(probs_BNSS, spec.dropout, dropout_key)
+    out_BNSE = kept_BNSS @ _heads(v_SBGE, q_SBND.shape[2], probs_BNSS.dtype)
+    return out_BNSE.permute(2, 0, 1, 3), lse_BNS.permute(2, 0, 1)
+
+
+def attention_block_grad(
+    grad_SBNE: Tensor,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    lse_SBN: Tensor,
+    delta_SBN: Tensor,
+    spec: CoreAttentionSpec,
+    query: Span,
+    key: Span,
+    dropout_key: tuple[int | str, ...] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dao et al., arXiv 2205.14135 section B.2."""
+    num_heads, num_groups = q_SBND.shape[2], k_SBGD.shape[2]
+    probs_BNSS = _probabilities(_logits(q_SBND, k_SBGD, spec, query, key), lse_SBN.permute(1, 2, 0))
+    wide = probs_BNSS.dtype
+    # what dropout makes of ones: the factor of every probability
+    factor_BNSS = rng.dropout(torch.ones_like(probs_BNSS), spec.dropout, dropout_key)
+    grad_BNSE = _heads(grad_SBNE, num_heads, wide)
+    grad_v_BNSE = (probs_BNSS * factor_BNSS).transpose(-1, -2) @ grad_BNSE
+    grad_probs_BNSS = grad_BNSE @ _heads(v_SBGE, num_heads, wide).transpose(-1, -2) * factor_BNSS
+    grad_logits_BNSS = probs_BNSS * (grad_probs_BNSS - delta_SBN.to(wide).permute(1, 2, 0)[..., None])
+    grad_logits_BNSS = grad_logits_BNSS * spec.softmax_scale
+    grad_q_BNSD = grad_logits_BNSS @ _heads(k_SBGD, num_heads, wide)
+    grad_k_BNSD = grad_logits_BNSS.transpose(-1, -2) @ _heads(q_SBND, num_heads, wide)
+    return grad_q_BNSD.permute(2, 0, 1, 3), _groups(grad_k_BNSD, num_groups), _groups(grad_v_BNSE, num_groups)
+
+
+def visible_between(query: Span, key: Span, spec: CoreAttentionSpec, device: torch.device) -> Tensor:
+    """bool [Sq, Sk] or [B, 1, Sq, Sk]: query i (dim -2) sees key j (dim -1)."""
+    back = query.places(device)[:, None] - key.places(device)[None, :]
+    visible = torch.ones_like(back, dtype=torch.bool)
+    if spec.causal:
+        visible = visible & (back >= 0)
+    if spec.window is not None:
+        left, right = spec.window
+        visible = visible & (back <= left if left >= 0 else visible) & (-back <= right if right >= 0 else visible)
+    if query.segments_BS is not None:
+        assert key.segments_BS is not None, "queries have segments, keys have none"
+        visible = visible & (query.segments_BS[:, None, :, None] == key.segments_BS[:, None, None, :])
+    return visible
+
+
+def _logits(q_SBND: Tensor, k_SBGD: Tensor, spec: CoreAttentionSpec, query: Span, key: Span) -> Tensor:
+    """[B, N, Sq, Sk], minus infinity where a query does not see a key."""
+    wide, num_heads = internal_dtype(q_SBND.dtype), q_SBND.shape[2]
+    q_BNSD, k_BNSD = _heads(q_SBND, num_heads, wide), _heads(k_SBGD, num_heads, wide)
+    logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2) * spec.softmax_scale
+    return logits_BNSS.masked_fill(~visible_between(query, key, spec, q_SBND.device), -math.inf)
+
+
+def _probabilities(logits_BNSS: Tensor, lse_BNS: Tensor) -> Tensor:
+    """exp(logits - lse); 0 for a query that sees nothing, whose lse is minus infinity."""
+    return (logits_BNSS - lse_BNS.masked_fill(lse_BNS == -math.inf, 0.0)[..., None]).exp()
+
+
+def _heads(x_SBGD: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """[B, N, S, D]: every group once per query head that reads it."""
+    x_BGSD = x_SBGD.to(dtype).permute(1, 2, 0, 3)
+    return x_BGSD.repeat_interleave(num_heads // x_BGSD.shape[1], dim=1)
+
+
+def _groups(x_BNSD: Tensor, num_groups: int) -> Tensor:
+    """[S, B, G, D]: the sum over the query heads of every group."""
+    return x_BNSD.unflatten(1, (num_groups, -1)).sum(dim=2).permute(2, 0, 1, 3)

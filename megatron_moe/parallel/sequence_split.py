@@ -1,0 +1,88 @@
+"""Which places of a sequence every context-parallel rank holds.
+
+A place is the index of a token in the whole sequence, whatever its position in its document. A split gives every rank a
+few chunks of consecutive places, in ascending order; they are ranges known to the host, the same on every rank, so that
+a rank knows what the others hold without asking.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Split = Literal["zigzag", "contiguous"]
+Chunks = tuple[range, ...]
+
+
+def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
+    """The chunks of every rank.
+
+    zigzag: of 2n equal chunks rank i holds chunks i and 2n - 1 - i, which under a causal mask gives every rank the same
+    work. contiguous: rank i holds the i-th of n equal chunks. One rank holds everything.
+    """
+    if num_ranks == 1:
+        return ((range(seq),),)
+    num_chunks = 2 * num_ranks if split == "zigzag" else num_ranks
+    assert seq % num_chunks == 0, f"a sequence of {seq} tokens is not {num_chunks} equal chunks"
+    size = seq // num_chunks
+    chunks = [range(start, start + size) for start in range(0, seq, size)]
+    if split == "contiguous":
+        return tuple((chunk,) for chunk in chunks)
+    return tuple((chunks[i], chunks[-1 - i]) for i in range(num_ranks))
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """What one context-parallel rank holds of a sequence, and what the others do."""
+
+    of_ranks: tuple[Chunks, ...]
+    """The chunks of every rank of the group, in group order."""
+    rank: int
+
+    @property
+    def chunks(self) -> Chunks:
+        """Of this rank."""
+        return self.of_ranks[self.rank]
+
+    def take(self, x_BS: Tensor) -> Tensor:
+        """This rank's places of a tensor over the whole sequence in dim 1."""
+        return take_places(x_BS, self.chunks)
+
+
+def take_places(x_BS: Tensor, chunks: Chunks) -> Tensor:
+    """The places of `chunks`, in their order, of a tensor whose dim 1 is the whole sequence."""
+    return torch.cat([x_BS[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
+
+
+def joined(parts: Sequence[Chunks]) -> Chunks:
+    """All places of several ranks in ascending order; neighbouring chunks become one."""
+    joined: list[range] = []
+    for chunk in sorted((chunk for chunks in parts for chunk in chunks), key=lambda chunk: chunk.start):
+        if joined and joined[-1].stop == chunk.start:
+            joined[-1] = range(joined[-1].start, chunk.stop)
+        else:
+            joined.append(chunk)
+    return tuple(joined)
+
+
+def in_order(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
+    """Rows that stand rank by rank (dim 0, `parts` says which) in ascending order of their places."""
+    pieces, order = _pieces(x_S, [chunk for chunks in parts for chunk in chunks])
+    return torch.cat([pieces[index] for index in order])
+
+
+def by_rank(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
+    """Undoes `in_order`."""
+    chunks = [chunk for chunks in parts for chunk in chunks]
+    pieces, order = _pieces(x_S, sorted(chunks, key=lambda chunk: chunk.start))
+    ranked = sorted(range(len(chunks)), key=lambda index: chunks[index].start)
+    assert order == list(range(len(chunks))), f"places in order {order}"
+    return torch.cat([pieces[ranked.index(index)] for index in range(len(chunks))])
+
+
+def _pieces(x_S: Tensor, chunks: Sequence[range]) -> tuple[tuple[Tensor, ...], list[int]]:
+    """The rows of every chunk, and the indices of the chunks by ascending place."""
+    order = sorted(range(len(chunks)), key=lambda index: chunks[index].start)
+    return x_S.split([len(chunk) for chunk in chunks]), order
