@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
+from megatron_moe.specs.params import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,30 @@ class RowIndex:
     """int32 end of every expert's rows; rows past the last offset hold nothing."""
     rows_TK: Tensor | None
     """int64 inverse: row of each choice, -1: none. None in the dense form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Which places of the whole sequence some rows hold; masks follow from places and segments."""
+
+    chunks: tuple[range, ...]
+    """Consecutive places, known to the host; the rows stand in this order."""
+    segments_BS: Tensor | None = None
+    """int64 number of the document of every row; attention stays inside it. None: one document."""
+
+    def places(self, device: torch.device) -> Tensor:
+        """int64 place of every row."""
+        return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks])
+
+    def rows(self, start: int, stop: int) -> "Span":
+        """Rows `start` to `stop` of these."""
+        kept, first = [], 0
+        for chunk in self.chunks:
+            inside = chunk[max(start - first, 0) : max(stop - first, 0)]
+            kept += [inside] if inside else []
+            first += len(chunk)
+        segments_BS = None if self.segments_BS is None else self.segments_BS[:, start:stop]
+        return Span(chunks=tuple(kept), segments_BS=segments_BS)
 
 
 class Kernels(Protocol):
@@ -103,8 +128,44 @@ class Kernels(Protocol):
         sinks_N: Tensor | None,
         segments_BS: Tensor | None,
         dropout_key: tuple[int | str, ...] | None,
+        head_part: Part = (0, 1),
     ) -> Tensor:
-        """Query head n reads group n // (N / G). Value width E may differ from D. -> [S, B, N, E]"""
+        """Query head n reads group n // (N / G). Value width E may differ from D. -> [S, B, N, E]
+
+        The heads are part (index, number) of all heads; the dropout mask is that part of the mask of all."""
+        ...
+
+    # attention between two parts of a sequence, for context parallelism: two ops, because the backward of one part
+    # needs what the forward found over all parts
+    def attention_block(
+        self,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGE: Tensor,
+        spec: CoreAttentionSpec,
+        query: Span,
+        key: Span,
+        dropout_key: tuple[int | str, ...] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of these queries to these keys alone, without sinks -> (out [Sq, B, N, E], log-sum-exp of the
+        logits [Sq, B, N]), both in promote(fp32, dtype). A query that sees nothing gets 0 and minus infinity."""
+        ...
+
+    def attention_block_grad(
+        self,
+        grad_SBNE: Tensor,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGE: Tensor,
+        lse_SBN: Tensor,
+        delta_SBN: Tensor,
+        spec: CoreAttentionSpec,
+        query: Span,
+        key: Span,
+        dropout_key: tuple[int | str, ...] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's share of the gradients of q, k and v, in promote(fp32, dtype). `lse_SBN` and
+        `delta_SBN` = sum of grad times output over the value width are those over all keys, sinks included."""
         ...
 
     # elementwise and loss: differentiable

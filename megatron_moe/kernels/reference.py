@@ -1,7 +1,7 @@
 """The meaning of every op, in plain torch. Every backend is tested against this file, and fp64 proofs run on it.
 
 Written to be read, not to be fast. Runs on CPU and GPU; the three grouped products read the offsets on the host.
-Routing and rows are in `reference_routing.py`.
+Routing and rows are in `reference_routing.py`, attention between parts of a sequence in `reference_blocks.py`.
 """
 
 import math
@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import Operand, internal_dtype
+from megatron_moe.kernels.ops import Operand, Span, internal_dtype
+from megatron_moe.kernels.reference_blocks import attention_block as attention_block
+from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
+from megatron_moe.kernels.reference_blocks import visible_between
 from megatron_moe.kernels.reference_routing import balance_scores as balance_scores
 from megatron_moe.kernels.reference_routing import count_tokens as count_tokens
 from megatron_moe.kernels.reference_routing import gather_probs as gather_probs
@@ -23,6 +26,7 @@ from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationKind, ActivationSpec
+from megatron_moe.specs.params import Part
 
 NAME = "reference"
 REASON = "plain torch, defines the meaning"
@@ -137,6 +141,7 @@ def attention(
     sinks_N: Tensor | None,
     segments_BS: Tensor | None,
     dropout_key: tuple[int | str, ...] | None,
+    head_part: Part = (0, 1),
 ) -> Tensor:
     """Vaswani et al., arXiv 1706.03762 section 3.2; grouped queries: Ainslie et al., arXiv 2305.13245."""
     wide = internal_dtype(q_SBND.dtype)
@@ -148,23 +153,14 @@ def attention(
     visible = visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
     logits_BNSS = logits_BNSS.masked_fill(~visible, -math.inf)
     probs_BNSS = softmax_with_sink(logits_BNSS, sinks_N, spec.off_by_one)
-    probs_BNSS = rng.dropout(probs_BNSS, spec.dropout, dropout_key)
+    probs_BNSS = rng.dropout(probs_BNSS, spec.dropout, dropout_key, dim=1, part=head_part)
     return (probs_BNSS @ v_BNSE).permute(2, 0, 1, 3).to(q_SBND.dtype)
 
 
 def visible_pairs(seq: int, spec: CoreAttentionSpec, segments_BS: Tensor | None, device: torch.device) -> Tensor:
     """bool [S, S] or [B, 1, S, S]: query i (dim -2) sees key j (dim -1)."""
-    position = torch.arange(seq, device=device)
-    back = position[:, None] - position[None, :]
-    visible = torch.ones(seq, seq, dtype=torch.bool, device=device)
-    if spec.causal:
-        visible = visible & (back >= 0)
-    if spec.window is not None:
-        left, right = spec.window
-        visible = visible & (back <= left if left >= 0 else visible) & (-back <= right if right >= 0 else visible)
-    if segments_BS is not None:
-        visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
-    return visible
+    whole = Span(chunks=(range(seq),), segments_BS=segments_BS)
+    return visible_between(whole, whole, spec, device)
 
 
 def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: bool) -> Tensor:

@@ -13,12 +13,21 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.model.linear import Linear
+from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.tensor import all_gather
+from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.attention import AttentionSpec, RopeSpec
 from megatron_moe.specs.params import ParamMeta
+
+
+def share_of_heads(number: int, what: str, ctx: ParallelContext) -> int:
+    """How many of all heads, or query groups, this tensor parallel rank has."""
+    num_ranks = ctx.group("tp").size
+    assert number % num_ranks == 0, f"{number} {what} do not divide among {num_ranks} tensor parallel ranks"
+    return number // num_ranks
 
 
 def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
@@ -37,13 +46,19 @@ def rotate(kernels: Kernels, x_SBND: Tensor, spec: RopeSpec | None, meta: TokenM
 
 
 class Attention(nn.Module):
-    """Self-attention over the positions of one microbatch. `site` names its dropout: the module's path in the model."""
+    """Self-attention over the positions of one microbatch. `site` names its dropout: the module's path in the model.
+
+    A tensor parallel rank has whole query groups: N and G below are its own.
+    """
 
     def __init__(self, spec: AttentionSpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
         self.site = site
+        self.ctx = ctx
         self.kernels = kernels
+        self.num_heads = share_of_heads(spec.num_heads, "heads", ctx)
+        self.num_groups = share_of_heads(spec.num_query_groups, "query groups", ctx)
         self.heads_per_group = spec.num_heads // spec.num_query_groups
         q_rows = self.heads_per_group * spec.head_dim
         gate_rows = (q_rows,) if spec.output_gate else ()
@@ -63,8 +78,9 @@ class Attention(nn.Module):
         )
         if spec.qk_norm != "none":
             full = spec.qk_norm == "full"
-            self.q_layernorm = Norm(spec.norm, spec.q_width if full else spec.head_dim, ctx, kernels)
-            self.k_layernorm = Norm(spec.norm, spec.kv_width if full else spec.head_dim, ctx, kernels)
+            q_width, k_width = (spec.q_width, spec.kv_width) if full else (spec.head_dim, spec.head_dim)
+            self.q_layernorm = Norm(spec.norm, q_width, ctx, kernels, over_heads=True)
+            self.k_layernorm = Norm(spec.norm, k_width, ctx, kernels, over_heads=True)
         self.sinks = new_sinks(spec.num_heads, ctx) if spec.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
@@ -76,8 +92,8 @@ class Attention(nn.Module):
             k_SBGD = self._norm(self.k_layernorm, k_SBGD)
         q_SBND = rotate(self.kernels, q_SBND, spec.rope, meta)
         k_SBGD = rotate(self.kernels, k_SBGD, spec.rope, meta)
-        context_SBND = self.kernels.attention(
-            q_SBND, k_SBGD, v_SBGD, spec.core, self.sinks, meta.segments_BS, meta.key(self.site)
+        context_SBND = core_attention(
+            q_SBND, k_SBGD, v_SBGD, self.sinks, spec.core, meta, self.site, self.ctx, self.kernels
         )
         if gate_SBND is not None:
             wide = internal_dtype(context_SBND.dtype)
@@ -86,13 +102,16 @@ class Attention(nn.Module):
 
     def _project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
-        spec = self.spec
-        rows_of_groups = self.linear_qkv(hidden_SBH).unflatten(-1, (spec.num_query_groups, -1))
+        rows_of_groups = self.linear_qkv(hidden_SBH).unflatten(-1, (self.num_groups, -1))
         *of_q, k_SBGD, v_SBGD = rows_of_groups.split(self.group_rows, dim=-1)
-        q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (spec.num_heads, spec.head_dim)) for x in of_q)
+        q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.spec.head_dim)) for x in of_q)
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm, x_SBND: Tensor) -> Tensor:
         if self.spec.qk_norm == "per_head":
             return norm(x_SBND)
-        return norm(x_SBND.flatten(2)).view_as(x_SBND)
+        tp = self.ctx.group("tp")
+        # tp: all-gather of S * B * N * D elements, backward reduce-scatter; the norm is over the heads of all ranks.
+        whole = norm(all_gather(x_SBND.flatten(2), tp, dim=-1))
+        own = whole if tp.size == 1 else whole.chunk(tp.size, dim=-1)[tp.rank]
+        return own.reshape(x_SBND.shape)

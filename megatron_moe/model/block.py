@@ -20,6 +20,7 @@ from megatron_moe.moe.dispatch.contract import Routing, Rows
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.tensor import sequence_part
 from megatron_moe.specs.attention import AttentionSpec, MLASpec
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
@@ -72,6 +73,7 @@ class Block(nn.Module):
         super().__init__()
         self.spec = spec
         self.site = site
+        self.positions = sequence_part(ctx)
         self.input_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
         self.self_attention = _make_mixer(spec.mixer, f"{site}.self_attention", ctx, kernels)
         self.pre_mlp_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
@@ -95,7 +97,8 @@ class Block(nn.Module):
 
     def add(self, hidden_SBH: Tensor, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         """The residual connection, with dropout on what is added."""
-        return hidden_SBH + rng.dropout(out_SBH, self.spec.hidden_dropout, meta.key(f"{self.site}.{part}_residual"))
+        key = meta.key(f"{self.site}.{part}_residual")
+        return hidden_SBH + rng.dropout(out_SBH, self.spec.hidden_dropout, key, part=self.positions)
 
 
 class DenseBlock(Block):

@@ -7,27 +7,37 @@ from megatron_moe.data.batch import TokenMeta
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.parallel.tensor import leave_tensor_parallel, my_positions, sequence_part
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.params import ParamMeta
 
 
 class Table(nn.Module):
-    """One learned row per id."""
+    """One learned row per id. `rows` are cut over tensor parallel ranks if `meta` says so."""
 
     def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext) -> None:
         super().__init__()
         self.weight = new_parameter((rows, width), meta, ctx)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [...] -> [..., width]"""
-        return F.embedding(ids, self.weight)
+        """int64 [...] -> [..., width]; zeros where another rank has the row."""
+        if self.weight.shape == self.weight.global_shape:
+            return F.embedding(ids, self.weight)
+        num_held = len(self.weight)
+        ids = ids - self.weight.boxes[0].offset[0]
+        held = (ids >= 0) & (ids < num_held)
+        return F.embedding(ids.clamp(0, num_held - 1), self.weight) * held[..., None]
 
 
 class Embedding(nn.Module):
-    """word_embeddings[token] (+ position_embeddings[position]), then dropout."""
+    """word_embeddings[token] (+ position_embeddings[position]), then dropout.
+
+    The vocabulary is cut over tensor parallel ranks; the rows they find are summed into the residual stream.
+    """
 
     def __init__(self, spec: ModelSpec, ctx: ParallelContext) -> None:
         super().__init__()
+        self.ctx = ctx
         self.dropout = spec.embedding_dropout
         # A std of its own keeps embeddings near 1, and decay would shrink them again (Megatron's rule).
         decay = spec.init.embedding_std is None
@@ -37,13 +47,16 @@ class Embedding(nn.Module):
         self.word_embeddings = Table(spec.vocab_size, spec.hidden_size, words, ctx)
         self.position_embeddings = None
         if spec.position_embedding == "learned_absolute":
-            positions = ParamMeta(role="position", init="embedding", decay=decay)
+            positions = ParamMeta(
+                role="position", init="embedding", decay=decay, partial_over_tp=ctx.spec.sequence_parallel
+            )
             self.position_embeddings = Table(spec.max_positions, spec.hidden_size, positions, ctx)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, meta: TokenMeta) -> Tensor:
-        """-> [S, B, H]. Positions are given apart from `meta`: multi-token prediction looks ahead."""
-        hidden_BSH = self.word_embeddings(tokens_BS)
+        """-> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Positions are given apart from `meta`:
+        multi-token prediction looks ahead."""
+        words_SBH = self.word_embeddings(tokens_BS).transpose(0, 1).contiguous()
+        hidden_SBH = leave_tensor_parallel(words_SBH, self.ctx)
         if self.position_embeddings is not None:
-            hidden_BSH = hidden_BSH + self.position_embeddings(positions_BS)
-        hidden_SBH = hidden_BSH.transpose(0, 1).contiguous()
-        return rng.dropout(hidden_SBH, self.dropout, meta.key("embedding"))
+            hidden_SBH = hidden_SBH + self.position_embeddings(my_positions(positions_BS, self.ctx)).transpose(0, 1)
+        return rng.dropout(hidden_SBH, self.dropout, meta.key("embedding"), part=sequence_part(self.ctx))

@@ -18,6 +18,7 @@ from megatron_moe.model.mtp import MTP
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.rope import Rotations
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.tensor import gather_from
 from megatron_moe.specs.model import ModelSpec, MTPSpec
 
 
@@ -68,6 +69,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.ctx = ctx
         self.first = first
         self.last = last
         held = range(len(spec.layers)) if layers is None else layers
@@ -97,7 +99,9 @@ class GPT(nn.Module):
 
     def logits(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
-        return self._logits(self._hidden(tokens_BS, self.rotations.attach(meta), hidden_SBH))
+        logits_SBV = self._logits(self._hidden(tokens_BS, self.rotations.attach(meta), hidden_SBH))
+        # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
+        return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 
     def _hidden(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None) -> Tensor:
         assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need their segments as well"

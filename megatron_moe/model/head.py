@@ -2,19 +2,24 @@
 
 from torch import Tensor, nn
 
-from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.precision.linear import column_product
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.params import ParamMeta
 
 
 class Head(nn.Module):
-    """logits = hidden W^T + b over the padded vocabulary. When tied, W is the word embedding and is handed in."""
+    """logits = hidden W^T + b over the padded vocabulary. When tied, W is the word embedding and is handed in.
+
+    A tensor parallel rank makes the logits of its part of the vocabulary, V / tp below, for all positions.
+    """
 
     def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
+        self.ctx = ctx
         self.kernels = kernels
         self.weight = None
         if not spec.tied_embeddings:
@@ -26,16 +31,16 @@ class Head(nn.Module):
             self.bias = new_parameter((spec.vocab_size,), bias, ctx)
 
     def forward(self, hidden_SBH: Tensor, tied_VH: Tensor | None = None, *, detach: bool = False) -> Tensor:
-        """-> [S, B, V]. `detach`: the head is used, not trained."""
+        """-> [S, B, V / tp]. `detach`: the head is used, not trained."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
         assert weight_VH is not None, "a tied head needs the word embedding"
         if detach:
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
-        return autograd.linear(self.kernels, hidden_SBH, weight_VH, bias_V)
+        return column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels)
 
     def loss(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
         """-log p(label) of every token -> [B, S] in promote(fp32, dtype)."""
         seq, batch, vocab = logits_SBV.shape
-        loss_T = self.kernels.cross_entropy(logits_SBV.view(-1, vocab), labels_BS.T.reshape(-1))
+        loss_T = cross_entropy(self.kernels, logits_SBV.view(-1, vocab), labels_BS.T.reshape(-1), self.ctx.group("tp"))
         return loss_T.view(seq, batch).T

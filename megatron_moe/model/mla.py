@@ -12,21 +12,29 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.model.attention import new_sinks, rotate
-from megatron_moe.model.linear import Linear
+from megatron_moe.model.attention import new_sinks, rotate, share_of_heads
+from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.tensor import enter_tensor_parallel
+from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.attention import MLASpec
 
 
 class MLA(nn.Module):
-    """Self-attention through latents. `site` names its dropout: the module's path in the model."""
+    """Self-attention through latents. `site` names its dropout: the module's path in the model.
+
+    Every tensor parallel rank makes the latents, under sequence parallelism those of its own positions, and from them
+    the q, k and v of its own heads: N below is its own.
+    """
 
     def __init__(self, spec: MLASpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
         self.site = site
+        self.ctx = ctx
         self.kernels = kernels
+        self.num_heads = share_of_heads(spec.num_heads, "heads", ctx)
         hidden, heads, q_rank, kv_rank = spec.hidden_size, spec.num_heads, spec.q_lora_rank, spec.kv_lora_rank
         if q_rank is None:
             self.linear_q_proj = Linear(hidden, heads * spec.q_head_dim, ctx, kernels, tp_dim=0)
@@ -44,8 +52,8 @@ class MLA(nn.Module):
         """[S, B, H] -> [S, B, H]"""
         q_SBND = self._query(hidden_SBH, meta)
         k_SBND, v_SBNE = self._key_value(hidden_SBH, meta)
-        context_SBNE = self.kernels.attention(
-            q_SBND, k_SBND, v_SBNE, self.spec.core, self.sinks, meta.segments_BS, meta.key(self.site)
+        context_SBNE = core_attention(
+            q_SBND, k_SBND, v_SBNE, self.sinks, self.spec.core, meta, self.site, self.ctx, self.kernels
         )
         return self.linear_proj(context_SBNE.flatten(2))
 
@@ -56,7 +64,7 @@ class MLA(nn.Module):
             q = self.linear_q_proj(hidden_SBH)
         else:
             q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_SBH)))
-        q_SBND = q.unflatten(-1, (spec.num_heads, spec.q_head_dim))
+        q_SBND = q.unflatten(-1, (self.num_heads, spec.q_head_dim))
         nope, turned = q_SBND.split((spec.qk_head_dim, spec.qk_rope_dim), dim=-1)
         return torch.cat([nope, rotate(self.kernels, turned, spec.rope, meta)], dim=-1)
 
@@ -64,7 +72,8 @@ class MLA(nn.Module):
         """k [S, B, N, nope | rope], v [S, B, N, E]"""
         spec = self.spec
         latent, turned = self.linear_kv_down_proj(hidden_SBH).split((spec.kv_lora_rank, spec.qk_rope_dim), dim=-1)
-        turned_SB1D = rotate(self.kernels, turned[:, :, None], spec.rope, meta)
-        kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (spec.num_heads, -1))
+        # tp: S * B * rope channels; the gradient is partial, since every rank's heads read the shared key part.
+        turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], spec.rope, meta)
+        kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
         nope_SBND, v_SBNE = kv.split((spec.qk_head_dim, spec.v_head_dim), dim=-1)
-        return torch.cat([nope_SBND, turned_SB1D.expand(-1, -1, spec.num_heads, -1)], dim=-1), v_SBNE
+        return torch.cat([nope_SBND, turned_SB1D.expand(-1, -1, self.num_heads, -1)], dim=-1), v_SBNE

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.model.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.moe import MLPSpec
 
 

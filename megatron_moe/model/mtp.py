@@ -20,9 +20,10 @@ from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.block import make_block
 from megatron_moe.model.embedding import Embedding
-from megatron_moe.model.linear import Linear
 from megatron_moe.model.norm import Norm
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.tensor import columns_to_residual
+from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.model import ModelSpec
 
 
@@ -40,6 +41,7 @@ class MTPLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, depth: int, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
+        self.ctx = ctx
         hidden = spec.hidden_size
         self.enorm = Norm(spec.norm, hidden, ctx, kernels)
         self.hnorm = Norm(spec.norm, hidden, ctx, kernels)
@@ -51,7 +53,8 @@ class MTPLayer(nn.Module):
     def forward(self, hidden_SBH: Tensor, embedding_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
         joined = torch.cat([self.enorm(embedding_SBH), self.hnorm(hidden_SBH)], dim=-1)
-        return self.final_layernorm(self.transformer_layer(self.eh_proj(joined), meta))
+        projected_SBH = columns_to_residual(self.eh_proj(joined), self.ctx)
+        return self.final_layernorm(self.transformer_layer(projected_SBH, meta))
 
 
 class MTP(nn.Module):

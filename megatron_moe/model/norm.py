@@ -12,15 +12,21 @@ from megatron_moe.specs.params import ParamMeta
 class Norm(nn.Module):
     """RMSNorm has a weight, LayerNorm a weight and a bias. A zero-centred weight is stored as gamma - 1."""
 
-    def __init__(self, spec: NormSpec, width: int, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: NormSpec, width: int, ctx: ParallelContext, kernels: Kernels, *, over_heads: bool = False
+    ) -> None:
+        """`over_heads`: it norms the heads of this rank; otherwise the residual stream, or a latent of it."""
         super().__init__()
+        partial = ctx.group("tp").size > 1 if over_heads else ctx.spec.sequence_parallel
         self.spec = spec
         self.kernels = kernels
-        weight = ParamMeta(role="norm", init="zeros" if spec.zero_centered else "ones", decay=False)
+        weight = ParamMeta(
+            role="norm", init="zeros" if spec.zero_centered else "ones", decay=False, partial_over_tp=partial
+        )
         self.weight = new_parameter((width,), weight, ctx)
         self.bias = None
         if spec.kind == "LayerNorm":
-            bias = ParamMeta(role="bias", init="zeros", decay=False)
+            bias = ParamMeta(role="bias", init="zeros", decay=False, partial_over_tp=partial)
             self.bias = new_parameter((width,), bias, ctx)
 
     def forward(self, x: Tensor) -> Tensor:

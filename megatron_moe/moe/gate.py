@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.parallel import rng
 from megatron_moe.parallel.rng import Key, generator
+from megatron_moe.specs.params import Part
 
 
 def gate_product(
@@ -19,9 +21,12 @@ def gate_product(
     return _GateProduct.apply(kernels, hidden_SBH.flatten(0, 1), weight_EH, bias_E, dtype)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def jitter(hidden_SBH: Tensor, eps: float, key: Key) -> Tensor:
-    """Multiplies every element by a number drawn from U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961)."""
-    uniform = torch.rand(hidden_SBH.shape, device=hidden_SBH.device, generator=generator(key, hidden_SBH.device))
+def jitter(hidden_SBH: Tensor, eps: float, key: Key, part: Part = (0, 1)) -> Tensor:
+    """Multiplies every element by a number drawn from U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961).
+
+    The positions are `part` (index, number) of a longer sequence, for which the numbers are drawn.
+    """
+    uniform = rng.uniform(hidden_SBH.shape, key, hidden_SBH.device, part=part)
     return hidden_SBH * (1 + eps * (2 * uniform - 1)).to(hidden_SBH.dtype)
 
 

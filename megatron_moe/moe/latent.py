@@ -2,8 +2,8 @@
 less; router and shared experts see the full width."""
 
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.moe.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.linear import Linear
 
 
 def latent_projections(

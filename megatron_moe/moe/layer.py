@@ -10,10 +10,10 @@ from megatron_moe.moe.dispatch.contract import Dispatcher, Routing, Rows
 from megatron_moe.moe.dispatch.local import LocalDispatcher
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.latent import latent_projections
-from megatron_moe.moe.linear import Linear
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared import SharedExperts
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.moe import MoESpec
 
 

@@ -20,6 +20,7 @@ from megatron_moe.moe.gate import forced_logits, gate_product, jitter
 from megatron_moe.moe.selection import expert_choice, quantile_choice, quantile_thresholds, sinkhorn_choice
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.tensor import my_positions, sequence_part
 from megatron_moe.specs.moe import Balancing, CapacitySpec, RouterSpec
 from megatron_moe.specs.params import ParamMeta
 
@@ -80,7 +81,7 @@ class Router(nn.Module):
         metrics are made in training with gradients enabled, and only then.
         """
         recording = meta.training and torch.is_grad_enabled()
-        valid_T = None if meta.valid_BS is None else meta.valid_BS.t().reshape(-1)
+        valid_T = None if meta.valid_BS is None else my_positions(meta.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, meta)
         if recording:
             logits_TE = self._attach_z_loss(logits_TE, valid_T, meta)
@@ -100,7 +101,9 @@ class Router(nn.Module):
     def _logits(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         spec, key = self.spec, meta.random_key
         if spec.input_jitter_eps and meta.training and key is not None:
-            hidden_SBH = jitter(hidden_SBH, spec.input_jitter_eps, (*key, "router jitter", self.layer))
+            hidden_SBH = jitter(
+                hidden_SBH, spec.input_jitter_eps, (*key, "router jitter", self.layer), sequence_part(self.ctx)
+            )
         dtype = hidden_SBH.dtype
         if spec.dtype is not None:
             dtype = torch.promote_types(dtype, torch.float64 if spec.dtype == "fp64" else torch.float32)

@@ -4,9 +4,9 @@ from torch import Tensor, nn
 
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.moe.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.moe import SharedExpertsSpec
 from megatron_moe.specs.params import ParamMeta
 
@@ -30,7 +30,7 @@ class SharedExperts(nn.Module):
         self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, tp_dim=1, init="output")
         self.gate_weight = None
         if spec.gate:
-            meta = ParamMeta(role="gate", fan_in=hidden)
+            meta = ParamMeta(role="gate", fan_in=hidden, partial_over_tp=ctx.spec.sequence_parallel)
             self.gate_weight = new_parameter((1, hidden), meta, ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:

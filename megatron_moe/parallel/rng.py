@@ -9,6 +9,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from megatron_moe.specs.params import Part
+
 Key = tuple[int | str, ...]
 
 
@@ -23,9 +25,26 @@ def generator(key: Key, device: torch.device | str = "cpu") -> torch.Generator:
     return torch.Generator(device=device).manual_seed(seed_of(key))
 
 
-def dropout(x: Tensor, p: float, key: Key | None) -> Tensor:
-    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p). `key` None: evaluation, no dropout."""
+def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
+    """fp32 numbers in [0, 1) for a tensor that is part (index, number) of a larger one, cut along `dim` into equal
+    parts.
+
+    The numbers of the larger one are drawn and cut, so they do not depend on how it is cut; that costs `number` times
+    the draws of one part.
+    """
+    index, num_parts = part
+    whole = list(shape)
+    whole[dim] *= num_parts
+    drawn = torch.rand(whole, device=device, generator=generator(key, device))
+    return drawn if num_parts == 1 else drawn.narrow(dim, index * shape[dim], shape[dim])
+
+
+def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
+    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p). `key` None: evaluation, no dropout.
+
+    `x` is `part` (index, number) of a larger tensor that is cut along `dim`; the mask is cut from the larger one's.
+    """
     if key is None or p == 0.0:
         return x
-    keep = torch.rand(x.shape, device=x.device, generator=generator(key, x.device)) >= p
+    keep = uniform(x.shape, key, x.device, dim=dim, part=part) >= p
     return x * keep.to(x.dtype) / (1.0 - p)

@@ -18,6 +18,7 @@ from megatron_moe.kernels.ops import Operand, RowIndex, internal_dtype
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec
+from megatron_moe.specs.params import Part
 
 NAME = "torch_native"
 NEEDS = ("torch",)
@@ -139,11 +140,12 @@ def attention(
     sinks_N: Tensor | None,
     segments_BS: Tensor | None,
     dropout_key: tuple[int | str, ...] | None,
+    head_part: Part = (0, 1),
 ) -> Tensor:
     """Sinks and dropout with our keys are more than SDPA knows: those are the reference's."""
     drops = spec.dropout > 0.0 and dropout_key is not None
     if sinks_N is not None or spec.off_by_one or drops:
-        return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key)
+        return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
     mask = None
     if spec.window is not None or segments_BS is not None:
         mask = reference.visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
