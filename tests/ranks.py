@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.mailbox import Mailbox
 from megatron_moe.specs.parallel import ParallelSpec
 from tests.process_pool import Pool, start_pool
 
@@ -46,16 +47,17 @@ def on_threads(
     if not hasattr(ThreadLocalWorld, "comms"):
         # torch 2.11 asks its own in-memory world for this list when it leaves
         ThreadLocalWorld.comms = property(lambda world: [])
-    store = dist.HashStore()
+    store, mailbox = dist.HashStore(), Mailbox()
 
     def rank_main(rank: int) -> None:
         try:
             dist.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
             # Each backward runs in its own thread's engine, so that collectives inside it stay on this rank.
             torch.autograd.set_multithreading_enabled(False)
-            results[rank] = function(ParallelContext.within(spec, rank, dtype=dtype, seed=seed))
+            results[rank] = function(ParallelContext.within(spec, rank, dtype=dtype, seed=seed, mailbox=mailbox))
         except BaseException as error:  # noqa: BLE001  handed to the caller below
             errors[rank] = error
+            mailbox.close()
             ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
@@ -74,6 +76,7 @@ def on_threads(
     if errors:
         # A rank that others abandoned reports that; the one that failed first by itself is the cause.
         raise next(iter(errors.values()))
+    assert not mailbox.unread(), f"sent and never received: {mailbox.unread()}"
     return results
 
 

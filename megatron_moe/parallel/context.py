@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_moe.parallel.fake import enter_fake_world
+from megatron_moe.parallel.mailbox import Mailbox
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.grid import all_groups
 from megatron_moe.specs.parallel import Launch, ParallelSpec
@@ -60,6 +62,8 @@ class ParallelContext:
         self.device = device
         self.dtype = dtype
         self.seed = seed
+        self.mailbox: Mailbox | None = None
+        """Carries point-to-point messages when ranks are threads; None: torch.distributed does."""
         self._groups = groups
         self._owns_process_group = owns_process_group
 
@@ -79,7 +83,7 @@ class ParallelContext:
 
     def group(self, name: str) -> Group:
         """The group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
-        etp_ep of the expert grid; world."""
+        etp_ep of the expert grid; embedding (the stages that hold a copy of it); world."""
         return self._groups[name]
 
     @classmethod
@@ -101,21 +105,58 @@ class ParallelContext:
 
     @classmethod
     def within(
-        cls, spec: ParallelSpec, rank: int, *, dtype: torch.dtype = torch.float64, seed: int = 1234
+        cls,
+        spec: ParallelSpec,
+        rank: int,
+        *,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 1234,
+        mailbox: Mailbox | None = None,
     ) -> "ParallelContext":
-        """A rank of a process group that stands already (ranks as threads or pooled processes of a test)."""
+        """A rank of a process group that stands already: pooled processes of a test, or threads, which share a
+        mailbox."""
         launch = Launch(rank=rank, world_size=spec.world_size, local_rank=rank, local_world_size=spec.world_size)
-        return cls._build(spec, launch, torch.device("cpu"), dtype, seed, owns=False)
+        context = cls._build(spec, launch, torch.device("cpu"), dtype, seed, owns=False)
+        context.mailbox = mailbox
+        return context
+
+    @classmethod
+    def fake(
+        cls,
+        spec: ParallelSpec,
+        rank: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "meta",
+        seed: int = 1234,
+    ) -> "ParallelContext":
+        """Rank `rank` of `spec.world_size` without any other rank: what it would hold and send, never values.
+
+        `stop` it before the next one: a process plays one rank at a time.
+        """
+        enter_fake_world(rank, spec.world_size)
+        launch = Launch(rank=rank, world_size=spec.world_size)
+        return cls._build(spec, launch, torch.device(device), dtype, seed, owns=True, alone=True)
 
     @classmethod
     def _build(
-        cls, spec: ParallelSpec, launch: Launch, device: torch.device, dtype: torch.dtype, seed: int, *, owns: bool
+        cls,
+        spec: ParallelSpec,
+        launch: Launch,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        *,
+        owns: bool,
+        alone: bool = False,
     ) -> "ParallelContext":
         spec = replace(spec, world_size=launch.world_size)
         groups = {}
         handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, lists in all_groups(spec).items():
             for ranks in lists:
+                if alone and launch.rank not in ranks:
+                    continue
                 # Every rank takes part in making every group, in the same order; equal rank lists share one handle.
                 if ranks not in handles:
                     handles[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None

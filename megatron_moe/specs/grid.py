@@ -84,10 +84,18 @@ def _grid(spec: ParallelSpec, sizes: dict[str, int], product: str) -> Grid:
 
 
 def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
-    """Name -> the groups of that name over the whole world, plus "world"."""
+    """Name -> the groups of that name over the whole world, plus "embedding" (first and last stage) and "world"."""
     attention, expert = attention_grid(spec), expert_grid(spec)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
     assert sorted(groups["pp"]) == sorted(expert.groups(("pp",))), f"pipeline groups of both grids differ for {spec}"
+    groups["embedding"] = [holders for ranks in groups["pp"] for holders in _embedding_holders(ranks)]
     groups["world"] = [tuple(range(spec.world_size))]
     return groups
+
+
+def _embedding_holders(pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """First and last stage share the copies of the embedding; a stage between them is by itself."""
+    if len(pipeline) < 2:
+        return [pipeline]
+    return [(pipeline[0], pipeline[-1]), *((rank,) for rank in pipeline[1:-1])]
