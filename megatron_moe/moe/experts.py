@@ -24,8 +24,10 @@ class Experts(nn.Module):
     matrix need not be kept for the backward (memory-efficient permutation); a bias of the second matrix is multiplied
     by it. With `probs_on_input` it multiplies x instead, and nothing else.
 
-    All experts share two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2` [e, H, F], multiplied
-    as one grouped product or one by one. An expert without rows gets a gradient of zero.
+    All experts of this rank share two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2`
+    [e, H, F], multiplied as one grouped product or one by one. An expert without rows gets a gradient of zero. Over ep
+    ranks each has a range of the experts; over etp ranks a range of the F columns, gate and up alike, so that results
+    are partial sums, which the dispatcher adds up when it combines.
     """
 
     def __init__(self, spec: ExpertsSpec, ctx: ParallelContext, kernels: Kernels) -> None:
@@ -86,13 +88,17 @@ class ExpertStack(nn.Module):
                 role="bias", grid="expert", init="zeros", num_experts=num, tp_dim=cut, splits=parts, decay=False
             )
             self.bias = new_parameter((num, outputs), bias_meta, ctx)
+        # of the partial sums over etp ranks, which the dispatcher adds up, the first one has the whole bias
+        self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 
     def forward(self, rows_RI: Tensor, offsets_e: Tensor, probs_R: Tensor | None = None) -> Tensor:
         """[R, I] -> [R, O]; `probs_R` multiplies the bias."""
         out_RO = autograd.grouped_linear(self.kernels, rows_RI, self.weight, offsets_e)
         if self.bias is None:
             return out_RO
-        bias_RO = _bias_of_rows(self.bias, offsets_e, len(rows_RI))
+        # zero elsewhere, but with its gradient: every etp rank sees all of it, and so their copies stay equal
+        bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
+        bias_RO = _bias_of_rows(bias_eO, offsets_e, len(rows_RI))
         return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)
 
 

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.moe.dispatch.allgather import AllGatherDispatcher
+from megatron_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from megatron_moe.moe.dispatch.contract import Dispatcher, Routing, Rows
 from megatron_moe.moe.dispatch.local import LocalDispatcher
 from megatron_moe.moe.experts import Experts
@@ -93,7 +95,14 @@ class MoELayer(nn.Module):
 
 
 def make_dispatcher(spec: MoESpec, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:
-    """The dispatcher of the spec. Over one rank every kind is the local one."""
-    num_ranks = ctx.group("etp_ep").size
-    assert num_ranks == 1, f"dispatcher '{spec.dispatcher}' over {num_ranks} ranks"
-    return LocalDispatcher(kernels)
+    """The dispatcher of the spec. When all experts are on one rank, every kind is the local one."""
+    num_experts, num_ranks = spec.experts.num_experts, ctx.group("etp_ep").size
+    if num_ranks == 1:
+        return LocalDispatcher(kernels)
+    match spec.dispatcher:
+        case "allgather":
+            return AllGatherDispatcher(num_experts, ctx, kernels)
+        case "alltoall":
+            return AllToAllDispatcher(num_experts, ctx, kernels)
+        case kind:
+            raise AssertionError(f"dispatcher '{kind}' over {num_ranks} ranks")

@@ -1,5 +1,7 @@
 """From a routing to rows: which row of the expert-sorted order holds which token, and which expert owns which row."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,11 @@ def index_rows(routing: Routing, kernels: Kernels) -> tuple[RowIndex, Tensor]:
     assert routing.ids_TK is not None and routing.probs_TK is not None, "a routing is sparse or dense"
     index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity)
     return index, kernels.gather_probs(routing.probs_TK, index)
+
+
+def first_rows(index: RowIndex, num_rows: int) -> RowIndex:
+    """The index of the first rows alone; those left out hold nothing."""
+    return replace(index, token_R=index.token_R[:num_rows], choice_R=index.choice_R[:num_rows])
 
 
 def expert_of_rows(offsets_e: Tensor, num_rows: int) -> Tensor:

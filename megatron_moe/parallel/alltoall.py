@@ -23,7 +23,8 @@ Landing = Callable[[], Tensor]
 class Exchange(Protocol):
     """A linear map from the rows of all ranks of a group to the rows of all ranks."""
 
-    group: Group
+    @property
+    def group(self) -> Group: ...
 
     @property
     def transposed(self) -> "Exchange":

@@ -1,0 +1,159 @@
+"""The all-to-all dispatcher: every row goes to the rank of its expert, and its result comes back.
+
+Over ep ranks an all-to-all carries rows sorted by expert. Over etp ranks, each of which holds a slice of the same
+experts, rows are gathered before the experts and their partial sums are reduced after them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import Kernels, Operand, RowIndex
+from megatron_moe.moe.dispatch.contract import Routing, Rows
+from megatron_moe.moe.permute import first_rows, index_rows
+from megatron_moe.parallel import alltoall
+from megatron_moe.parallel.alltoall import AllGather, AllToAll, InFlight
+from megatron_moe.parallel.collectives import all_gather_flat
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.grid import expert_grid
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many rows go where. All ranks of etp x ep come to plans that fit each other."""
+
+    there: AllToAll
+    """Over ep, by the rank of the expert."""
+    over_etp: AllGather
+    num_sent: int
+    num_held: int
+    """Rows that the experts of this rank get, from all ranks of etp x ep."""
+    counts_Se: Tensor
+    """int64 rows that every source sends to every local expert, in the order in which they arrive: the ranks of ep
+    within those of etp."""
+
+
+@dataclass(frozen=True)
+class AllToAllTicket:
+    """What combine needs of dispatch."""
+
+    index: RowIndex
+    """From tokens to the rows sent."""
+    order: RowIndex | None
+    """From the rows that arrived to rows sorted by expert; None: there is one expert."""
+    plan: Plan
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Departed:
+    """Rows and probabilities on their way to the experts."""
+
+    rows: InFlight
+    probs: InFlight
+    index: RowIndex
+    plan: Plan
+    num_tokens: int
+
+
+class AllToAllDispatcher:
+    """Buffers hold exactly the rows that come, so the host reads the counts once; not when experts are padded to their
+    capacity, which is known. Then all ranks must have equally many tokens. The order of rows is: by expert, then by
+    source in the order of etp, then ep, then by token."""
+
+    host_reads = 1
+
+    def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
+        self.num_local = num_experts // self.ep.size
+        self.places_S = torch.tensor(_arrival_order(ctx), device=ctx.device)
+
+    def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Departed:
+        """Sorts rows by expert and sends them off."""
+        index, probs_R = index_rows(routing, self.kernels)
+        rows_RH = self.kernels.permute(tokens_TH, index)
+        plan = self._counted(index) if routing.capacity is None else self._padded(routing.capacity)
+        if plan.num_sent < len(rows_RH):
+            index = first_rows(index, plan.num_sent)
+            rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
+        # ep, backward the same way back: R * H elements, T * K * H when nothing is dropped; probabilities R elements
+        rows, probs = alltoall.start(plan.there, rows_RH), alltoall.start(plan.there, probs_R)
+        return Departed(rows, probs, index, plan, len(tokens_TH))
+
+    def finish_dispatch(self, pending: Departed) -> tuple[Rows, AllToAllTicket]:
+        """Receives rows and sorts them by local expert."""
+        plan = pending.plan
+        # etp, backward reduce-scatter: what this rank received, etp times
+        data_RH = alltoall.run(plan.over_etp, pending.rows.finish())
+        probs_R = alltoall.run(plan.over_etp, pending.probs.finish())
+        order = self._order(plan)
+        if order is None:
+            offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
+        else:
+            data_RH = self.kernels.permute(data_RH, order)
+            probs_R, offsets_e = self.kernels.gather_probs(probs_R[:, None], order), order.offsets_E
+        rows = Rows(data=Operand(data=data_RH), probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held)
+        return rows, AllToAllTicket(pending.index, order, plan, pending.num_tokens)
+
+    def start_combine(self, rows: Rows, ticket: AllToAllTicket) -> tuple[InFlight, AllToAllTicket]:
+        """Undoes the sorting, adds up the partial results of etp ranks, and sends rows back."""
+        data_RH, plan = rows.data.plain(), ticket.plan
+        if ticket.order is not None:
+            data_RH = self.kernels.unpermute(data_RH, ticket.order, plan.num_held)
+        # etp, backward all-gather; ep, backward the same way forth: as many elements as in dispatch
+        data_RH = alltoall.run(plan.over_etp.transposed, data_RH)
+        return alltoall.start(plan.there.transposed, data_RH), ticket
+
+    def finish_combine(self, pending: tuple[InFlight, AllToAllTicket]) -> Tensor:
+        """[T, H]: the sum of every token's rows."""
+        rows, ticket = pending
+        return self.kernels.unpermute(rows.finish(), ticket.index, ticket.num_tokens)
+
+    def _counted(self, index: RowIndex) -> Plan:
+        """Sizes by the counts of all ranks. The host reads them here."""
+        mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
+        flat = torch.empty(self.etp_ep.size * len(mine_E), dtype=torch.int64, device=mine_E.device)
+        # etp x ep: 8 * E bytes; no gradient flows through counts
+        all_gather_flat(flat, mine_E, self.etp_ep)
+        counts_SXe = flat.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_S]
+        rows_SX = counts_SXe.sum(dim=-1).tolist()
+        num_ep, here = self.ep.size, self.etp.rank * self.ep.size
+        to_me = [row[self.ep.rank] for row in rows_SX]
+        send = tuple(rows_SX[here + self.ep.rank])
+        gathered = tuple(sum(to_me[i : i + num_ep]) for i in range(0, len(to_me), num_ep))
+        return Plan(
+            there=AllToAll(self.ep, send, tuple(to_me[here : here + num_ep])),
+            over_etp=AllGather(self.etp, gathered),
+            num_sent=sum(send),
+            num_held=sum(gathered),
+            counts_Se=counts_SXe[:, self.ep.rank],
+        )
+
+    def _padded(self, capacity: int) -> Plan:
+        """Every rank sends every expert exactly `capacity` rows."""
+        num_sources, device = self.etp_ep.size, self.places_S.device
+        return Plan(
+            there=AllToAll(self.ep),
+            over_etp=AllGather(self.etp),
+            num_sent=self.ep.size * self.num_local * capacity,
+            num_held=num_sources * self.num_local * capacity,
+            counts_Se=torch.full((num_sources, self.num_local), capacity, device=device),
+        )
+
+    def _order(self, plan: Plan) -> RowIndex | None:
+        """Sorts what arrived by local expert, stably."""
+        num_sources, num_local = plan.counts_Se.shape
+        if num_local == 1:
+            return None
+        expert_Se = torch.arange(num_local, device=plan.counts_Se.device).expand(num_sources, num_local)
+        ids_R = expert_Se.flatten().repeat_interleave(plan.counts_Se.flatten(), output_size=plan.num_held)
+        return self.kernels.sort_rows(ids_R[:, None], num_local, None)
+
+
+def _arrival_order(ctx: ParallelContext) -> list[int]:
+    """Places in the etp x ep group, in the order in which rows of its ranks arrive: ep within etp."""
+    grid, ranks = expert_grid(ctx.spec), ctx.group("etp_ep").ranks
+    at = [grid.coordinates(rank) for rank in ranks]
+    return sorted(range(len(ranks)), key=lambda place: (at[place]["tp"], at[place]["ep"]))
