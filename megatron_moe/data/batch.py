@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megatron_moe.data.samples import PADDING
 from megatron_moe.logs.tally import Tally
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import Key
+from megatron_moe.parallel.sequence_split import SequencePart, split_places
 from megatron_moe.specs.attention import RopeSpec
 from megatron_moe.specs.exitcodes import DataProblem
 
@@ -25,6 +27,11 @@ class TokenMeta:
     """int64 number of the document inside the sequence; attention stays inside it. None: one document."""
     valid_BS: Tensor | None = None
     """bool, False for padding: such tokens are not routed and count in no balancing loss. None: all are real."""
+    part: SequencePart | None = None
+    """Which places of the sequence this context-parallel rank holds: the tensors here have its places only. None: all
+    of them."""
+    whole_segments_BS: Tensor | None = None
+    """`segments_BS` of the whole sequence where this is a part."""
     cu_seqlens: Tensor | None = None
     """int32 [documents + 1] boundaries of packed sequences, B = 1."""
     max_seqlen: int | None = None
@@ -58,6 +65,9 @@ class MicroBatch:
     loss_mask_BS: Tensor
     """Weight of every position in the loss, in promote(fp32, params dtype)."""
     meta: TokenMeta
+    whole: "MicroBatch | None" = None
+    """The microbatch of which this is a context-parallel rank's part: what looks ahead or counts all tokens needs it.
+    None: this is the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +140,28 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         return replace(tensors, **changes)
 
     return replace(moved(batch), meta=moved(batch.meta))
+
+
+def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
+    """This context-parallel rank's part of a microbatch of which every rank of the group has the whole."""
+    cp, meta = context.group("cp"), batch.meta
+    if cp.size == 1:
+        return batch
+    part = SequencePart(split_places(context.spec.cp_split, batch.tokens_BS.shape[1], cp.size), cp.rank)
+    return MicroBatch(
+        tokens_BS=part.take(batch.tokens_BS),
+        labels_BS=part.take(batch.labels_BS),
+        loss_mask_BS=part.take(batch.loss_mask_BS),
+        meta=replace(
+            meta,
+            positions_BS=part.take(meta.positions_BS),
+            segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
+            valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
+            part=part,
+            whole_segments_BS=meta.segments_BS,
+        ),
+        whole=batch,
+    )
 
 
 def _positions(starts: np.ndarray, reset: bool) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_moe.data.batch import MaskSpec, MicroBatch, Samples, make_microbatch, to_device
+from megatron_moe.data.batch import MaskSpec, MicroBatch, Samples, make_microbatch, split_sequence, to_device
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 from megatron_moe.parallel.context import ParallelContext
@@ -39,6 +39,7 @@ class TrainLoader:
         self._masks = masks
         self._rank = context.group("dp").rank
         self._device = context.device
+        self._context = context
         self._dtype = torch.promote_types(torch.float32, context.dtype)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
@@ -65,7 +66,7 @@ class TrainLoader:
         self.consumed += size
         if self._pool is not None and not self.exhausted:
             self._ahead = (self.consumed, self._pool.submit(self._make, self.consumed))
-        return [to_device(batch, self._device) for batch in batches]
+        return [split_sequence(to_device(batch, self._device), self._context) for batch in batches]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: where the order stands, and which data it is an order of."""
@@ -114,6 +115,7 @@ class EvalLoader:
         self._masks = masks
         self._rank = context.group("dp").rank
         self._device = context.device
+        self._context = context
         self._dtype = torch.promote_types(torch.float32, context.dtype)
 
     def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
@@ -122,7 +124,8 @@ class EvalLoader:
         for step in range(evaluation * self.eval_iters, (evaluation + 1) * self.eval_iters):
             for positions in step_positions(step * size, self._schedule, self._rank):
                 indices = np.remainder(positions, len(self.samples))
-                yield to_device(make_microbatch(self.samples, indices, self._masks, self._dtype), self._device)
+                batch = make_microbatch(self.samples, indices, self._masks, self._dtype)
+                yield split_sequence(to_device(batch, self._device), self._context)
 
 
 def train_loader(datasets: Datasets, spec: DataSpec, batch: BatchSpec, context: ParallelContext) -> TrainLoader:

@@ -17,7 +17,7 @@ Masks follow from places in the whole sequence and the documents there, never fr
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,18 @@ from megatron_moe.parallel.alltoall import Landing
 from megatron_moe.parallel.context import Group, ParallelContext
 from megatron_moe.parallel.ring import Ring, gather_heads, pack, scatter_heads, unpack
 from megatron_moe.parallel.rng import Key
-from megatron_moe.parallel.sequence_split import Chunks, by_rank, in_order, joined, take_places
+from megatron_moe.parallel.sequence_split import Chunks, SequencePart, by_rank, in_order, joined, take_places
 from megatron_moe.parallel.tensor import all_gather
 from megatron_moe.specs.attention import CoreAttentionSpec
+
+
+class Heads(NamedTuple):
+    """What attention reads."""
+
+    q_SBND: Tensor
+    k_SBGD: Tensor
+    v_SBGE: Tensor
+    sinks_N: Tensor | None
 
 
 def core_attention(
@@ -45,81 +54,245 @@ def core_attention(
     kernels: Kernels,
 ) -> Tensor:
     """-> [S, B, N, E]. N and G are this rank's share of the heads; `site` names the dropout."""
-    if meta.part is not None:
-        return _Split(spec, meta, site, ctx, kernels).attend(q_SBND, k_SBGD, v_SBGE, sinks_N)
-    assert ctx.group("cp").size == 1, "context-parallel ranks must know what they hold of the sequence"
-    return _whole(q_SBND, k_SBGD, v_SBGE, sinks_N, spec, meta.segments_BS, meta.key(site), ctx, kernels)
+    heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
+    if meta.part is None:
+        assert ctx.group("cp").size == 1, "a context-parallel rank must know which part of the sequence it holds"
+        return _whole(heads, spec, meta.segments_BS, meta.key(site), ctx, kernels)
+    return _SplitSequence(spec, meta.part, meta.whole_segments_BS, meta.key(site), ctx, kernels).attend(heads)
 
 
 def _whole(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    sinks_N: Tensor | None,
+    heads: Heads,
     spec: CoreAttentionSpec,
     segments_BS: Tensor | None,
     dropout_key: Key | None,
     ctx: ParallelContext,
     kernels: Kernels,
 ) -> Tensor:
+    """Attention over a sequence that stands here, all of it, in order."""
+    q_SBND, k_SBGD, v_SBGE, sinks_N = heads
     tp = ctx.group("tp")
     return kernels.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, (tp.rank, tp.size))
 
 
 @dataclass(frozen=True)
-class _Split:
-    """Attention over a sequence of which this rank holds a part."""
+class _SplitSequence:
+    """Attention over a sequence of which every context-parallel rank holds a part."""
 
     spec: CoreAttentionSpec
-    meta: TokenMeta
-    site: str
+    part: SequencePart
+    segments_BS: Tensor | None
+    """Of the whole sequence."""
+    dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
 
-    def attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sinks_N: Tensor | None) -> Tensor:
+    def attend(self, heads: Heads) -> Tensor:
         cp = self.ctx.group("cp")
         match self.spec.context_exchange:
             case "p2p":
-                return self._around(Ring(cp), self._held, q_SBND, k_SBGD, v_SBGE, sinks_N)
+                return self._around(cp, self.part.of_ranks, heads)
             case "allgather":
-                return self._gathered(cp, q_SBND, k_SBGD, v_SBGE, sinks_N)
+                return self._gathered(cp, heads)
             case "a2a":
-                return self._by_heads(cp, None, q_SBND, k_SBGD, v_SBGE, sinks_N)
+                return self._by_heads(cp, None, heads)
             case "a2a+p2p":
-                inner, outer = self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p")
-                return self._by_heads(inner, outer, q_SBND, k_SBGD, v_SBGE, sinks_N)
+                return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), heads)
 
-    @property
-    def _held(self) -> tuple[Chunks, ...]:
-        assert self.meta.part is not None, "the sequence is whole"
-        return self.meta.part.of_ranks
-
-    def _around(
-        self,
-        ring: Ring,
-        parts: Sequence[Chunks],
-        q_SBND: Tensor,
-        k_SBGD: Tensor,
-        v_SBGE: Tensor,
-        sinks_N: Tensor | None,
-    ) -> Tensor:
+    def _around(self, group: Group, parts: Sequence[Chunks], heads: Heads) -> Tensor:
         """Every rank of the ring holds queries, keys and values of its part."""
-        # cp or cp_p2p: size - 1 times k and v of one rank, S * B * G * (D + E) elements; backward the same and size
-        # times their gradients in promote(fp32, dtype)
+        # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; in the backward once
+        # more, and size times their gradients in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
-        blocks = _Blocks(self.kernels, self.spec, ring, spans[ring.group.rank], spans, self._block_key)
-        return _RingAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, blocks)  # type: ignore[no-untyped-call,no-any-return]
+        return self._blockwise(Ring(group), spans[group.rank], spans, heads)
 
-    def _gathered(
-        self, cp: Group, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sinks_N: Tensor | None
-    ) -> Tensor:
-        # cp: k and v of all ranks, size * S * B * G * (D + E) elements; backward: reduce-scatter of as many
-        k_SBGD, v_SBGE = (in_order(all_gather(x, cp), self._held) for x in (k_SBGD, v_SBGE))
-        alone = Ring(self.ctx.alone)
-        keys = self._span(joined(self._held))
+    def _gathered(self, cp: Group, heads: Heads) -> Tensor:
+        """Keys and values of the whole sequence; every chunk of queries reads as many of them as it sees."""
+        own, everywhere = self.part.chunks, self.part.of_ranks
+        # cp: S * B * G * (D + E) elements to every rank; backward: reduce-scatter of as many
+        k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
+        v_SBGE = in_order(all_gather(heads.v_SBGE, cp), everywhere)
+        keys = (self._span(joined(everywhere)),)
         outputs = []
-        own = self._held[cp.rank]
-        for chunk, rows_SBND in zip(own, q_SBND.split([len(chunk) for chunk in own]), strict=True):
-            blocks = _Blocks(self.kernels, self.spec, alone, self._span((chunk,)), (keys,), self._block_key)
-            outputs.append(_RingAttention.apply(rows_SBND, k_SBGD, v_SBGE, sinks_N, blocks))  # type: ignore[no-untyped-call]
+        for chunk, q_SBND in zip(own, heads.q_SBND.split([len(chunk) for chunk in own]), strict=True):
+            rows = Heads(q_SBND, k_SBGD, v_SBGE, heads.sinks_N)
+            outputs.append(self._blockwise(Ring(None), self._span((chunk,)), keys, rows))
         return torch.cat(outputs)
+
+    def _by_heads(self, inner: Group, outer: Group | None, heads: Heads) -> Tensor:
+        """A share of the heads at all places of the `inner` group, which are all there are unless there is an `outer`
+        ring of such groups."""
+        everywhere = self.part.of_ranks
+        groups = [everywhere[first : first + inner.size] for first in range(0, len(everywhere), inner.size)]
+        held = groups[0 if outer is None else outer.rank]
+        sinks_N = heads.sinks_N
+        if sinks_N is not None:
+            sinks_N = sinks_N.chunk(inner.size)[inner.rank]
+        q_SBND, k_SBGD, v_SBGE = heads.q_SBND, *(_enough_groups(x, inner.size) for x in heads[1:3])
+        # inner group: S * B * (N * D + G * (D + E)) elements here, S * B * N * E back; backward: the same
+        shares = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
+        share = Heads(*shares, sinks_N)
+        if outer is None:
+            out_SBNE = _whole(share, self.spec, self.segments_BS, self.dropout_key, self.ctx, self.kernels)
+        else:
+            out_SBNE = self._around(outer, [joined(group) for group in groups], share)
+        return gather_heads(by_rank(out_SBNE, held), inner)
+
+    def _blockwise(self, ring: Ring, query: Span, keys: tuple[Span, ...], heads: Heads) -> Tensor:
+        key = self.dropout_key
+        if key is not None:
+            key = (*key, "tp", self.ctx.group("tp").rank, "place", query.chunks[0].start)
+        blocks = _Blocks(self.kernels, self.spec, ring, query, keys, key)
+        return _BlockAttention.apply(*heads, blocks)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _span(self, chunks: Chunks) -> Span:
+        segments_BS = None if self.segments_BS is None else take_places(self.segments_BS, chunks)
+        return Span(chunks=chunks, segments_BS=segments_BS)
+
+
+def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
+    """Groups that divide among the ranks; fewer groups than ranks are repeated, so that each rank has the one its query
+    heads read."""
+    num_groups = x_SBGD.shape[2]
+    if num_groups % num_ranks == 0:
+        return x_SBGD
+    assert num_ranks % num_groups == 0, f"{num_groups} groups of keys do not divide among {num_ranks} ranks"
+    return x_SBGD.repeat_interleave(num_ranks // num_groups, dim=2)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One part of the keys, and the rows of the queries and of the keys between which there is anything to see."""
+
+    queries: slice
+    keys: slice
+    arguments: tuple[Any, ...]
+    """spec, spans and dropout key, as the kernels take them."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Queries of one rank, and the keys of every rank of a ring."""
+
+    kernels: Kernels
+    spec: CoreAttentionSpec
+    ring: Ring
+    query: Span
+    keys: tuple[Span, ...]
+    dropout_key: Key | None
+
+    def block(self, source: int) -> _Block | None:
+        """The keys of rank `source`; None if these queries see none of them."""
+        key = self.keys[source]
+        seen = visible_rows(self.query.chunks, key.chunks, self.spec)
+        if seen is None:
+            return None
+        queries, keys = seen
+        dropout_key = None if self.dropout_key is None else (*self.dropout_key, "keys of", source)
+        spans = self.query.rows(queries.start, queries.stop), key.rows(keys.start, keys.stop)
+        return _Block(queries, keys, (self.spec, *spans, dropout_key))
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Attention part by part, as keys and values come round.
+
+    Forward: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). A sink is a part whose output is 0; it
+    stands at the beginning, so the denominator counts it once.
+    Backward: with lse and delta = sum(grad * out) over all parts, each part gives its share by itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sinks_N: Tensor | None, blocks: _Blocks
+    ) -> Tensor:
+        wide = internal_dtype(q_SBND.dtype)
+        out_SBNE = q_SBND.new_zeros(*q_SBND.shape[:3], v_SBGE.shape[3], dtype=wide)
+        lse_SBN = q_SBND.new_full(q_SBND.shape[:3], 0.0 if blocks.spec.off_by_one else -math.inf, dtype=wide)
+        if sinks_N is not None:
+            lse_SBN[:] = sinks_N
+        for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
+            block = blocks.block(source)
+            if block is None:
+                continue
+            rows, keys = block.queries, block.keys
+            part = blocks.kernels.attention_block(q_SBND[rows], k_held[keys], v_held[keys], *block.arguments)
+            merge_(out_SBNE[rows], lse_SBN[rows], *part)
+        ctx.blocks = blocks
+        out_SBNE = out_SBNE.to(q_SBND.dtype)
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
+        return out_SBNE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN = ctx.saved_tensors
+        blocks: _Blocks = ctx.blocks
+        grad_SBNE, wide = grads[0], lse_SBN.dtype
+        delta_SBN = (grad_SBNE.to(wide) * out_SBNE.to(wide)).sum(dim=-1)
+        grad_q_SBND = torch.zeros_like(q_SBND, dtype=wide)
+        behind: Landing | None = None
+        for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
+            grad_kv = [torch.zeros_like(x, dtype=wide) for x in (k_held, v_held)]
+            block = blocks.block(source)
+            if block is not None:
+                rows, keys = block.queries, block.keys
+                at_rows = grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys], lse_SBN[rows], delta_SBN[rows]
+                grad_q, grad_k, grad_v = blocks.kernels.attention_block_grad(*at_rows, *block.arguments)
+                grad_q_SBND[rows] += grad_q
+                grad_kv[0][keys] = grad_k
+                grad_kv[1][keys] = grad_v
+            # The sum for these keys follows them round the ring, and is home after the last step.
+            total = pack(grad_kv)
+            if behind is not None:
+                total += behind()
+            behind = blocks.ring.pass_on(total)
+        assert behind is not None, "a ring has at least one rank"
+        grad_k, grad_v = unpack(behind(), (k_SBGD, v_SBGE))
+        grad_sinks = None
+        if sinks_N is not None:
+            grad_sinks = -((sinks_N.to(wide) - lse_SBN).exp() * delta_SBN).sum(dim=(0, 1)).to(sinks_N.dtype)
+        return grad_q_SBND.to(q_SBND.dtype), grad_k.to(k_SBGD.dtype), grad_v.to(v_SBGE.dtype), grad_sinks, None
+
+
+def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: Tensor) -> None:
+    """Takes the attention to another part of the keys into `out` and its log-sum-exp `lse`, in place."""
+    total_SBN = torch.logaddexp(lse_SBN, part_lse_SBN)
+    # a query that has seen nothing yet has minus infinity on both sides; its weights are 0
+    base_SBN = total_SBN.masked_fill(total_SBN == -math.inf, 0.0)
+    out_SBNE.mul_((lse_SBN - base_SBN).exp()[..., None])
+    out_SBNE.add_(part_SBNE * (part_lse_SBN - base_SBN).exp()[..., None])
+    lse_SBN.copy_(total_SBN)
+
+
+def visible_rows(query: Chunks, key: Chunks, spec: CoreAttentionSpec) -> tuple[slice, slice] | None:
+    """The smallest stretch of query rows and of key rows outside which there is nothing to see; None if there is
+    nothing at all. Under a causal mask it leaves out the half of the work that a zigzag split balances."""
+    left, right = spec.window or (-1, -1)
+    right = 0 if spec.causal else right
+    of_query: list[int] = []
+    of_key: list[int] = []
+    for first_query, queries in _with_first_row(query):
+        for first_key, keys in _with_first_row(key):
+            seeing = _near(queries, keys, before=right, after=left)
+            seen = _near(keys, queries, before=left, after=right)
+            if seeing and seen:
+                of_query += (first_query + place - queries.start for place in (seeing.start, seeing.stop))
+                of_key += (first_key + place - keys.start for place in (seen.start, seen.stop))
+    if not of_query:
+        return None
+    return slice(min(of_query), max(of_query)), slice(min(of_key), max(of_key))
+
+
+def _with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:
+    """Every chunk with the row at which it begins."""
+    row = 0
+    for chunk in chunks:
+        yield row, chunk
+        row += len(chunk)
+
+
+def _near(chunk: range, other: range, *, before: int, after: int) -> range:
+    """The places of `chunk` from `before` places before the other's first to `after` places behind its last; -1: any
+    distance."""
+    first = chunk.start if before < 0 else max(chunk.start, other.start - before)
+    end = chunk.stop if after < 0 else min(chunk.stop, other.stop + after)
+    return range(first, max(first, end))

@@ -47,6 +47,14 @@ class Grid:
             found.setdefault(outside, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
+    def cut(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
+        """The same ranks with one axis read as several, fastest first. Their sizes multiply to the axis's."""
+        size = dict(self.axes)[axis]
+        if prod(part for _, part in levels) != size:
+            sizes = " x ".join(f"{name} {part}" for name, part in levels)
+            raise FoldError(f"{sizes} is not the size {size} of axis {axis}")
+        return Grid(tuple(level for each in self.axes for level in (levels if each[0] == axis else (each,))))
+
 
 ATTENTION_GROUPS = (
     ("tp", ("tp",)),
@@ -84,12 +92,16 @@ def _grid(spec: ParallelSpec, sizes: dict[str, int], product: str) -> Grid:
 
 
 def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
-    """Name -> the groups of that name over the whole world, plus "embedding" (first and last stage) and "world"."""
+    """Name -> the groups of that name over the whole world, plus "embedding" (first and last stage) and "world";
+    with two levels of context parallelism also "cp_a2a" and "cp_p2p"."""
     attention, expert = attention_grid(spec), expert_grid(spec)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
     assert sorted(groups["pp"]) == sorted(expert.groups(("pp",))), f"pipeline groups of both grids differ for {spec}"
     groups["embedding"] = [holders for ranks in groups["pp"] for holders in _embedding_holders(ranks)]
+    if spec.cp_sub_axes is not None:
+        levels = tuple(zip(("cp_a2a", "cp_p2p"), spec.cp_sub_axes, strict=True))
+        groups |= {name: attention.cut("cp", levels).groups((name,)) for name, _ in levels}
     groups["world"] = [tuple(range(spec.world_size))]
     return groups
 
