@@ -30,6 +30,10 @@ class ParallelSpec:
     world_size: int = 1
     sequence_parallel: bool = False
     virtual_stages: int = 1
+    cp_split: Literal["zigzag", "contiguous"] = "zigzag"
+    """Which places of a sequence a context-parallel rank holds; see `parallel/sequence_split.py`."""
+    cp_sub_axes: tuple[int, int] | None = None
+    """(a2a, p2p) sizes of the two levels of "a2a+p2p", whose product is cp; neighbours exchange heads."""
     order: str = "tp-cp-ep-dp-pp"
     """Axes from the fastest varying rank to the slowest."""
     timeout_minutes: float = 10.0
@@ -43,3 +47,24 @@ class ParallelSpec:
     def edp(self) -> int:
         """Data-parallel size of the expert grid."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelSpec:
+    """How gradients and weights travel between the ranks that hold copies of a parameter. Sizes are in elements."""
+
+    sharded_optimizer: bool = False
+    """ZeRO-1: each rank keeps and steps its share of the optimizer's state."""
+    overlap_grad_reduce: bool = False
+    """A bucket's reduction starts when its last gradient of the step has arrived, while the backward goes on."""
+    overlap_param_gather: bool = False
+    """New weights are waited for where the forward first needs them."""
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    """Of all parameters of a rank together, about; instead of `bucket_size`. Neither: Megatron's rule."""
+    pad_buckets: bool = False
+    """Buckets end at multiples of 2^16, at which NCCL reaches its full bandwidth."""
+    average_in_collective: bool = False
+    """The collective takes the mean, instead of a sum that is divided afterwards."""
+    fp32_sums: bool = False
+    """Gradients of a narrower format travel in it, but are summed in fp32."""
