@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_moe.specs.schedule import Action
+from megatron_moe.specs.pipeline.actions import Action
 
 
 class Stage(Protocol):

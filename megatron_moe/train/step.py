@@ -25,8 +25,8 @@ from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.schedule.run import run_schedule
 from megatron_moe.specs.exitcodes import MemoryProblem
+from megatron_moe.specs.pipeline.schedule import schedule_actions
 from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.schedule import schedule_actions
 from megatron_moe.train.state import TrainState
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_moe.schedule.run import run_schedule
-from megatron_moe.specs.schedule import Action, schedule_actions
+from megatron_moe.specs.pipeline.actions import Action
+from megatron_moe.specs.pipeline.schedule import schedule_actions
 
 
 class RecordingStage:

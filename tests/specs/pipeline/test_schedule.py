@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_moe.specs.schedule import schedule_actions
+from megatron_moe.specs.pipeline.schedule import schedule_actions
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 7])
