@@ -54,7 +54,8 @@ class Tally:
         """Adds `value` (a scalar or a vector) under `name`.
 
         With "mean" the reported figure is sum of values / sum of counts (count: number of calls unless given); with
-        "sum" and "max" the sum and the largest value over microbatches and data-parallel ranks.
+        "sum" and "max" the sum and the largest value over microbatches and the ranks of a pipeline stage. So what
+        tensor or context parallel ranks all know enters a mean, and what each knows a part of may enter a sum.
         """
         value = value.detach().double()
         count = torch.ones((), device=value.device) if count is None else count.detach()
@@ -76,7 +77,7 @@ class Tally:
         return Tally(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
-        """Reduces over the data-parallel ranks, reads everything at once, and starts anew.
+        """Reduces over the ranks of the pipeline stage, reads everything at once, and starts anew.
 
         Every rank of the group must have recorded the same names with the same shapes, in any order.
         """
@@ -104,9 +105,9 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor | None:
 def _reduce_and_read(sums: Tensor | None, maxima: Tensor | None, context: ParallelContext) -> list[float]:
     """All reduced elements, last first, so that they can be popped in order.
 
-    Two all-reduces over "dp" (no gradient flows), a few kB for a hundred layers; one copy to the host.
+    Two all-reduces over "tp_dp_cp" (no gradient flows), a few kB for a hundred layers; one copy to the host.
     """
-    group = context.group("dp")
+    group = context.group("tp_dp_cp")
     reduced = []
     if sums is not None:
         reduced.append(all_reduce_(sums, group, "sum"))

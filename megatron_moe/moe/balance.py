@@ -4,14 +4,19 @@ All balancing losses are L = E * sum_e f_e P_e (Switch Transformer, arXiv 2101.0
 among all choices, P_e its mean score. L is 1 when the choices are even and E / K when all tokens choose the same K
 experts alone. They differ in what f and P are taken over:
 
-  aux_loss          one rank's microbatch
+  aux_loss          one microbatch
   seq_aux_loss      each sequence by itself; mean over the sequences
-  global_aux_loss   f: all ranks and all microbatches of the global batch so far; P: one rank's microbatch
+  global_aux_loss   f: all ranks and all microbatches of the global batch so far; P: one microbatch
 
 Choices and scores are those of a plain top-k, without groups, bias or dropping. Padding counts nowhere.
+
+Tensor and context parallel ranks (the group "tp_cp") hold parts of one microbatch. Each has the whole f and the whole
+number of tokens, but the scores of its own tokens alone: what it computes is its part of the loss, the sum over ranks
+is the loss, and each rank's gradient is that of its own tokens.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -47,19 +52,40 @@ def attach_loss(carrier: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
     return _AttachLoss.apply(carrier, loss, scale)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def z_loss(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906 eq. 5). Scalar, without coefficient."""
+class BatchTokens:
+    """Which tokens of a microbatch are real: `valid_T` of this rank's tokens (None: all of them), and how many in every
+    sequence on all ranks of `group`, which share the microbatch."""
+
+    def __init__(self, valid_T: Tensor | None, num_local: int, batch_size: int, group: Group) -> None:
+        self.valid_T = valid_T
+        self.group = group
+        self.batch_size = batch_size
+        self._num_local = num_local
+
+    @cached_property
+    def per_sequence_B(self) -> Tensor:
+        """int64 [B]"""
+        if self.valid_T is None:
+            per_rank = self._num_local // self.batch_size
+            return torch.full((self.batch_size,), per_rank * self.group.size, device=self.group.device)
+        # tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
+        return all_reduce_(self.valid_T.view(-1, self.batch_size).sum(dim=0), self.group)
+
+
+def z_loss(logits_TE: Tensor, tokens: BatchTokens) -> Tensor:
+    """Mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906 eq. 5), this rank's part of it. Scalar, without
+    coefficient."""
     squares_T = logits_TE.to(internal_dtype(logits_TE.dtype)).logsumexp(dim=-1).square()
-    if valid_T is None:
-        return squares_T.mean()
-    return torch.where(valid_T, squares_T, 0).sum() / valid_T.sum().clamp(min=1)
+    if tokens.valid_T is not None:
+        squares_T = torch.where(tokens.valid_T, squares_T, 0)
+    return squares_T.sum() / tokens.per_sequence_B.sum().clamp(min=1)
 
 
 def load_balancing_loss(counts_GE: Tensor, score_sums_GE: Tensor, num_tokens_G: Tensor) -> Tensor:
     """E * sum_e f_e P_e for each set of tokens G; 0 for a set without tokens.
 
-    counts_GE: choices per expert, of whichever tokens f is taken over; score_sums_GE: sum of the scores over the
-    `num_tokens_G` tokens that P is taken over.
+    counts_GE: choices per expert, of whichever tokens f is taken over; score_sums_GE: sum of the scores over those of
+    the `num_tokens_G` tokens that P is taken over which are on this rank.
     """
     counts_GE = counts_GE.to(score_sums_GE.dtype)
     share_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -68,48 +94,47 @@ def load_balancing_loss(counts_GE: Tensor, score_sums_GE: Tensor, num_tokens_G: 
 
 
 class BalancingLosses:
-    """What one microbatch's balancing losses are computed from: scores [T, E] that sum to 1 per token, and choices."""
+    """What one microbatch's balancing losses are computed from: scores [T, E] that sum to 1 per token, and choices, of
+    this rank's tokens."""
 
-    def __init__(
-        self, kernels: Kernels, scores_TE: Tensor, ids_TK: Tensor, valid_T: Tensor | None, batch_size: int
-    ) -> None:
-        self._kernels = kernels
-        self._batch_size = batch_size
+    def __init__(self, kernels: Kernels, scores_TE: Tensor, ids_TK: Tensor, tokens: BatchTokens) -> None:
+        self._tokens = tokens
         self._num_experts = scores_TE.shape[1]
-        if valid_T is None:
-            valid_T = torch.ones(len(scores_TE), dtype=torch.bool, device=scores_TE.device)
-        else:
-            scores_TE = scores_TE * valid_T[:, None]
-            ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
+        if tokens.valid_T is not None:
+            scores_TE = scores_TE * tokens.valid_T[:, None]
+            ids_TK = ids_TK.masked_fill(~tokens.valid_T[:, None], -1)
         self._scores_TE = scores_TE
-        self._ids_TK = ids_TK
-        self._valid_T = valid_T
+        # every sequence gets experts of its own: token t belongs to sequence t % B
+        sequence_T = torch.arange(len(ids_TK), device=ids_TK.device) % tokens.batch_size
+        ids_TK = torch.where(ids_TK < 0, -1, ids_TK + (sequence_T * self._num_experts)[:, None])
+        counts = kernels.count_tokens(ids_TK, tokens.batch_size * self._num_experts)
+        self._counts_BE = counts.view(tokens.batch_size, self._num_experts)
 
-    def counts(self) -> Tensor:
-        """Choices per expert, int64 [E]."""
-        return self._kernels.count_tokens(self._ids_TK, self._num_experts)
+    @cached_property
+    def _whole_counts_BE(self) -> Tensor:
+        """Choices per sequence and expert, int64, of the whole microbatch."""
+        # tp x cp: 8 * B * E bytes per layer and microbatch; no gradient flows through counts
+        return all_reduce_(self._counts_BE.clone(), self._tokens.group)
 
-    def over_microbatch(self, counts_E: Tensor) -> Tensor:
+    def over_microbatch(self) -> Tensor:
+        """The loss with shares and mean scores of this microbatch."""
+        return self.with_shares_of(self._whole_counts_BE.sum(dim=0))
+
+    def with_shares_of(self, counts_E: Tensor) -> Tensor:
         """The loss with the mean scores of this microbatch and the shares of `counts_E`."""
-        return load_balancing_loss(counts_E, self._scores_TE.sum(dim=0), self._valid_T.sum())
+        return load_balancing_loss(counts_E, self._scores_TE.sum(dim=0), self._tokens.per_sequence_B.sum())
 
     def over_sequences(self) -> Tensor:
         """Mean of the losses of the sequences. A sequence of padding alone is no sequence."""
-        batch, experts = self._batch_size, self._num_experts
-        # every sequence gets experts of its own: token t belongs to sequence t % B
-        sequence_T = torch.arange(len(self._ids_TK), device=self._ids_TK.device) % batch
-        ids_TK = torch.where(self._ids_TK < 0, -1, self._ids_TK + (sequence_T * experts)[:, None])
-        counts_BE = self._kernels.count_tokens(ids_TK, batch * experts).view(batch, experts)
-        score_sums_BE = self._scores_TE.view(-1, batch, experts).sum(dim=0)
-        num_tokens_B = self._valid_T.view(-1, batch).sum(dim=0)
-        losses_B = load_balancing_loss(counts_BE, score_sums_BE, num_tokens_B)
+        num_tokens_B = self._tokens.per_sequence_B
+        score_sums_BE = self._scores_TE.view(-1, self._tokens.batch_size, self._num_experts).sum(dim=0)
+        losses_B = load_balancing_loss(self._whole_counts_BE, score_sums_BE, num_tokens_B)
         return losses_B.sum() / (num_tokens_B > 0).sum().clamp(min=1)
 
-
-def add_global_counts_(running_E: Tensor, counts_E: Tensor, group: Group) -> Tensor:
-    """Adds the counts of all ranks to the running counts of this global batch, in place."""
-    # tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
-    return running_E.add_(all_reduce_(counts_E.clone(), group))
+    def counts_over(self, group: Group) -> Tensor:
+        """Choices per expert, int64 [E], over all ranks of a group that holds other microbatches too."""
+        # tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
+        return all_reduce_(self._counts_BE.sum(dim=0), group)
 
 
 class BalancedRouter(Protocol):

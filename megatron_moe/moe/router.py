@@ -13,11 +13,17 @@ from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.logs.tally import Tally
 from megatron_moe.moe import metrics
-from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, add_global_counts_, attach_loss, z_loss
+from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, BatchTokens, attach_loss, z_loss
 from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.gate import forced_logits, gate_product, jitter
-from megatron_moe.moe.selection import expert_choice, quantile_choice, quantile_thresholds, sinkhorn_choice
+from megatron_moe.moe.selection import (
+    expert_choice,
+    quantile_choice,
+    quantile_thresholds,
+    sinkhorn_choice,
+    whole_microbatch,
+)
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor import my_positions, sequence_part
@@ -77,23 +83,28 @@ class Router(nn.Module):
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
         """hidden [S, B, H] -> where its T = S * B tokens go, t = s * B + b.
 
-        `given_ids_TK` replays a choice (`Routing.chosen_TK` of the first time) with today's weights. Losses, counts and
-        metrics are made in training with gradients enabled, and only then.
+        `given_ids_TK` replays a choice (`Routing.chosen_TK` of the first time) with today's weights. Losses are made in
+        training alone: they enter the gradient and are counted where gradients are enabled, and are reported where
+        there is a tally. A forward that is computed twice has a tally first and gradients then, so each happens once.
         """
-        recording = meta.training and torch.is_grad_enabled()
+        recording = meta.training and (torch.is_grad_enabled() or meta.tally is not None)
         valid_T = None if meta.valid_BS is None else my_positions(meta.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, meta)
-        if recording:
-            logits_TE = self._attach_z_loss(logits_TE, valid_T, meta)
+        tokens = (
+            BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp")) if recording else None
+        )
+        if tokens is not None:
+            logits_TE = self._attach_z_loss(logits_TE, tokens, meta)
         if "expert_choice" in self.spec.balancing:
             assert given_ids_TK is None, "expert choice has no ids per token to replay"
             routing = self._choose_tokens(logits_TE, valid_T)
         else:
-            routing = self._choose_experts(logits_TE, valid_T, given_ids_TK, balance=recording)
-        if not recording:
+            routing = self._choose_experts(logits_TE, valid_T, given_ids_TK, balance=meta.training)
+        if tokens is None:
             return routing
-        routing = self._attach_balancing_losses(routing, logits_TE, valid_T, meta, hidden_SBH.shape[1])
-        self._count(routing, logits_TE, valid_T)
+        routing = self._attach_balancing_losses(routing, logits_TE, tokens, meta)
+        if torch.is_grad_enabled():
+            self._count(routing, logits_TE, valid_T)
         if meta.tally is not None:
             self._record(meta.tally, routing, valid_T)
         return routing
@@ -125,12 +136,11 @@ class Router(nn.Module):
             (*bias_key, "forced bias", self.layer),
         )
 
-    def _attach_z_loss(self, logits_TE: Tensor, valid_T: Tensor | None, meta: TokenMeta) -> Tensor:
+    def _attach_z_loss(self, logits_TE: Tensor, tokens: BatchTokens, meta: TokenMeta) -> Tensor:
         if not self.spec.z_loss_coeff:
             return logits_TE
-        loss = z_loss(logits_TE, valid_T)
-        if meta.tally is not None:
-            meta.tally.record("z_loss", loss, layer=self.layer)
+        loss = z_loss(logits_TE, tokens)
+        self._report("z_loss", loss, meta)
         return attach_loss(logits_TE, loss * self.spec.z_loss_coeff, meta.aux_scale)
 
     def _choose_experts(
@@ -185,36 +195,43 @@ class Router(nn.Module):
         )
 
     def _attach_balancing_losses(
-        self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None, meta: TokenMeta, batch_size: int
+        self, routing: Routing, logits_TE: Tensor, tokens: BatchTokens, meta: TokenMeta
     ) -> Routing:
         coeffs = dict(zip(self.spec.balancing, self.spec.aux_loss_coeffs, strict=True))
         wanted = [(kind, name) for kind, name in LOSS_NAMES if coeffs.get(kind)]
         if not wanted:
             return routing
         scores_TE, ids_TK = self.kernels.balance_scores(logits_TE, self.spec)
-        losses = BalancingLosses(self.kernels, scores_TE, ids_TK, valid_T, batch_size)
+        losses = BalancingLosses(self.kernels, scores_TE, ids_TK, tokens)
         weighted = []
         for kind, name in wanted:
             loss = self._balancing_loss(kind, losses)
             weighted.append(coeffs[kind] * loss)
-            if meta.tally is not None:
-                meta.tally.record(name, loss, layer=self.layer)
+            self._report(name, loss, meta)
         assert routing.probs_TK is not None
         return replace(routing, probs_TK=attach_loss(routing.probs_TK, torch.stack(weighted).sum(), meta.aux_scale))
 
     def _balancing_loss(self, kind: Balancing, losses: BalancingLosses) -> Tensor:
         if kind == "seq_aux_loss":
             return losses.over_sequences()
-        counts_E = losses.counts()
-        if kind == "global_aux_loss":
-            counts_E = add_global_counts_(self.global_counts, counts_E, self.ctx.group("tp_dp_cp"))
-        return losses.over_microbatch(counts_E)
+        if kind == "aux_loss":
+            return losses.over_microbatch()
+        counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
+        if torch.is_grad_enabled():
+            self.global_counts.copy_(counts_E)
+        return losses.with_shares_of(counts_E)
+
+    def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
+        """Each rank has its part of a loss; the mean over ranks, which the tally takes, has to be their sum."""
+        if meta.tally is not None:
+            meta.tally.record(name, loss * self.ctx.group("tp_cp").size, layer=self.layer)
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Remembers what the update at the end of the global batch needs."""
         if self.expert_bias is not None:
             self.tokens_since_update += routing.counts_E
         if self.quantile_thresholds is not None:
+            logits_TE, valid_T = whole_microbatch(logits_TE, valid_T, self.ctx.group("tp_cp"))
             thresholds_E, counted = quantile_thresholds(logits_TE, self.quantile_thresholds, self.spec.topk, valid_T)
             self.threshold_sums += thresholds_E
             self.threshold_count += counted
@@ -225,15 +242,15 @@ class Router(nn.Module):
         if routing.map_TE is not None:
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
-            metrics.record_load(tally, self.layer, routing.counts_E)
-            metrics.record_drops(tally, self.layer, num_tokens - met_T.sum(), num_tokens)
-            return
-        assert routing.chosen_TK is not None
-        asked_E = routing.counts_E
-        if self.capacity is not None:
-            asked_E = self.kernels.count_tokens(routing.chosen_TK, self.spec.num_experts)
-        metrics.record_load(tally, self.layer, asked_E)
-        metrics.record_drops(tally, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
+            asked_E, dropped, total = routing.counts_E, num_tokens - met_T.sum(), num_tokens
+        else:
+            assert routing.chosen_TK is not None
+            asked_E = routing.counts_E
+            if self.capacity is not None:
+                asked_E = self.kernels.count_tokens(routing.chosen_TK, self.spec.num_experts)
+            dropped, total = (asked_E - routing.counts_E).sum(), asked_E.sum()
+        metrics.record_load(tally, self.layer, asked_E, self.ctx.group("tp_cp"))
+        metrics.record_drops(tally, self.layer, dropped, total)
 
     def batch_sums(self) -> Tensor:
         """See `balance.BalancedRouter`."""

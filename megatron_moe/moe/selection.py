@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.parallel.alltoall import AllGather, run
+from megatron_moe.parallel.context import Group
 from megatron_moe.specs.moe import RouterSpec
 
 SINKHORN_TOLERANCE = 1e-4
@@ -95,6 +97,16 @@ def quantile_thresholds(
     found_E = column_TE.sort(dim=0, descending=True).values.gather(0, target).squeeze(0)
     has_tokens = num_tokens > 0
     return torch.where(has_tokens, found_E, 0).double(), has_tokens
+
+
+def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
+    """Logits and validity of the tokens of all ranks of `group`, which share a microbatch, without gradient."""
+    if group.size == 1:
+        return logits_TE, valid_T
+    # tp x cp: T * E logits and T bytes per layer and microbatch, for quantile balancing alone
+    everyone = AllGather(group)
+    whole_TE = run(everyone, logits_TE.detach())
+    return whole_TE, None if valid_T is None else run(everyone, valid_T.to(torch.uint8)).bool()
 
 
 # expert choice (arXiv 2202.09368)

@@ -12,6 +12,8 @@ from megatron_moe.specs.moe import CapacitySpec
 from tests.moe.routers import logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
 from tests.tolerances import FP64_REF
 
+ONE_RANK = ParallelContext.single().group("tp_cp")
+
 
 def _figures(tally: Tally) -> dict:
     return {name: metric.layers[3] for name, metric in tally.take(ParallelContext.single()).items()}
@@ -20,7 +22,7 @@ def _figures(tally: Tally) -> dict:
 def _load(*microbatches: list[int]) -> dict:
     tally = Tally()
     for counts in microbatches:
-        record_load(tally, 3, torch.tensor(counts))
+        record_load(tally, 3, torch.tensor(counts), ONE_RANK)
     return _figures(tally)
 
 

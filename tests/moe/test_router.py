@@ -197,18 +197,41 @@ def test_given_ids_replay_a_routing(capacity, fields):
     assert not torch.equal(router(hidden, meta).chosen_TK, first.chosen_TK)
 
 
-@pytest.mark.parametrize("how", ["evaluation", "no gradient"])
-def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss(how):
+def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss():
     router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
     hidden, tally = make_hidden(), Tally()
-    meta = make_meta(hidden, tally=tally, training=how != "evaluation")
-    with torch.set_grad_enabled(how == "evaluation"):
-        routing = router(hidden, meta)
+    routing = router(hidden, make_meta(hidden, tally=tally, training=False))
     assert not tally.entries
     assert router.tokens_since_update.sum() == 0 and router.global_counts.sum() == 0
-    if how == "evaluation":
-        (routing.probs_TK * 0).sum().backward()
-        assert router.weight.grad.abs().max() == 0
+    (routing.probs_TK * 0).sum().backward()
+    assert router.weight.grad.abs().max() == 0
+
+
+def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
+    """Recomputation: first without gradients and with the tally, later with gradients and without it."""
+    fields = {"score_function": "sigmoid", "expert_bias": True, **ALL_LOSSES}
+    once, twice, hidden = make_router(**fields), make_router(**fields), make_hidden()
+    tallies = Tally(), Tally()
+    for _ in range(2):
+        _objective(once, hidden, make_meta(hidden, tally=tallies[0]))
+        with torch.no_grad():
+            first = twice(hidden, make_meta(hidden, tally=tallies[1]))
+        EXACT.check(twice(hidden, make_meta(hidden)).ids_TK, first.ids_TK, "choices")
+    assert once.tokens_since_update.sum() > 0, "the counters of the test's own model"
+    EXACT.check(twice.tokens_since_update, once.tokens_since_update, "load for the bias")
+    EXACT.check(twice.global_counts, once.global_counts, "counts for the global loss")
+    assert tallies[0].entries.keys() == tallies[1].entries.keys()
+    for key, entry in tallies[0].entries.items():
+        EXACT.check(tallies[1].entries[key].value, entry.value, f"{key}")
+        EXACT.check(tallies[1].entries[key].count, entry.count, f"count of {key}")
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "quantile_balancing"])
+def test_the_choice_is_the_same_without_gradients_in_training(balancing):
+    router, hidden = make_router(balancing=(balancing,)), make_hidden()
+    with torch.no_grad():
+        first = router(hidden, make_meta(hidden))
+    EXACT.check(router(hidden, make_meta(hidden)).ids_TK, first.ids_TK, "choices")
 
 
 def test_training_counts_and_records():
