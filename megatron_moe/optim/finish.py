@@ -5,6 +5,7 @@ parameter of the attention grid is replicated over dp x cp ranks, an expert over
 all dp x cp ranks (the expert's came through dispatch), so both are divided by dp x cp.
 """
 
+import torch
 from torch import Tensor
 
 from megatron_moe.optim.buckets import GradBuffers
@@ -21,6 +22,7 @@ def finish_gradients(buffers: GradBuffers, context: ParallelContext, *, token_co
     scalar on the device. No token at all leaves a gradient of zero.
     """
     buffers.complete()
+    sum_partial_gradients(buffers, context)
     num_ranks = context.group("dp_cp").size
     for buffer in buffers.buffers:
         if token_count is None and num_ranks > 1:
@@ -31,6 +33,18 @@ def finish_gradients(buffers: GradBuffers, context: ParallelContext, *, token_co
             all_reduce_(buffer.grads[start:end], group)
         if token_count is not None:
             buffer.grads.div_(token_count.clamp(min=1).to(buffer.grads.dtype))
+
+
+def sum_partial_gradients(buffers: GradBuffers, context: ParallelContext) -> None:
+    """Sums, in place, the gradients of which each tensor parallel rank computed a part (`ParamMeta.partial_over_tp`)."""
+    group = context.group("tp")
+    grads = [slot.main_grad for slot in buffers.slots if slot.parameter.meta.partial_over_tp]
+    if group.size == 1 or not grads:
+        return
+    # tp: norms, gates and biases, a few H-wide vectors and E * H per layer, as one collective
+    flat = all_reduce_(torch.cat([grad.flatten() for grad in grads]), group)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
 
 
 def reduction_group(grid: Grid) -> str:
