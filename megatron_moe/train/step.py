@@ -144,13 +144,17 @@ class Trainer:
 
     def _prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
         """Gives every microbatch what the step knows and the data does not: scales, random keys, the tally."""
-        group = self.context.group("dp")
+        group, cp = self.context.group("dp"), self.context.group("cp")
         prepared = []
         for index, batch in enumerate(batches):
-            tokens = batch.loss_mask_BS.sum() if self.plan.loop.per_token_loss else None
+            # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
+            aux_scale: Tensor | float = cp.size / len(batches)
+            if self.plan.loop.per_token_loss:
+                # cp: 8 bytes; the tokens of the whole microbatch
+                aux_scale = all_reduce_(batch.loss_mask_BS.sum(), cp)
             meta = replace(
                 batch.meta,
-                aux_scale=1.0 / len(batches) if tokens is None else tokens,
+                aux_scale=aux_scale,
                 # The place in the global batch, so that random draws do not depend on the number of ranks.
                 random_key=(self.plan.loop.seed, iteration, index * group.size + group.rank),
                 tally=self.tally,
