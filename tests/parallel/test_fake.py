@@ -1,0 +1,159 @@
+"""One process plays any rank of any world: groups that agree with each other, and models of a thousand ranks."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.specs.count import count_parameters
+from megatron_moe.specs.model import ModelSpec
+from megatron_moe.specs.parallel import ParallelSpec
+from tests import tiny, zoo
+from tests.tolerances import EXACT
+
+KERNELS = reference.bundle()
+FOLDS = {
+    "wide experts": ParallelSpec(world_size=1024, pp=16, tp=2, ep=64, sequence_parallel=True),
+    "experts beyond data parallelism": ParallelSpec(
+        world_size=1024, tp=4, cp=2, pp=4, ep=64, etp=2, sequence_parallel=True
+    ),
+    "pipeline before data": ParallelSpec(
+        world_size=1024, tp=8, pp=8, ep=8, sequence_parallel=True, order="tp-cp-ep-pp-dp"
+    ),
+}
+
+
+class playing:
+    """The context of one rank, for the length of a `with`."""
+
+    def __init__(self, spec: ParallelSpec, rank: int, **changes) -> None:
+        self._context = ParallelContext.fake(spec, rank, **changes)
+
+    def __enter__(self) -> ParallelContext:
+        return self._context
+
+    def __exit__(self, *error) -> None:
+        self._context.stop()
+
+
+def groups_of(spec: ParallelSpec, rank: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """name -> (ranks, own index)."""
+    names = ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp", "etp", "ep", "edp", "etp_ep", "world")
+    with playing(spec, rank) as context:
+        return {name: (context.group(name).ranks, context.group(name).rank) for name in names}
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_members_of_a_group_agree_on_it(fold):
+    spec = FOLDS[fold]
+    for rank in (0, 517, 1023):
+        for name, (ranks, index) in groups_of(spec, rank).items():
+            assert ranks[index] == rank
+            for mate in {ranks[0], ranks[len(ranks) // 2], ranks[-1]} - {rank}:
+                theirs, place = groups_of(spec, mate)[name]
+                assert theirs == ranks and theirs[place] == mate, f"{name} of rank {rank} and of rank {mate}"
+
+
+def test_collectives_leave_local_tensors_as_they_are():
+    with playing(ParallelSpec(world_size=64, tp=8), 5, device="cpu") as context:
+        group = context.group("tp")
+        assert (group.size, group.rank) == (8, 5)
+        EXACT.check(all_reduce_(torch.arange(3.0), group), [0.0, 1.0, 2.0])
+        assert all_gather_flat(torch.empty(24), torch.arange(3.0), group).shape == (24,)
+
+
+def test_a_process_plays_one_rank_at_a_time_and_then_another():
+    spec = ParallelSpec(world_size=4, tp=2)
+    with playing(spec, 1):
+        with pytest.raises(AssertionError, match="belongs to a process group already"):
+            ParallelContext.fake(spec, 2)
+    with playing(spec, 3) as context:
+        assert context.rank == 3
+    assert not dist.is_initialized()
+
+
+def stage_of(spec: ModelSpec, context: ParallelContext) -> GPT:
+    """The stage of this rank when layers are shared out evenly, the surplus to the first stages."""
+    stage = context.group("pp")
+    share, surplus = divmod(len(spec.layers), stage.size)
+    start = stage.rank * share + min(stage.rank, surplus)
+    layers = range(start, start + share + (stage.rank < surplus))
+    return GPT(spec, context, KERNELS, layers=layers, first=stage.rank == 0, last=stage.rank == stage.size - 1)
+
+
+def over_ranks(spec: ModelSpec) -> ModelSpec:
+    layers = [
+        replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
+        for layer in spec.layers
+    ]
+    return replace(spec, layers=tuple(layers))
+
+
+def deepseek_v3() -> ModelSpec:
+    return over_ranks(zoo.model_spec(next(row for row in zoo.zoo_rows() if str(row) == "DeepSeek-V3")))
+
+
+def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
+    spec, fold = deepseek_v3(), FOLDS["wide experts"]
+    for rank in (0, 517, 1023):
+        start = time.perf_counter()
+        with playing(fold, rank) as context:
+            parameters = list(stage_of(spec, context).parameters())
+        seconds = time.perf_counter() - start
+        assert seconds < 10, f"rank {rank} took {seconds:.1f} s"
+        assert all(parameter.is_meta for parameter in parameters)
+        held = sum(parameter.numel() for parameter in parameters)
+        assert 1.0e9 < held < 2.6e9, f"rank {rank} holds {held:,} parameters"
+
+
+def owned(parameter: Parameter, context: ParallelContext) -> bool:
+    """Of all ranks that hold these elements, this is the first."""
+    experts = parameter.meta.grid == "expert"
+    copies = ["edp"] if experts else ["dp_cp"]
+    if parameter.meta.tp_dim is None:
+        copies.append("etp" if experts else "tp")
+    if parameter.meta.shared_stages:
+        copies.append("pp")
+    return all(context.group(name).rank == 0 for name in copies)
+
+
+def owned_over_world(model: ModelSpec, spec: ParallelSpec) -> Counter:
+    """Global name -> elements that some rank owns."""
+    total: Counter = Counter()
+    for rank in range(spec.world_size):
+        with playing(spec, rank) as context:
+            for name, parameter in stage_of(model, context).named_parameters():
+                total[name] += parameter.numel() * owned(parameter, context)
+    return total
+
+
+TINY_FOLDS = {
+    "data": ParallelSpec(world_size=4),
+    "experts over data": ParallelSpec(world_size=8, ep=4),
+    "experts over everything": ParallelSpec(world_size=8, tp=2, cp=2, ep=8, sequence_parallel=True),
+    "experts cut": ParallelSpec(world_size=8, tp=2, ep=2, etp=2, sequence_parallel=True),
+    "stages": ParallelSpec(world_size=16, tp=2, pp=2, cp=2, ep=4, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("fold", TINY_FOLDS)
+def test_owned_elements_over_the_world_are_those_of_the_model(fold):
+    model = over_ranks(tiny.model())
+    whole = {name: p.numel() for name, p in GPT(model, ParallelContext.single(), KERNELS).named_parameters()}
+    assert owned_over_world(model, TINY_FOLDS[fold]) == whole
+
+
+def test_owned_elements_of_deepseek_v3_over_the_world_are_its_published_size():
+    model = replace(deepseek_v3(), mtp=None)
+    spec = ParallelSpec(world_size=64, pp=4, tp=2, ep=8, sequence_parallel=True)
+    total = sum(owned_over_world(model, spec).values())
+    assert total == count_parameters(model).total
+    assert round(total / 1e9) == 671
