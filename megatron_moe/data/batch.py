@@ -49,6 +49,10 @@ class TokenMeta:
     """cos_SBD and sin_SBD of every kind of rotation in the model, made from the positions once per microbatch. Set by
     the model before its layers run; others leave it None."""
 
+    def take(self, x_BS: Tensor) -> Tensor:
+        """What this rank holds of a tensor over the whole sequence."""
+        return x_BS if self.part is None else self.part.take(x_BS)
+
     def key(self, site: str) -> Key | None:
         """The key of the random draws of one site; None in evaluation."""
         return None if self.random_key is None or not self.training else (*self.random_key, site)

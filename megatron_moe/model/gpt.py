@@ -27,8 +27,8 @@ class LossOutput:
     """Losses of every token, in promote(fp32, dtype), not yet weighted."""
 
     loss_BS: Tensor
-    mtp_losses: tuple[tuple[Tensor, Tensor], ...] = ()
-    """(loss_BS, weights_BS) of every depth of multi-token prediction."""
+    mtp_losses: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
+    """(loss_BS, weights_BS, sum of the weights over the whole sequence) of every depth of multi-token prediction."""
 
 
 class Decoder(nn.Module):
@@ -117,9 +117,12 @@ class GPT(nn.Module):
     def _loss(self, hidden_SBH: Tensor, labels_BS: Tensor, *, detach: bool = False) -> Tensor:
         return self._head.loss(self._logits(hidden_SBH, detach=detach), labels_BS)
 
-    def _mtp_losses(self, mtp: MTP, hidden_SBH: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    def _mtp_losses(
+        self, mtp: MTP, hidden_SBH: Tensor, batch: MicroBatch
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for ahead in mtp(hidden_SBH, batch, self.embedding):
-            yield self._loss(ahead.hidden_SBH, ahead.labels_BS, detach=mtp.spec.detach_heads), ahead.weights_BS
+            loss_BS = self._loss(ahead.hidden_SBH, ahead.labels_BS, detach=mtp.spec.detach_heads)
+            yield loss_BS, ahead.weights_BS, ahead.num_tokens
 
     @property
     def _head(self) -> Head:
@@ -136,15 +139,20 @@ def objective(
     the weighted sum, which the step divides once by the tokens of the global batch. Depth d of multi-token prediction
     adds factor / D times its own mean; with `per_token` that mean times the tokens of the microbatch, so that fewer
     tokens at greater depth weigh as much as all. Records "mtp_{d} loss" in the batch's tally.
+
+    A context-parallel rank has the sum over its part of the sequence, but divides by the tokens of the whole. Its means
+    are taken times the number of ranks, because gradients and metrics are averaged over them.
     """
-    tokens = batch.loss_mask_BS.sum()
-    total = (output.loss_BS * batch.loss_mask_BS).sum()
-    scalar = total if per_token else total / tokens.clamp(min=1)
+    mask_BS = batch.loss_mask_BS
+    total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()
+    tokens = own_tokens if batch.whole is None else batch.whole.loss_mask_BS.sum()
+    num_parts = 1 if batch.meta.part is None else len(batch.meta.part.of_ranks)
+    scalar = total if per_token else total / tokens.clamp(min=1) * num_parts
     if mtp is not None:
-        for depth, (loss_BS, weights_BS) in enumerate(output.mtp_losses, start=1):
-            mean = (loss_BS * weights_BS).sum() / weights_BS.sum().clamp(min=1)
+        for depth, (loss_BS, weights_BS, num_ahead) in enumerate(output.mtp_losses, start=1):
+            mean = (loss_BS * weights_BS).sum() / num_ahead.clamp(min=1)
             share = mtp.loss_scaling_factor / mtp.num_layers
-            scalar = scalar + share * (mean * tokens if per_token else mean)
+            scalar = scalar + share * (mean * (tokens if per_token else num_parts))
             if batch.meta.tally is not None:
-                batch.meta.tally.record(f"mtp_{depth} loss", mean)
-    return scalar, {"lm loss": (total.detach(), tokens.detach())}
+                batch.meta.tally.record(f"mtp_{depth} loss", mean * num_parts)
+    return scalar, {"lm loss": (total.detach(), own_tokens.detach())}

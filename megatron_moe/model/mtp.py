@@ -7,7 +7,8 @@ Depth d = 1 .. D predicts the token d places further ahead than the model itself
 
 with h_0 the model's hidden state after its final norm, and the embedding and the head shared with the model. Labels and
 loss weights move left with the tokens, so a position whose label would lie beyond the sequence (or its document) has
-weight 0. Rotary positions stay those of the hidden state; only learned positions move with the tokens.
+weight 0. Rotary positions stay those of the hidden state; only learned positions move with the tokens. A
+context-parallel rank moves the whole sequence and takes its part, since a place's next may be another rank's.
 """
 
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ class Ahead:
     hidden_SBH: Tensor
     labels_BS: Tensor
     weights_BS: Tensor
+    num_tokens: Tensor
+    """Sum of the weights over the whole sequence, of which a context-parallel rank has a part."""
 
 
 class MTPLayer(nn.Module):
@@ -70,33 +73,34 @@ class MTP(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, batch: MicroBatch, embedding: Embedding) -> Iterator[Ahead]:
         """Yields one `Ahead` per depth, so that the loss of one depth can be taken before the next is run."""
-        spec, segments_BS = self.spec, batch.meta.segments_BS
+        spec, whole = self.spec, batch.whole or batch
+        segments_BS = whole.meta.segments_BS
+        take = batch.meta.take
         if spec.detach_heads:
             hidden_SBH = hidden_SBH.detach()
-        positions_BS, meta = batch.meta.positions_BS, batch.meta
-        tokens_BS, labels_BS, weights_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
+        positions_BS, valid_BS = whole.meta.positions_BS, whole.meta.valid_BS
+        tokens_BS, labels_BS, weights_BS = whole.tokens_BS, whole.labels_BS, whole.loss_mask_BS
         for depth in range(spec.num_layers):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
             labels_BS, weights_BS = shift(labels_BS, segments_BS), shift(weights_BS, segments_BS)
-            meta = self._look_ahead(meta, batch.meta, depth)
-            embedded_SBH = embedding(tokens_BS, positions_BS, meta)
+            if valid_BS is not None:
+                # A place without a token ahead counts as its own token does, so that an all-true mask equals no mask.
+                valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
+            meta = self._look_ahead(batch.meta, None if valid_BS is None else take(valid_BS), depth)
+            embedded_SBH = embedding(take(tokens_BS), take(positions_BS), meta)
             if spec.detach_heads:
                 embedded_SBH = embedded_SBH.detach()
             hidden_SBH = self.layers[str(depth % self.num_layers)](hidden_SBH, embedded_SBH, meta)
-            yield Ahead(hidden_SBH, labels_BS, weights_BS)
+            yield Ahead(hidden_SBH, take(labels_BS), take(weights_BS), weights_BS.sum())
 
-    def _look_ahead(self, meta: TokenMeta, model_meta: TokenMeta, depth: int) -> TokenMeta:
-        """The meta of a depth from that of the depth before it and that of the model."""
-        valid_BS = meta.valid_BS
-        if valid_BS is not None:
-            # A place without a token ahead counts as its own token does, so that an all-true mask equals no mask.
-            valid_BS = valid_BS & shift(valid_BS, meta.segments_BS, fill=True)
-        key = model_meta.random_key
+    def _look_ahead(self, meta: TokenMeta, valid_BS: Tensor | None, depth: int) -> TokenMeta:
+        """The meta of a depth from that of the model."""
+        key = meta.random_key
         return replace(
             meta,
             valid_BS=valid_BS,
             # A repeated layer adds its balancing losses once per depth; together they weigh as one layer's.
-            aux_scale=model_meta.aux_scale / (self.spec.num_layers if self.spec.repeated_layer else 1),
+            aux_scale=meta.aux_scale / (self.spec.num_layers if self.spec.repeated_layer else 1),
             random_key=None if key is None else (*key, "mtp", depth),
         )
 

@@ -37,8 +37,8 @@ class Numbered:
 
 
 def rank_context(rank: int = 0, dp: int = 1, dtype: torch.dtype = torch.float64) -> Any:
-    group = SimpleNamespace(rank=rank, size=dp)
-    return SimpleNamespace(group=lambda name: group, device=torch.device("cpu"), dtype=dtype)
+    groups = {"dp": SimpleNamespace(rank=rank, size=dp), "cp": SimpleNamespace(rank=0, size=1)}
+    return SimpleNamespace(group=groups.__getitem__, device=torch.device("cpu"), dtype=dtype)
 
 
 def loader(

@@ -149,7 +149,7 @@ def test_losses_of_all_depths_are_recorded():
     model, batch = build(spec), microbatch(tally=tally)
     output = model(batch)
     objective(output, batch, mtp=spec.mtp, per_token=False)
-    for depth, (loss_BS, weights_BS) in enumerate(output.mtp_losses, start=1):
+    for depth, (loss_BS, weights_BS, _) in enumerate(output.mtp_losses, start=1):
         entry = tally.entries[f"mtp_{depth} loss", None]
         FP64_REF.check(entry.value / entry.count, (loss_BS * weights_BS).sum() / weights_BS.sum(), f"depth {depth}")
 

@@ -1,0 +1,167 @@
+"""Core attention over a sequence split over ranks equals that of one rank, outputs and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.kernels.ops import Span
+from megatron_moe.model.core_attention import merge_, visible_rows
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.sequence_split import split_places
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.ranks import on_threads
+from tests.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
+from tests.tiny_models import randn, token_meta
+from tests.tolerances import EXACT, FP64_LAYOUT, FP64_REF
+
+EXCHANGES = ("p2p", "allgather", "a2a")
+CASES = {
+    "grouped queries": Case(),
+    "latent, unequal widths": Case(groups=4, width=7, value_width=3),
+    "one group": Case(groups=1),
+    "window": Case(core=(("window", (4, 0)),)),
+    "window of itself": Case(core=(("window", (0, 0)),)),
+    "window on both sides": Case(core=(("window", (3, 2)), ("causal", False))),
+    "open to the left": Case(core=(("window", (-1, 5)), ("causal", False))),
+    "not causal": Case(core=(("causal", False),)),
+    "sinks": Case(sinks=True),
+    "off by one": Case(core=(("off_by_one", True),)),
+    "documents": Case(segments=(0,) * 1 + (1,) * 9 + (2,) * 3 + (3,) * 11),
+    "documents, window, sinks": Case(
+        sinks=True, segments=(0,) * 10 + (1,) * 14, core=(("window", (5, 0)), ("softmax_scale", 0.7))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_over_split_sequences_is_attention(cp: int, exchange: str, case: Case) -> None:
+    check_equal(case, ParallelSpec(world_size=cp, cp=cp), exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_contiguous_chunks_give_the_same(exchange: str) -> None:
+    check_equal(CASES["documents, window, sinks"], ParallelSpec(world_size=4, cp=4, cp_split="contiguous"), exchange)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_both_levels_are_attention(case: Case) -> None:
+    check_equal(case, ParallelSpec(world_size=4, cp=4, cp_sub_axes=(2, 2)), "a2a+p2p")
+
+
+@pytest.mark.parametrize("sub_axes", [(1, 4), (4, 1), (2, 4), (4, 2)])
+def test_levels_may_differ_in_size(sub_axes: tuple[int, int]) -> None:
+    cp = sub_axes[0] * sub_axes[1]
+    case = Case(sinks=True, segments=(0,) * 20 + (1,) * 12, seq=32)
+    check_equal(case, ParallelSpec(world_size=cp, cp=cp, cp_sub_axes=sub_axes), "a2a+p2p")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_three_ranks_hold_one_place_per_chunk(exchange: str) -> None:
+    check_equal(Case(heads=3, groups=3, seq=6), ParallelSpec(world_size=3, cp=3), exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_ranks_of_other_axes_do_not_mix(exchange: str) -> None:
+    """tp 2 x cp 2 x dp 2: every cp pair computes the same case by itself."""
+    case = Case()
+    parallel = ParallelSpec(world_size=8, tp=2, cp=2)
+    expected = whole(case)
+    results = on_threads(parallel, lambda ctx: ctx.group("cp").rank)
+    assert results == [0, 0, 1, 1] * 2
+    # put together as if all eight ranks were parts: the first cp pair of every tp rank
+    own = split(case, ParallelSpec(world_size=2, cp=2), exchange)
+    FP64_LAYOUT.check_all(own, expected)
+
+
+def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
+    def on_rank(ctx: ParallelContext) -> None:
+        from_nowhere: Any = token_meta(1, 4)
+        x = randn(4, 1, 2, 3)
+        from megatron_moe.model.core_attention import core_attention
+
+        core_attention(x, x, x, None, CoreAttentionSpec(softmax_scale=1.0), from_nowhere, "site", ctx, KERNELS)
+
+    with pytest.raises(AssertionError, match="which part of the sequence"):
+        on_threads(ParallelSpec(world_size=2, cp=2), on_rank)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(AssertionError, match="3 heads do not divide among 2 ranks"):
+        split(Case(heads=3, groups=1), ParallelSpec(world_size=2, cp=2), "a2a")
+
+
+def test_a_query_that_has_seen_nothing_yet_takes_the_first_part_as_it_is() -> None:
+    out, lse = torch.zeros(3, 1, 2, 4).double(), torch.full((3, 1, 2), -torch.inf).double()
+    part, part_lse = randn(3, 1, 2, 4), randn(3, 1, 2, seed=5)
+    part_lse[0], part[0] = -torch.inf, 0
+    merge_(out, lse, part, part_lse)
+    EXACT.check(out, part)
+    assert torch.equal(lse, part_lse)
+
+
+@pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (2, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_visible_is_left_out(causal: bool, window: tuple[int, int] | None) -> None:
+    """The stretch of rows holds every pair that sees each other, and is as small as it can be."""
+    spec = CoreAttentionSpec(softmax_scale=1.0, causal=causal, window=window)
+    parts = split_places("zigzag", SEQ, 3)
+    for query in parts:
+        for key in parts:
+            visible = reference_mask(query, key, spec).nonzero()
+            if not len(visible):
+                assert visible_rows(query, key, spec) is None
+                continue
+            (first_q, first_k), (last_q, last_k) = visible.amin(dim=0).tolist(), visible.amax(dim=0).tolist()
+            assert visible_rows(query, key, spec) == (slice(first_q, last_q + 1), slice(first_k, last_k + 1))
+
+
+def reference_mask(query: tuple[range, ...], key: tuple[range, ...], spec: CoreAttentionSpec) -> torch.Tensor:
+    from megatron_moe.kernels.reference_blocks import visible_between
+
+    return visible_between(Span(chunks=query), Span(chunks=key), spec, torch.device("cpu"))
+
+
+def test_zigzag_shares_the_work_evenly() -> None:
+    """Products per rank under a causal mask, over all steps of the ring."""
+    spec, cp, seq = CoreAttentionSpec(softmax_scale=1.0), 4, 64
+    parts = split_places("zigzag", seq, cp)
+    work = []
+    for query in parts:
+        seen = [visible_rows(query, key, spec) for key in parts]
+        work.append(sum((q.stop - q.start) * (k.stop - k.start) for q, k in filter(None, seen)))
+    assert len(set(work)) == 1 and work[0] < 0.7 * seq * seq / cp, work
+
+
+def test_dropout_of_blocks_repeats_in_the_backward() -> None:
+    """The gradient of a dropped-out ring is that of finite differences, so both passes drop the same."""
+    spec = CoreAttentionSpec(softmax_scale=0.5, dropout=0.5)
+
+    def on_rank(ctx: ParallelContext) -> bool:
+        from megatron_moe.model.core_attention import core_attention
+        from megatron_moe.parallel.sequence_split import SequencePart
+
+        part = SequencePart(split_places("zigzag", 4, 1), 0)
+        meta = token_meta(1, 4, part=part, random_key=(1, 2, 3))
+        q, k, v = (randn(4, 1, 2, 3, seed=seed).requires_grad_() for seed in range(3))
+
+        def attend(q, k, v):
+            return core_attention(q, k, v, None, spec, meta, "site", ctx, KERNELS)
+
+        dropped = attend(q, k, v)
+        kept = KERNELS.attention(q, k, v, spec, None, None, None)
+        assert not torch.equal(dropped, kept)
+        return torch.autograd.gradcheck(attend, (q, k, v))
+
+    assert on_threads(ParallelSpec(), on_rank) == [True]
+
+
+def test_a_block_is_attention_when_it_is_all_there_is() -> None:
+    q, k, v = randn(5, 2, 4, 3, seed=1), randn(5, 2, 2, 3, seed=2), randn(5, 2, 2, 6, seed=3)
+    spec, everything = CoreAttentionSpec(softmax_scale=0.3), Span(chunks=(range(5),))
+    out, lse = KERNELS.attention_block(q, k, v, spec, everything, everything, None)
+    FP64_REF.check(out, KERNELS.attention(q, k, v, spec, None, None, None))
+    FP64_REF.check(lse[0], 0.3 * (q[0].unflatten(1, (2, 2)) * k[0][:, :, None]).sum(-1).flatten(1))
