@@ -1,0 +1,29 @@
+"""Random numbers do not depend on how a tensor is cut."""
+
+import pytest
+import torch
+
+from megatron_moe.parallel import rng
+from tests.tiny_models import randn
+from tests.tolerances import EXACT
+
+KEY = (3, "site")
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_the_masks_of_the_parts_are_the_parts_of_the_mask(dim, num_parts):
+    x = randn(8, 4, 8)
+    whole = rng.dropout(x, 0.4, KEY)
+    parts = [
+        rng.dropout(part, 0.4, KEY, dim=dim, part=(index, num_parts))
+        for index, part in enumerate(x.chunk(num_parts, dim=dim))
+    ]
+    EXACT.check(torch.cat(parts, dim=dim), whole, "dropped")
+    assert 0.2 < (whole == 0).double().mean() < 0.6
+
+
+def test_other_keys_draw_other_masks_and_none_draws_no_mask():
+    x = randn(50, 4)
+    assert (rng.dropout(x, 0.5, KEY) != rng.dropout(x, 0.5, (3, "other"))).any()
+    assert rng.dropout(x, 0.5, None) is x is rng.dropout(x, 0.0, KEY)

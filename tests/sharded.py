@@ -1,0 +1,142 @@
+"""Models over tensor parallel ranks as threads, and their parts put together again."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter, named_parameters, write_part
+from megatron_moe.specs.model import ModelSpec
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import OptimizerSpec
+from tests.optim_parameters import FP64
+from tests.ranks import on_threads
+from tests.tiny_models import UNIT_GAIN
+from tests.tolerances import FP64_LAYOUT
+
+KERNELS = reference.bundle()
+# Adam divides by the size of the gradient. Where that is nothing but rounding, as for a bias on k, which softmax does
+# not see, a small eps would make steps of it.
+STEADY = OptimizerSpec(eps=1e-4)
+
+
+def tensor_parallel(tp: int, *, sequence: bool = False) -> ParallelSpec:
+    return ParallelSpec(world_size=tp, tp=tp, sequence_parallel=sequence and tp > 1)
+
+
+LAYOUTS = {
+    f"tp{tp}{'-sp' if sequence else ''}": tensor_parallel(tp, sequence=sequence)
+    for tp in (2, 4)
+    for sequence in (False, True)
+}
+SEQUENCE_LAYOUTS = {name: spec for name, spec in LAYOUTS.items() if spec.sequence_parallel}
+
+
+@dataclass
+class Held:
+    """What one rank holds of a tensor of the shape of a parameter."""
+
+    part: Tensor
+    parameter: Parameter
+
+
+def held(tensors: Iterable[tuple[str, Tensor]], module: nn.Module) -> dict[str, Held]:
+    """Copies of tensors that belong to the parameters of these names."""
+    parameters = dict(named_parameters(module))
+    return {name: Held(tensor.detach().clone(), parameters[name]) for name, tensor in tensors}
+
+
+def whole(of_ranks: Sequence[Mapping[str, Held]]) -> dict[str, Tensor]:
+    """The tensors that the ranks hold parts of. What two ranks hold must be equal; every element must be held."""
+    tensors = {}
+    for name, first in of_ranks[0].items():
+        shape = first.parameter.global_shape
+        joined = torch.full(shape, torch.nan, dtype=first.part.dtype)
+        for of_rank in of_ranks:
+            mine = of_rank[name]
+            before = joined.clone()
+            write_part(joined, mine.part, mine.parameter.boxes, mine.parameter.meta)
+            twice = before.isfinite() & (before != joined)
+            FP64_LAYOUT.check(before[twice], joined[twice], f"{name} on two ranks")
+        assert joined.isfinite().all(), f"{name}: {int(joined.isnan().sum())} elements are on no rank"
+        tensors[name] = joined
+    return tensors
+
+
+@dataclass
+class Trained:
+    """What a few steps left on one rank."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Held]
+    """Of the first step."""
+    weights: dict[str, Held]
+
+
+def train(spec: ModelSpec, batches: Sequence[Sequence[MicroBatch]], ctx: ParallelContext, *, seed: int = 7) -> Trained:
+    """AdamW on `batches` [step][microbatch], without clipping."""
+    model = GPT(spec, ctx, KERNELS)
+    init_parameters(model, seed, spec.init)
+    buffers = GradBuffers(named_parameters(model), FP64, ctx, KERNELS, optimizer=STEADY)
+    optimizer = Optimizer(buffers, FP64)
+    trained = Trained([], {}, {})
+    for step in batches:
+        buffers.begin_step()
+        for batch in step:
+            scalar, _ = objective(model(batch), batch, mtp=spec.mtp, per_token=False)
+            (scalar / len(step)).backward()
+            buffers.collect()
+            trained.losses.append(scalar.detach())
+        finish_gradients(buffers, ctx)
+        if not trained.gradients:
+            trained.gradients = held(((slot.name, slot.main_grad) for slot in buffers.slots), model)
+        one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
+        optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
+    trained.weights = held(named_parameters(model), model)
+    return trained
+
+
+def check_training(spec: ModelSpec, batches: Sequence[Sequence[MicroBatch]], layout: ParallelSpec) -> None:
+    """Losses, gradients of the first step and weights after the last are those of one rank."""
+    alone = train(spec, batches, ParallelContext.single())
+    ranks = on_threads(layout, lambda ctx: train(spec, batches, ctx))
+    for rank, trained in enumerate(ranks):
+        FP64_LAYOUT.check(torch.stack(trained.losses), torch.stack(alone.losses), f"losses on rank {rank}")
+    FP64_LAYOUT.check_all(whole([r.gradients for r in ranks]), whole([alone.gradients]), "gradients")
+    FP64_LAYOUT.check_all(whole([r.weights for r in ranks]), whole([alone.weights]), "weights")
+
+
+@dataclass
+class Passed:
+    """One forward and backward of a module on one rank."""
+
+    out: Tensor
+    grad_x: Tensor
+    gradients: dict[str, Held]
+
+
+def run_module(
+    make: Callable[[ParallelContext], nn.Module],
+    call: Callable[[nn.Module, Tensor, ParallelContext], Tensor],
+    x: Tensor,
+    probe: Tensor,
+    ctx: ParallelContext,
+) -> Passed:
+    """`call(module, x, ctx)` with unit-gain values, differentiated by its product with `probe`; x and probe are this
+    rank's."""
+    from_model = make(ctx)
+    init_parameters(from_model, 5, UNIT_GAIN)
+    x = x.clone().requires_grad_()
+    out = call(from_model, x, ctx)
+    (out * probe).sum().backward()
+    gradients = held(((name, p.grad) for name, p in from_model.named_parameters() if p.grad is not None), from_model)
+    return Passed(out.detach(), x.grad, gradients)
