@@ -16,7 +16,6 @@ is the loss, and each rank's gradient is that of its own tokens.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -61,10 +60,15 @@ class BatchTokens:
         self.group = group
         self.batch_size = batch_size
         self._num_local = num_local
+        self._per_sequence_B: Tensor | None = None
 
-    @cached_property
-    def per_sequence_B(self) -> Tensor:
-        """int64 [B]"""
+    def per_sequence(self) -> Tensor:
+        """int64 [B]; counted when first asked for."""
+        if self._per_sequence_B is None:
+            self._per_sequence_B = self._count()
+        return self._per_sequence_B
+
+    def _count(self) -> Tensor:
         if self.valid_T is None:
             per_rank = self._num_local // self.batch_size
             return torch.full((self.batch_size,), per_rank * self.group.size, device=self.group.device)
@@ -78,7 +82,7 @@ def z_loss(logits_TE: Tensor, tokens: BatchTokens) -> Tensor:
     squares_T = logits_TE.to(internal_dtype(logits_TE.dtype)).logsumexp(dim=-1).square()
     if tokens.valid_T is not None:
         squares_T = torch.where(tokens.valid_T, squares_T, 0)
-    return squares_T.sum() / tokens.per_sequence_B.sum().clamp(min=1)
+    return squares_T.sum() / tokens.per_sequence().sum().clamp(min=1)
 
 
 def load_balancing_loss(counts_GE: Tensor, score_sums_GE: Tensor, num_tokens_G: Tensor) -> Tensor:
@@ -109,26 +113,28 @@ class BalancingLosses:
         ids_TK = torch.where(ids_TK < 0, -1, ids_TK + (sequence_T * self._num_experts)[:, None])
         counts = kernels.count_tokens(ids_TK, tokens.batch_size * self._num_experts)
         self._counts_BE = counts.view(tokens.batch_size, self._num_experts)
+        self._whole_counts_BE: Tensor | None = None
 
-    @cached_property
-    def _whole_counts_BE(self) -> Tensor:
-        """Choices per sequence and expert, int64, of the whole microbatch."""
-        # tp x cp: 8 * B * E bytes per layer and microbatch; no gradient flows through counts
-        return all_reduce_(self._counts_BE.clone(), self._tokens.group)
+    def _whole_counts(self) -> Tensor:
+        """Choices per sequence and expert, int64 [B, E], of the whole microbatch."""
+        if self._whole_counts_BE is None:
+            # tp x cp: 8 * B * E bytes per layer and microbatch; no gradient flows through counts
+            self._whole_counts_BE = all_reduce_(self._counts_BE.clone(), self._tokens.group)
+        return self._whole_counts_BE
 
     def over_microbatch(self) -> Tensor:
         """The loss with shares and mean scores of this microbatch."""
-        return self.with_shares_of(self._whole_counts_BE.sum(dim=0))
+        return self.with_shares_of(self._whole_counts().sum(dim=0))
 
     def with_shares_of(self, counts_E: Tensor) -> Tensor:
         """The loss with the mean scores of this microbatch and the shares of `counts_E`."""
-        return load_balancing_loss(counts_E, self._scores_TE.sum(dim=0), self._tokens.per_sequence_B.sum())
+        return load_balancing_loss(counts_E, self._scores_TE.sum(dim=0), self._tokens.per_sequence().sum())
 
     def over_sequences(self) -> Tensor:
         """Mean of the losses of the sequences. A sequence of padding alone is no sequence."""
-        num_tokens_B = self._tokens.per_sequence_B
+        num_tokens_B = self._tokens.per_sequence()
         score_sums_BE = self._scores_TE.view(-1, self._tokens.batch_size, self._num_experts).sum(dim=0)
-        losses_B = load_balancing_loss(self._whole_counts_BE, score_sums_BE, num_tokens_B)
+        losses_B = load_balancing_loss(self._whole_counts(), score_sums_BE, num_tokens_B)
         return losses_B.sum() / (num_tokens_B > 0).sum().clamp(min=1)
 
     def counts_over(self, group: Group) -> Tensor:
