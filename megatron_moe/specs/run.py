@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
+from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout
+from megatron_moe.specs.pipeline.schedule import ScheduleSpec
+from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import (
     BatchSpec,
@@ -42,6 +45,8 @@ class RunPlan:
     logging: LoggingSpec
     kernels: KernelSpec
     launch: Launch
+    data_parallel: DataParallelSpec = DataParallelSpec()
+    pipeline: PipelineSpec = PipelineSpec()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     environment: tuple[tuple[str, str], ...] = ()
     """Environment variables to set before torch is imported: asked for by files, or needed by flags."""
@@ -50,3 +55,27 @@ class RunPlan:
     command_line: str = ""
     notes: tuple[str, ...] = ()
     """One line each: flags accepted without effect, aliases, flags given twice."""
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """Which layers every pipeline stage holds."""
+        if self.pipeline.layout is not None:
+            return self.pipeline.layout
+        return even_layout(
+            len(self.model.layers),
+            pp=self.parallel.pp,
+            vpp=self.parallel.virtual_stages,
+            num_mtp=self.model.mtp.num_layers if self.model.mtp else 0,
+        )
+
+    def schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ScheduleSpec:
+        """The order of work of one step, or of an evaluation."""
+        return ScheduleSpec(
+            num_microbatches=num_microbatches,
+            pp=self.layout.pp,
+            vpp=self.layout.vpp,
+            group_size=self.pipeline.group_size,
+            overlap=self.pipeline.overlap,
+            split_backward=self.pipeline.split_backward,
+            forward_only=forward_only,
+        )
