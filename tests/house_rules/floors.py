@@ -13,7 +13,7 @@ FLOORS = (
     ("precision", "memory"),
     ("moe",),
     ("model", "schedule", "optim", "checkpoint", "watch"),
-    ("train", "build", "emulate"),
+    ("train", "build", "emulate", "compare"),
 )
 """From the ground upwards. A room imports from lower floors; rooms of one floor do not know each other."""
 
@@ -24,6 +24,8 @@ SIBLINGS_ALLOWED = (
     ("build", "train"),  # the assembler makes the trainer
     ("emulate", "build"),
     ("emulate", "train"),
+    ("compare", "build"),  # it runs whole steps
+    ("compare", "train"),
 )
 """(importer, imported) below `megatron_moe`, by prefix."""
 

@@ -1,0 +1,60 @@
+"""Random token sequences held in memory: the data of a comparison, the same for every layout."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_moe.data.batch import MaskSpec
+from megatron_moe.data.datasets import Datasets
+from megatron_moe.data.samples import PADDING
+from megatron_moe.specs.run import RunPlan
+
+
+@dataclass(frozen=True)
+class RandomSamples:
+    """Sequences of uniformly drawn ids. The highest id ends a document.
+
+    With `uneven`, every third sequence ends in padding, so that microbatches differ in what they hold.
+    """
+
+    num_samples: int
+    seq_length: int
+    vocab_size: int
+    uneven: bool
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """int64 [seq_length + 1]"""
+        draw = np.random.default_rng([self.seed, index])
+        tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
+        if self.uneven and index % 3 == 1:
+            tokens[draw.integers(self.seq_length // 2, self.seq_length) :] = PADDING
+        return tokens
+
+    def locate(self, index: int, position: int) -> str:
+        return f"random sequence {index}, token {position}"
+
+
+def random_datasets(plan: RunPlan, *, num_steps: int, uneven: bool) -> Datasets:
+    """Enough training sequences for `num_steps`; the plan's masks. With `uneven` the ends of documents carry no loss.
+
+    A mean over microbatches is then not the mean over tokens.
+    """
+    data = plan.data
+    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, uneven)
+    masks = MaskSpec(
+        vocab_size=data.vocab_size,
+        eod=data.vocab_size - 1,
+        pad=-1,
+        eod_mask_loss=uneven,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+    )
+    return Datasets(train=samples, valid=(), test=None, masks=masks, notes=())

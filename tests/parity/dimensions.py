@@ -1,0 +1,159 @@
+"""The dimensions of the parity matrix, which of their values exist today, and which combinations are legal.
+
+A cell is a value for every dimension. Its name says where it differs from the first value of each dimension, as in
+`tp=2 sp=on ep=4 dispatcher=alltoall`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+from types import MappingProxyType
+
+from megatron_moe.specs.grid import FoldError, all_groups
+from megatron_moe.specs.parallel import ParallelSpec
+
+LARGEST_WORLD = 8
+NUM_LAYERS, NUM_EXPERTS, GLOBAL_BATCH, SEQ = 4, 8, 8, 32
+
+DIMENSIONS = MappingProxyType(
+    {
+        "tp": ("1", "2", "4"),
+        "sp": ("off", "on"),
+        "cp": ("1", "2", "4"),
+        "cpcomm": ("p2p", "allgather", "a2a", "a2a+p2p"),
+        "pp": ("1", "2", "4"),
+        "vpp": ("1", "2"),
+        "dp": ("1", "2", "4"),
+        "ep": ("1", "2", "4", "8"),
+        "etp": ("1", "2"),
+        "dispatcher": ("local", "allgather", "alltoall"),
+        "zero": ("off", "on"),
+        "overlap": ("off", "grads", "experts"),
+        "balance": ("aux", "none", "seq", "global", "bias"),
+        "capacity": ("none", "drop", "position", "pad"),
+        "shared": ("off", "on", "overlap"),
+        "experts": ("grouped", "looped"),
+        "layers": ("moe", "dense"),
+        "attention": ("gqa", "mla"),
+        "mtp": ("off", "on"),
+        "head": ("untied", "tied"),
+        "loss": ("mean", "token"),
+        "accumulation": ("1", "2", "4"),
+    }
+)
+"""The first value is the plain one."""
+
+AVAILABLE = MappingProxyType(
+    {
+        "tp": ("1",),
+        "sp": ("off",),
+        "cp": ("1",),
+        "cpcomm": ("p2p",),
+        "pp": ("1",),
+        "vpp": ("1",),
+        "ep": ("1",),
+        "etp": ("1",),
+        "dispatcher": ("local",),
+        "zero": ("off",),
+        "overlap": ("off",),
+        "shared": ("off", "on"),
+    }
+)
+"""Values that exist today, where that is not all of them."""
+
+Cell = Mapping[str, str]
+
+
+def values_of(dimension: str) -> tuple[str, ...]:
+    """The values that can run today."""
+    return AVAILABLE.get(dimension, DIMENSIONS[dimension])
+
+
+def parallel_spec(cell: Cell) -> ParallelSpec:
+    """The sizes of a cell's grids. Raises FoldError when they do not fit the world."""
+    sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    world = sizes["tp"] * sizes["cp"] * sizes["pp"] * int(cell["dp"])
+    spec = ParallelSpec(
+        **sizes, world_size=world, sequence_parallel=cell["sp"] == "on", virtual_stages=int(cell["vpp"])
+    )
+    all_groups(spec)
+    return spec
+
+
+def _folds(cell: Cell) -> bool:
+    try:
+        return parallel_spec(cell).world_size <= LARGEST_WORLD
+    except FoldError:
+        return False
+
+
+def _is_one(cell: Cell, *axes: str) -> bool:
+    return all(cell[axis] == "1" for axis in axes)
+
+
+RULES: tuple[tuple[tuple[str, ...], Callable[[Cell], bool]], ...] = (
+    (("tp", "sp", "cp", "pp", "vpp", "dp", "ep", "etp"), _folds),
+    # sequence parallelism is a form of tensor parallelism, and MoE layers under tensor parallelism need it
+    (("tp", "sp"), lambda c: c["sp"] == "off" or c["tp"] != "1"),
+    (("tp", "sp", "layers"), lambda c: c["sp"] == "on" or c["tp"] == "1" or c["layers"] == "dense"),
+    (("cp", "cpcomm"), lambda c: c["cpcomm"] == "p2p" or c["cp"] != "1"),
+    (("cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or c["cp"] == "4"),
+    # all-to-all hands whole heads around: four of them
+    (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a" or int(c["tp"]) * int(c["cp"]) <= 4),
+    (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or int(c["tp"]) <= 2),
+    # at least one layer per chunk; interleaving runs microbatches in groups of pp
+    (("pp", "vpp"), lambda c: c["vpp"] == "1" or c["pp"] == "2"),
+    (("pp", "vpp", "accumulation"), lambda c: c["vpp"] == "1" or int(c["accumulation"]) % int(c["pp"]) == 0),
+    (("dp", "accumulation"), lambda c: int(c["dp"]) * int(c["accumulation"]) <= GLOBAL_BATCH),
+    (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "local" or _is_one(c, "ep", "etp")),
+    # overlapping needs something to travel
+    (("overlap", "dp"), lambda c: c["overlap"] != "grads" or c["dp"] != "1"),
+    (("overlap", "zero"), lambda c: c["overlap"] != "grads" or c["zero"] == "on"),
+    (("overlap", "ep"), lambda c: c["overlap"] != "experts" or c["ep"] != "1"),
+    (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
+    (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),
+    (("shared", "dispatcher"), lambda c: c["shared"] != "overlap" or c["dispatcher"] == "alltoall"),
+    # what belongs to experts is nothing to a dense model
+    (
+        ("layers", "ep", "etp", "dispatcher"),
+        lambda c: c["layers"] == "moe" or _is_one(c, "ep", "etp") and c["dispatcher"] == "local",
+    ),
+    (
+        ("layers", "capacity", "shared", "experts", "balance"),
+        lambda c: (
+            c["layers"] == "moe"
+            or (c["capacity"], c["shared"], c["experts"], c["balance"]) == ("none", "off", "grouped", "aux")
+        ),
+    ),
+)
+"""(dimensions, is their combination legal?)"""
+
+
+def legal(cell: Cell) -> bool:
+    """Breaks no rule, as far as the cell says."""
+    return all(rule(cell) for needs, rule in RULES if all(name in cell for name in needs))
+
+
+def name_of(cell: Cell) -> str:
+    """`plain` when nothing is special."""
+    parts = [f"{name}={cell[name]}" for name, values in DIMENSIONS.items() if cell[name] != values[0]]
+    return " ".join(parts) or "plain"
+
+
+def cell_of(name: str) -> dict[str, str]:
+    """The inverse of `name_of`."""
+    cell = {dimension: values[0] for dimension, values in DIMENSIONS.items()}
+    for part in name.split() if name != "plain" else ():
+        dimension, _, value = part.partition("=")
+        assert value in DIMENSIONS.get(dimension, ()), f"{part!r} of cell {name!r} is no value of a dimension"
+        cell[dimension] = value
+    assert legal(cell), f"cell {name!r} is not legal"
+    return cell
+
+
+def available(cell: Cell) -> bool:
+    return all(value in values_of(name) for name, value in cell.items())
+
+
+def pairs(cell: Cell) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Every two (dimension, value) that meet in the cell."""
+    return combinations(sorted(cell.items()), 2)
