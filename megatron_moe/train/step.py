@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.tally import Tally
+from megatron_moe.logs.timers import Timers
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.moe.balance import update_routers
 from megatron_moe.moe.router import Router
 from megatron_moe.optim.adamw import Optimizer
 from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.clip import clip_coefficient, gradient_norms
+from megatron_moe.optim.clip import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
@@ -38,6 +39,8 @@ class StepOutcome:
     """Mean loss per token of this step over all ranks."""
     norms: dict[str, Tensor]
     """L2 norms of the gradient before clipping: "all" and its parts."""
+    figures: dict[str, Tensor]
+    """What costs a pass over all parameters and is only made when the log wants it: "num_zeros", "params_norm"."""
     proceed: Tensor
     """bool: the update was applied."""
     num_samples: int
@@ -78,7 +81,9 @@ class Trainer:
         optimizer: Optimizer,
         schedule: LRSchedule,
         tally: Tally,
+        timers: Timers | None = None,
     ) -> None:
+        """`timers`: None times nothing."""
         self.plan = plan
         self.context = context
         self.model = model
@@ -86,6 +91,7 @@ class Trainer:
         self.optimizer = optimizer
         self.schedule = schedule
         self.tally = tally
+        self.timers = timers or Timers(0, context.device)
         self.kernels = buffers.kernels
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self._proceed = torch.ones((), device=context.device, dtype=torch.bool)
@@ -115,7 +121,9 @@ class Trainer:
         all_reduce_(totals, self.context.group("dp_cp"))
         loss = totals[0] / totals[1].clamp(min=1)
         finish_gradients(self.buffers, self.context, token_count=totals[1] if self.plan.loop.per_token_loss else None)
-        norms = gradient_norms(self.buffers, self.context)
+        norms, figures = gradient_norms(self.buffers, self.context), {}
+        if self.plan.logging.log_num_zeros:
+            figures["num_zeros"] = count_zeros(self.buffers)
         if self.plan.loop.check_nonfinite:
             self._proceed = self._proceed & torch.isfinite(loss) & torch.isfinite(norms["all"])
         self.optimizer.step(
@@ -126,9 +134,12 @@ class Trainer:
             proceed=self._proceed,
         )
         update_routers(self.routers, self.context, proceed=self._proceed)
+        if self.plan.logging.log_params_norm:
+            figures["params_norm"] = self.optimizer.params_norm()
         return StepOutcome(
             loss=loss,
             norms=norms,
+            figures=figures,
             proceed=self._proceed,
             num_samples=len(batches) * self.plan.batch.micro * self.context.group("dp").size,
             learning_rate=lr,
@@ -145,18 +156,19 @@ class Trainer:
     def _prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
         """Gives every microbatch what the step knows and the data does not: scales, random keys, the tally."""
         group, cp = self.context.group("dp"), self.context.group("cp")
+        # Ranks with other parts of the sequence draw other numbers.
+        part = ("cp", cp.rank) if cp.size > 1 else ()
         prepared = []
         for index, batch in enumerate(batches):
             # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
             aux_scale: Tensor | float = cp.size / len(batches)
             if self.plan.loop.per_token_loss:
-                # cp: 8 bytes; the tokens of the whole microbatch
-                aux_scale = all_reduce_(batch.loss_mask_BS.sum(), cp)
+                aux_scale = (batch.whole or batch).loss_mask_BS.sum()
             meta = replace(
                 batch.meta,
                 aux_scale=aux_scale,
-                # The place in the global batch, so that random draws do not depend on the number of ranks.
-                random_key=(self.plan.loop.seed, iteration, index * group.size + group.rank),
+                # The place in the global batch, so that random draws do not depend on the number of data-parallel ranks.
+                random_key=(self.plan.loop.seed, iteration, index * group.size + group.rank, *part),
                 tally=self.tally,
                 training=True,
             )
