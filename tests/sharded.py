@@ -13,6 +13,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.adamw import Optimizer
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, named_parameters, write_part
 from megatron_moe.specs.model import ModelSpec
@@ -115,6 +116,13 @@ def check_training(spec: ModelSpec, batches: Sequence[Sequence[MicroBatch]], lay
     FP64_LAYOUT.check_all(whole([r.weights for r in ranks]), whole([alone.weights]), "weights")
 
 
+def sum_partials(module: nn.Module, ctx: ParallelContext) -> None:
+    """What `finish_gradients` does over tensor parallel ranks, for gradients that autograd left in `.grad`."""
+    for _, parameter in named_parameters(module):
+        if parameter.meta.partial_over_tp:
+            all_reduce_(parameter.grad, ctx.group("tp"))
+
+
 @dataclass
 class Passed:
     """One forward and backward of a module on one rank."""
@@ -126,17 +134,16 @@ class Passed:
 
 def run_module(
     make: Callable[[ParallelContext], nn.Module],
-    call: Callable[[nn.Module, Tensor, ParallelContext], Tensor],
     x: Tensor,
     probe: Tensor,
     ctx: ParallelContext,
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
 ) -> Passed:
-    """`call(module, x, ctx)` with unit-gain values, differentiated by its product with `probe`; x and probe are this
-    rank's."""
-    from_model = make(ctx)
-    init_parameters(from_model, 5, UNIT_GAIN)
+    """The module with unit-gain values on this rank's `x`, differentiated by the product with this rank's `probe`."""
+    module = make(ctx)
+    init_parameters(module, 5, UNIT_GAIN)
     x = x.clone().requires_grad_()
-    out = call(from_model, x, ctx)
+    out = call(module, x)
     (out * probe).sum().backward()
-    gradients = held(((name, p.grad) for name, p in from_model.named_parameters() if p.grad is not None), from_model)
-    return Passed(out.detach(), x.grad, gradients)
+    sum_partials(module, ctx)
+    return Passed(out.detach(), x.grad, held(((name, p.grad) for name, p in module.named_parameters()), module))

@@ -1,0 +1,146 @@
+"""Embedding, head and loss over a vocabulary that is cut: what one rank computes, at the edges of the parts too."""
+
+import pytest
+import torch
+
+from megatron_moe.model.cross_entropy import cross_entropy
+from megatron_moe.model.embedding import Embedding
+from megatron_moe.model.gpt import GPT
+from megatron_moe.model.init import init_parameters
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import local_part, named_parameters
+from megatron_moe.parallel.tensor import sequence_part
+from tests.ranks import on_threads
+from tests.sharded import KERNELS, LAYOUTS, run_module, whole
+from tests.tiny_models import (
+    HIDDEN,
+    VOCAB,
+    attention_spec,
+    build,
+    layer_spec,
+    microbatch,
+    model_spec,
+    randn,
+    token_meta,
+)
+from tests.tolerances import EXACT, FP64_LAYOUT, FP64_REF
+
+EDGES = torch.tensor([0, VOCAB // 4 - 1, VOCAB // 4, VOCAB // 2 - 1, VOCAB // 2, VOCAB - 1])
+"""First and last ids of the parts of two and of four ranks."""
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0], ids=["", "large"])
+@pytest.mark.parametrize("num_tokens", [6, 1, 0])
+@pytest.mark.parametrize("layout", [LAYOUTS["tp2"], LAYOUTS["tp4"]], ids=["tp2", "tp4"])
+def test_the_loss_over_parts_of_the_vocabulary_is_the_loss(layout, num_tokens, scale):
+    logits, labels, probe = scale * randn(num_tokens, VOCAB), EDGES[:num_tokens], randn(num_tokens, seed=2)
+
+    def on_rank(ctx):
+        group = ctx.group("tp")
+        part = logits.chunk(group.size, dim=-1)[group.rank].clone().requires_grad_()
+        loss = cross_entropy(KERNELS, part, labels, group)
+        (loss * probe).sum().backward()
+        return loss.detach(), part.grad
+
+    expected = logits.clone().requires_grad_()
+    loss = KERNELS.cross_entropy(expected, labels)
+    (loss * probe).sum().backward()
+    ranks = on_threads(layout, on_rank)
+    for of_rank in ranks:
+        FP64_LAYOUT.check(of_rank[0], loss, "loss")
+    FP64_LAYOUT.check(torch.cat([of_rank[1] for of_rank in ranks], dim=-1), expected.grad, "gradient")
+
+
+def test_the_gradient_of_the_loss_is_the_derivative():
+    labels = torch.tensor([1, 4, 7])
+
+    def on_rank(ctx):
+        group = ctx.group("tp")
+        steps, logits = 1e-6, randn(3, 8)
+        part = logits.chunk(2, dim=-1)[group.rank].clone().requires_grad_()
+        cross_entropy(KERNELS, part, labels, group).sum().backward()
+        for token, column in ((0, 1), (1, 6), (2, 0)):
+            ends = []
+            for sign in (1, -1):
+                moved = logits.clone()
+                moved[token, column] += sign * steps
+                ends.append(cross_entropy(KERNELS, moved.chunk(2, dim=-1)[group.rank], labels, group).sum())
+            held = column // 4 == group.rank
+            slope = (ends[0] - ends[1]) / (2 * steps)
+            assert not held or part.grad[token, column % 4].item() == pytest.approx(slope.item(), rel=1e-6)
+
+    on_threads(LAYOUTS["tp2"], on_rank)
+
+
+def test_a_loss_in_single_precision_of_bf16_logits():
+    logits, labels = randn(6, VOCAB).bfloat16(), EDGES
+
+    def on_rank(ctx):
+        group = ctx.group("tp")
+        part = logits.chunk(2, dim=-1)[group.rank].clone().requires_grad_()
+        loss = cross_entropy(KERNELS, part, labels, group)
+        loss.sum().backward()
+        assert part.grad.dtype == torch.bfloat16
+        return loss.detach()
+
+    loss = on_threads(LAYOUTS["tp2"], on_rank)[0]
+    assert loss.dtype == torch.float32
+    expected = KERNELS.cross_entropy(logits.double(), labels)
+    assert (loss.double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["", "learned positions"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_embedding_finds_every_row_on_some_rank(layout, learned):
+    kind = "learned_absolute" if learned else "none"
+    spec = model_spec(position_embedding=kind, max_positions=9, embedding_dropout=0.3)
+    tokens_BS = torch.cat([EDGES, EDGES.flip(0)[:2]]).expand(2, 8)
+    meta = token_meta(2, 8, random_key=(1, 2))
+    probe = randn(8, 2, HIDDEN)
+
+    def on_rank(ctx):
+        index, num_parts = sequence_part(ctx)
+        nothing = torch.zeros(())
+        return run_module(
+            lambda ctx: Embedding(spec, ctx),
+            nothing,
+            probe.chunk(num_parts)[index],
+            ctx,
+            lambda embedding, x: embedding(tokens_BS, meta.positions_BS, meta) + x,
+        )
+
+    alone, ranks = on_rank(ParallelContext.single()), on_threads(layout, on_rank)
+    outs = [rank.out for rank in ranks]
+    EXACT.check(torch.cat(outs) if layout.sequence_parallel else outs[0], alone.out, "embedded")
+    FP64_LAYOUT.check_all(whole([r.gradients for r in ranks]), whole([alone.gradients]), "gradients")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_logits_are_those_of_the_whole_vocabulary_on_every_rank(layout, tied):
+    spec = model_spec(layer_spec(attention_spec(num_heads=8, num_query_groups=4)), tied_embeddings=tied, head_bias=True)
+    batch = microbatch(2, 8)
+
+    def logits(ctx):
+        model = GPT(spec, ctx, KERNELS)
+        init_parameters(model, 7, spec.init)
+        return model.logits(batch.tokens_BS, batch.meta).detach()
+
+    expected = build(spec).logits(batch.tokens_BS, batch.meta)
+    for actual in on_threads(layout, logits):
+        FP64_REF.check(actual, expected, "logits")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_initial_values_are_cut_from_those_of_one_rank(layout):
+    spec = model_spec(layer_spec(attention_spec(num_heads=8, num_query_groups=4, qkv_bias=True)), tied_embeddings=False)
+    expected = dict(build(spec).named_parameters())
+
+    def on_rank(ctx):
+        model = GPT(spec, ctx, KERNELS)
+        init_parameters(model, 7, spec.init)
+        for name, p in named_parameters(model):
+            EXACT.check(p, local_part(expected[name].detach(), p.boxes, p.meta), name)
+        return sum(p.numel() for p in model.parameters())
+
+    assert max(on_threads(layout, on_rank)) < sum(p.numel() for p in expected.values()) / layout.tp * 1.1
