@@ -9,7 +9,7 @@ the format depends on how the run was laid out over ranks. docs/checkpoint-forma
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -103,6 +103,17 @@ class Manifest:
     """Sizes of the axes of the run that wrote it; for information only."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+
+def merged(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """The entries of a checkpoint from those of its writers, each of which lists the pieces in its own file."""
+    entries: dict[str, TensorEntry] = {}
+    for part in parts:
+        for key, entry in part.items():
+            known = entries.get(key, TensorEntry(entry.dtype, entry.shape, ()))
+            assert (known.dtype, known.shape) == (entry.dtype, entry.shape), f"{key}: {known} and {entry}"
+            entries[key] = TensorEntry(entry.dtype, entry.shape, known.pieces + entry.pieces)
+    return entries
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:

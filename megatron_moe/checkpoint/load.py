@@ -7,7 +7,7 @@ start from iteration 0 unasked would be the most expensive silent failure there 
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,16 @@ from megatron_moe.checkpoint.format import (
     decode,
     parse_json,
 )
-from megatron_moe.checkpoint.shards import FileReader, SavedTensor, dtype_name, fill, is_weight
+from megatron_moe.checkpoint.shards import (
+    FileReader,
+    SavedTensor,
+    digest,
+    dtype_name,
+    fill,
+    is_weight,
+    overlaps,
+    split_digests,
+)
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import CheckpointProblem
@@ -98,9 +107,11 @@ def load(
         CheckpointProblem: no candidate verifies, or its tensors are not those of this run.
     """
     wanted = tensors if source.optimizer else {key: t for key, t in tensors.items() if is_weight(key)}
+    # world: 8 bytes per tensor of every rank
+    known = set(split_digests(b"".join(gather_objects(b"".join(map(digest, wanted)), context.group("world")))))
     reasons = []
     for candidate in source.candidates:
-        outcome = _attempt(candidate, wanted, casting=not source.optimizer)
+        outcome = _attempt(candidate, wanted, known, casting=not source.optimizer)
         # world: some hundred bytes
         outcomes = gather_objects(outcome if isinstance(outcome, str | _Refusal) else None, context.group("world"))
         refusals = [refusal.sentence for refusal in outcomes if isinstance(refusal, _Refusal)]
@@ -212,13 +223,15 @@ def _mention_tracker(folder: Path, found: Sequence[Candidate], say: Callable[[st
         say(f"{folder / TRACKER} says {tracker!r} and is ignored: the newest checkpoint is of iteration {newest}")
 
 
-def _attempt(candidate: Candidate, wanted: Mapping[str, SavedTensor], *, casting: bool) -> "Loaded | _Refusal | str":
-    """Loads one candidate; or why it is unusable (_Refusal) or damaged (text)."""
+def _attempt(
+    candidate: Candidate, wanted: Mapping[str, SavedTensor], known: Set[bytes], *, casting: bool
+) -> "Loaded | _Refusal | str":
+    """Loads one candidate; or why it is unusable (_Refusal) or damaged (text). `known`: what any rank wants."""
     try:
         manifest, reader = _open(candidate.path)
         if manifest.iteration != candidate.iteration:
             raise Corrupt(f"{MANIFEST}: of iteration {manifest.iteration}, in a folder of another name")
-        problems = _mismatches(wanted, manifest, casting)
+        problems = _mismatches(wanted, known, manifest, casting)
         if problems:
             return _Refusal(_does_not_fit(candidate.path, problems))
         for name in _used_files(wanted, manifest):
@@ -251,17 +264,20 @@ def _open(path: Path) -> tuple[Manifest, FileReader]:
 
 
 def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[str]:
-    """Files with tensors that are wanted, and all texts."""
-    used = {piece.file for key in wanted for piece in manifest.tensors[key].pieces}
+    """Files with something that is wanted, and all texts."""
+    wanted_pieces = (
+        piece for key, target in wanted.items() for piece in manifest.tensors[key].pieces if overlaps(target, piece)
+    )
+    used = {piece.file for piece in wanted_pieces}
     stored = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
     return [name for name in manifest.files if name in used or name not in stored]
 
 
-def _mismatches(wanted: Mapping[str, SavedTensor], manifest: Manifest, casting: bool) -> list[str]:
+def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
     """Every difference between what this run has and what the checkpoint holds."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]
-    problems += [f"unknown to this run: {key}" for key in saved if key not in wanted]
+    problems += [f"unknown to this run: {key}" for key in saved if key not in wanted and digest(key) not in known]
     for key in wanted.keys() & saved.keys():
         target, entry = wanted[key], saved[key]
         if target.shape != entry.shape:

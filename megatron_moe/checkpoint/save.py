@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,26 @@ from megatron_moe.checkpoint.folder import (
     sweep,
     write_tracker,
 )
-from megatron_moe.checkpoint.format import MANIFEST, TRAIN_STATE, FileEntry, Manifest, TensorEntry, checksum, encode
-from megatron_moe.checkpoint.shards import SavedTensor, is_weight, total_bytes, write_tensors
+from megatron_moe.checkpoint.format import (
+    MANIFEST,
+    TRAIN_STATE,
+    Corrupt,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    checksum,
+    decode,
+    encode,
+    merged,
+)
+from megatron_moe.checkpoint.shards import (
+    SavedTensor,
+    digest,
+    is_weight,
+    split_digests,
+    total_bytes,
+    write_tensors,
+)
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
@@ -35,6 +53,17 @@ from megatron_moe.specs.exitcodes import EnvironmentProblem, SaveProblem
 
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank is about to write."""
+
+    aside: str
+    """Name of the folder aside; the first rank's is used."""
+    weights: bool
+    optimizer: bool
+    num_bytes: int
 
 
 @dataclass
@@ -49,8 +78,8 @@ class _Written:
 class Saver:
     """Writes the checkpoints of one run into one folder, which it holds until `close`.
 
-    All ranks construct it and call its methods together. In a data-parallel run every rank holds everything and the
-    first rank writes.
+    All ranks construct it and call its methods together. Every rank writes a file of its own, with those of its boxes
+    that no lower rank holds.
 
     Args:
         keep_last: checkpoints to keep; None keeps all.
@@ -111,15 +140,19 @@ class Saver:
         Raises:
             SaveProblem: the third failure in a row (`stop_after`).
         """
-        spec = self._context.spec
-        assert (spec.tp, spec.pp, spec.ep, spec.etp) == (1, 1, 1, 1), f"one writer for a model split as {spec}"
         started = time.monotonic()
         final = self.folder / iteration_folder(iteration)
-        aside = self.folder / f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
+        mine = self._mine(tensors)
         documents = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **(texts or {})}
-        mine = self._written(aside, tensors, documents) if self._context.is_first else _Written()
-        reports = self._gather(mine)
-        error = _first_error(reports)
+        shares = self._gather(
+            _Share(_name_aside(final), bool(_weights(mine)), bool(_optimizer(mine)), total_bytes(mine))
+        )
+        aside = self.folder / shares[0].aside
+        error = self._prepared(aside, shares) if self._context.is_first else None
+        (error, *_) = self._gather(error)
+        if error is None:
+            reports = self._gather(self._written(aside, mine, documents if self._context.is_first else {}, shares))
+            error = _first_error(reports)
         if error is None and self._context.is_first:
             error = self._committed(aside, final, iteration, reports)
         (error, *_) = self._gather(error)
@@ -143,20 +176,49 @@ class Saver:
             set_aside(self.folder, self._storage, self._say)
         mend_tracker(self.folder, self._storage, self._say)
 
-    def _written(self, aside: Path, tensors: Mapping[str, SavedTensor], documents: Mapping[str, str]) -> _Written:
-        """Writes this rank's part of the checkpoint."""
-        done = _Written()
-        needed = int(_FREE_SPACE_MARGIN * total_bytes(tensors))
+    def _mine(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """The boxes that this rank writes: of the ranks that hold the same box, the lowest does."""
+        digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
+        # world: 8 bytes per box of every rank
+        lower = b"".join(self._gather(b"".join(digests))[: self._context.rank])
+        taken = set(split_digests(lower))
+        every = iter(digests)
+        kept = {
+            key: SavedTensor(tensor.shape, tuple(box for box in tensor.boxes if next(every) not in taken))
+            for key, tensor in tensors.items()
+        }
+        return {key: tensor for key, tensor in kept.items() if tensor.boxes}
+
+    def _prepared(self, aside: Path, shares: Sequence[_Share]) -> str | None:
+        """Makes the folder aside, on the first rank. Returns why there cannot be a checkpoint in it."""
+        needed = int(_FREE_SPACE_MARGIN * sum(share.num_bytes for share in shares))
         try:
             self._storage.make_dir(aside)
-            free = self._storage.free_bytes(aside)
-            if free < needed:
+            if self._storage.free_bytes(aside) < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
-            optimizer = {key: tensor for key, tensor in tensors.items() if not is_weight(key)}
-            for prefix, part in (("model", weights), ("optim", optimizer)):
+        except OSError as error:
+            return f"rank 0: {self._reason(error, needed)}"
+        return None
+
+    def _written(
+        self,
+        aside: Path,
+        tensors: Mapping[str, SavedTensor],
+        documents: Mapping[str, str],
+        shares: Sequence[_Share],
+    ) -> _Written:
+        """Writes this rank's part of the checkpoint."""
+        done = _Written()
+        rank, needed = self._context.rank, int(_FREE_SPACE_MARGIN * sum(share.num_bytes for share in shares))
+        writers = {
+            "model": [r for r, share in enumerate(shares) if share.weights],
+            "optim": [r for r, share in enumerate(shares) if share.optimizer],
+        }
+        try:
+            for prefix, part in (("model", _weights(tensors)), ("optim", _optimizer(tensors))):
                 if part:
-                    path = aside / f"{prefix}-00000-of-00001.safetensors"
+                    number, of = writers[prefix].index(rank), len(writers[prefix])
+                    path = aside / f"{prefix}-{number:05d}-of-{of:05d}.safetensors"
                     done.files[path.name], entries = write_tensors(self._storage, path, part)
                     done.tensors |= entries
             for name, text in documents.items():
@@ -169,16 +231,20 @@ class Saver:
 
     def _committed(self, aside: Path, final: Path, iteration: int, reports: list[_Written]) -> str | None:
         """Writes the manifest and gives the folder its name. Returns why it could not."""
-        (report,) = [report for report in reports if report.files]
         ranks = {axis: self._context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
-        manifest = Manifest(iteration, WRITER, ranks, report.files, report.tensors)
+        files = {name: entry for report in reports for name, entry in report.files.items()}
+        manifest = Manifest(iteration, WRITER, ranks, files, merged([report.tensors for report in reports]))
+        content = encode(manifest)
         try:
-            self._storage.write_file(aside / MANIFEST, [encode(manifest)])
+            decode(content)  # the boxes of all ranks cover every tensor exactly once
+            self._storage.write_file(aside / MANIFEST, [content])
             self._storage.sync_dir(aside)
             self._put_in_place(aside, final)
             self._storage.sync_dir(self.folder)
         except OSError as error:
             return self._reason(error, 0)
+        except Corrupt as problem:
+            return str(problem)
         return None
 
     def _put_in_place(self, aside: Path, final: Path) -> None:
@@ -261,6 +327,18 @@ class Saver:
         (sentence, *_) = self._gather(sentence)
         if sentence is not None:
             raise problem(sentence)
+
+
+def _name_aside(final: Path) -> str:
+    return f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
+
+
+def _weights(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    return {key: tensor for key, tensor in tensors.items() if is_weight(key)}
+
+
+def _optimizer(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    return {key: tensor for key, tensor in tensors.items() if not is_weight(key)}
 
 
 def _first_error(reports: list[_Written]) -> str | None:

@@ -4,6 +4,7 @@ What a rank holds of a tensor is one or more boxes of the global tensor. The sam
 reads the boxes, loading fills them from whatever boxes the checkpoint has.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.format import Corrupt, FileEntry, Piece, TensorEntry, checksum
 from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.specs import params
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -35,6 +37,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 _HEADER_ALIGN = 8
+_DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,27 @@ class SavedTensor:
         """A tensor that this rank holds completely."""
         return cls(tuple(data.shape), (Box((0,) * data.dim(), data),))
 
+    @classmethod
+    def part(
+        cls, shape: tuple[int, ...], boxes: Sequence[params.Box], dim: int, flat: Tensor, start: int = 0
+    ) -> "SavedTensor":
+        """Part of what this rank holds of a tensor of `shape`: elements of its local tensor, in row-major order.
+
+        Args:
+            boxes: of the whole tensor; the local tensor is their concatenation along `dim`.
+            flat: [n], the elements `start` to `start + n` of the local tensor. The boxes become views of it.
+        """
+        size = list(boxes[0].size)
+        if size:
+            size[dim] = sum(box.size[dim] for box in boxes)
+        found: list[Box] = []
+        done = 0
+        for offset, block in _blocks(tuple(size), start, start + flat.numel()):
+            data = flat[done : done + prod(block)].view(block)
+            found += _placed(boxes, dim, offset, data) if block else [Box((), data)]
+            done += prod(block)
+        return cls(shape, tuple(found))
+
     @property
     def dtype(self) -> torch.dtype:
         return self.boxes[0].data.dtype
@@ -67,6 +91,48 @@ class SavedTensor:
     @property
     def num_bytes(self) -> int:
         return sum(box.data.numel() * box.data.element_size() for box in self.boxes)
+
+
+def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of the blocks, one after the other, that make up the elements `start` to `end` in row-major
+    order."""
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    while start < end:
+        first, begin = divmod(start, row)
+        whole_rows = 0 if begin else (end - start) // row
+        if whole_rows:
+            yield (first, *(0 for _ in shape[1:])), (whole_rows, *shape[1:])
+            start += whole_rows * row
+        else:
+            stop = min(row, begin + end - start)
+            for offset, size in _blocks(shape[1:], begin, stop):
+                yield (first, *offset), (1, *size)
+            start += stop - begin
+
+
+def _placed(boxes: Sequence[params.Box], dim: int, offset: tuple[int, ...], data: Tensor) -> Iterator[Box]:
+    """A block at `offset` in the concatenation of `boxes` along `dim`, as boxes of the whole tensor."""
+    begin, end = offset[dim], offset[dim] + data.shape[dim]
+    before = 0
+    for box in boxes:
+        lower, upper = max(begin, before), min(end, before + box.size[dim])
+        if lower < upper:
+            place = [o + p for o, p in zip(box.offset, offset, strict=True)]
+            place[dim] = box.offset[dim] + lower - before
+            yield Box(tuple(place), data.narrow(dim, lower - begin, upper - lower))
+        before += box.size[dim]
+
+
+def digest(*facts: object) -> bytes:
+    """Eight bytes that stand for the facts, to be compared between ranks."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def split_digests(joined: bytes) -> list[bytes]:
+    return [joined[i : i + _DIGEST_BYTES] for i in range(0, len(joined), _DIGEST_BYTES)]
 
 
 def tensor_key(kind: str, name: str) -> str:
@@ -222,6 +288,11 @@ def fill(target: SavedTensor, entry: TensorEntry, read: Callable[[Piece], Tensor
             into = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, box.offset, strict=True))
             out_of = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, piece.offset, strict=True))
             box.data[into].copy_(data[out_of])
+
+
+def overlaps(tensor: SavedTensor, piece: Piece) -> bool:
+    """Some element is in both."""
+    return any(_intersection(box, piece) for box in tensor.boxes)
 
 
 def _intersection(box: Box, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_moe.checkpoint.load import verify
+from megatron_moe.checkpoint.load import find, load, verify
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import Box, SavedTensor
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs import params
 from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, SaveProblem
 from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import CheckpointSpec
 from tests.checkpoint_files import FaultyStorage, disk_full, load_some, save_some, saved_folder, some_tensors
 from tests.ranks import on_threads
 from tests.tolerances import EXACT
@@ -257,3 +259,60 @@ def test_the_duration_of_the_last_save_is_known(tmp_path: Path) -> None:
     assert saver.last_seconds is None
     save_some(saver, 10)
     assert 0.0 < saver.last_seconds < 60.0
+
+
+def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+
+    def main(context: ParallelContext) -> None:
+        # ranks 0 and 1 hold the upper half, 2 and 3 the lower one; all hold the step
+        top = 2 * (context.rank // 2)
+        half = SavedTensor((4, 6), (Box((top, 0), whole[top : top + 2]),))
+        step = SavedTensor.whole(torch.tensor(7))
+        saver = Saver(tmp_path, context, say=lambda line: None)
+        assert saver.save(1, {"model.a": half, "optimizer.step": step}, {"iteration": 1}) is not None
+        saver.close()
+
+    on_threads(ParallelSpec(world_size=4), main)
+    names = sorted(path.name for path in (tmp_path / "iter_0000001").glob("*.safetensors"))
+    assert names == [
+        "model-00000-of-00002.safetensors",
+        "model-00001-of-00002.safetensors",
+        "optim-00000-of-00001.safetensors",
+    ]
+    assert verify(tmp_path / "iter_0000001") == []
+    loaded = torch.zeros(4, 6)
+    source = find(CheckpointSpec(save=tmp_path), ONE)
+    assert source is not None
+    load(source, {"model.a": SavedTensor.whole(loaded), "optimizer.step": SavedTensor.whole(torch.tensor(0))}, ONE)
+    EXACT.check(loaded, whole, "both halves")
+
+
+def test_boxes_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:
+    said: list[str] = []
+    saver = Saver(tmp_path, ONE, say=said.append)
+    upper_half = SavedTensor((4, 6), (Box((0, 0), torch.zeros(2, 6)),))
+    assert saver.save(1, {"model.a": upper_half}, {}) is None
+    assert "its boxes do not cover shape (4, 6) exactly once" in said[-1]
+    assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
+
+
+def test_any_range_of_a_part_of_a_tensor_becomes_boxes(tmp_path: Path) -> None:
+    whole = torch.arange(3.0 * 8 * 5).view(3, 8, 5)
+    held = (params.Box((1, 2, 0), (2, 2, 5)), params.Box((1, 6, 0), (2, 2, 5)))  # as a gate and its up half are cut
+    local = torch.cat([whole[1:3, 2:4], whole[1:3, 6:8]], dim=1)
+    for start, end in ((0, 40), (0, 1), (3, 4), (7, 33), (19, 21), (20, 40), (39, 40), (5, 5)):
+        flat = local.flatten()[start:end].clone()
+        part = SavedTensor.part((3, 8, 5), held, 1, flat, start)
+        found = torch.full_like(whole, -1)
+        for box in part.boxes:
+            found[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True))] = box.data
+            box.data.fill_(-2)
+        assert (flat == -2).all(), "boxes are views of the range"
+        assert sorted(found[found >= 0].tolist()) == sorted(local.flatten()[start:end].tolist())
+        assert torch.equal(found[found >= 0], whole[found >= 0])
+
+
+def test_a_part_without_dims_is_its_value() -> None:
+    part = SavedTensor.part((), (params.Box((), ()),), 0, torch.tensor([4.0]))
+    assert part.boxes[0].offset == () and part.boxes[0].data.item() == 4.0
