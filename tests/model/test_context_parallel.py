@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from megatron_moe.kernels.ops import Span
-from megatron_moe.model.core_attention import merge_, visible_rows
+from megatron_moe.kernels.reference_blocks import visible_between
+from megatron_moe.model.core_attention import core_attention, merge_, visible_rows
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.sequence_split import split_places
+from megatron_moe.parallel.sequence_split import SequencePart, split_places
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.parallel import ParallelSpec
 from tests.ranks import on_threads
-from tests.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
+from tests.split_attention import KERNELS, SEQ, Case, check_equal, split
 from tests.tiny_models import randn, token_meta
-from tests.tolerances import EXACT, FP64_LAYOUT, FP64_REF
+from tests.tolerances import EXACT, FP64_REF
 
 EXCHANGES = ("p2p", "allgather", "a2a")
 CASES = {
@@ -64,25 +65,10 @@ def test_three_ranks_hold_one_place_per_chunk(exchange: str) -> None:
     check_equal(Case(heads=3, groups=3, seq=6), ParallelSpec(world_size=3, cp=3), exchange)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_ranks_of_other_axes_do_not_mix(exchange: str) -> None:
-    """tp 2 x cp 2 x dp 2: every cp pair computes the same case by itself."""
-    case = Case()
-    parallel = ParallelSpec(world_size=8, tp=2, cp=2)
-    expected = whole(case)
-    results = on_threads(parallel, lambda ctx: ctx.group("cp").rank)
-    assert results == [0, 0, 1, 1] * 2
-    # put together as if all eight ranks were parts: the first cp pair of every tp rank
-    own = split(case, ParallelSpec(world_size=2, cp=2), exchange)
-    FP64_LAYOUT.check_all(own, expected)
-
-
 def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
     def on_rank(ctx: ParallelContext) -> None:
         from_nowhere: Any = token_meta(1, 4)
         x = randn(4, 1, 2, 3)
-        from megatron_moe.model.core_attention import core_attention
-
         core_attention(x, x, x, None, CoreAttentionSpec(softmax_scale=1.0), from_nowhere, "site", ctx, KERNELS)
 
     with pytest.raises(AssertionError, match="which part of the sequence"):
@@ -120,8 +106,6 @@ def test_nothing_visible_is_left_out(causal: bool, window: tuple[int, int] | Non
 
 
 def reference_mask(query: tuple[range, ...], key: tuple[range, ...], spec: CoreAttentionSpec) -> torch.Tensor:
-    from megatron_moe.kernels.reference_blocks import visible_between
-
     return visible_between(Span(chunks=query), Span(chunks=key), spec, torch.device("cpu"))
 
 
@@ -141,9 +125,6 @@ def test_dropout_of_blocks_repeats_in_the_backward() -> None:
     spec = CoreAttentionSpec(softmax_scale=0.5, dropout=0.5)
 
     def on_rank(ctx: ParallelContext) -> bool:
-        from megatron_moe.model.core_attention import core_attention
-        from megatron_moe.parallel.sequence_split import SequencePart
-
         part = SequencePart(split_places("zigzag", 4, 1), 0)
         meta = token_meta(1, 4, part=part, random_key=(1, 2, 3))
         q, k, v = (randn(4, 1, 2, 3, seed=seed).requires_grad_() for seed in range(3))
