@@ -2,35 +2,48 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_moe.optim.buckets import FlatBuffer, GradBuffers
+from megatron_moe.optim.clip import counted, over_the_world
+from megatron_moe.optim.pieces import StateKind, StateTensor, pieces_of
+from megatron_moe.optim.sharded import Range, WeightGather, wait_in_forward
 from megatron_moe.parallel.context import torch_dtype
+from megatron_moe.specs.layout_params import reduction_order
 from megatron_moe.specs.precision import PrecisionSpec
-
-StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True)
 class AdamState:
-    """State of one flat buffer, in the master dtype."""
+    """State of a stretch of a flat buffer that this rank owns, in the master dtype."""
 
     buffer: FlatBuffer
+    start: int
+    """First element in the buffer."""
+    weights: Tensor
+    """The buffer's own."""
+    grads: Tensor
+    """The buffer's own."""
     master: Tensor
-    """The buffer's own weights where their dtype is the master dtype, else a copy of higher precision."""
+    """`weights` where their dtype is the master dtype, else a copy of higher precision."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
     @property
     def owns_master(self) -> bool:
-        return self.master is not self.buffer.weights
+        return self.master is not self.weights
+
+    @property
+    def kinds(self) -> dict[StateKind, Tensor]:
+        """All state. The master weights are absent where the parameters themselves are the masters."""
+        moments: dict[StateKind, Tensor] = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {"master": self.master, **moments} if self.owns_master else moments
 
 
 class Optimizer:
-    """Steps all parameters of the buffers. Master weights start as the weights at construction.
+    """Steps what this rank owns of the buffers. Master weights start as the weights at construction.
 
     Args:
         precision: `master` is the dtype of master weights and moments.
@@ -42,7 +55,31 @@ class Optimizer:
         self.step_count = torch.zeros((), dtype=torch.int64, device=buffers.device)
         """Updates applied so far, on the device."""
         master_dtype = torch_dtype(precision.master)
-        self.states = tuple(_new_state(buffer, master_dtype) for buffer in buffers.buffers)
+        self.states = tuple(
+            _new_state(buffer, owned, master_dtype) for buffer in buffers.buffers for owned in buffer.owned
+        )
+        self._gather = _weight_gather(buffers) if buffers.data_parallel.sharded_optimizer else None
+        self._gather_in_forward = False
+
+    def gather_in_forward(self, model: nn.Module) -> None:
+        """From now on `step` returns while new weights travel, and the layers of `model` wait for their own.
+
+        Who reads weights in another way calls `finish_gather` first.
+        """
+        assert self._gather is not None, "only a sharded optimizer gathers weights"
+        order = {at: index for index, at in enumerate(_forward_order(self.buffers))}
+        bucket_of = {
+            id(slot.parameter): order[number, place.bucket]
+            for number, buffer in enumerate(self.buffers.buffers)
+            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True)
+        }
+        wait_in_forward(model, self._gather, bucket_of)
+        self._gather_in_forward = True
+
+    def finish_gather(self) -> None:
+        """Waits until the weights of the last step are here."""
+        if self._gather is not None:
+            self._gather.finish()
 
     @torch.no_grad()
     def step(
@@ -63,12 +100,13 @@ class Optimizer:
             decoupled_lr: learning rate of embedding and head when the run has one of their own.
         """
         assert (decoupled_lr is None) == (self.spec.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
+        self.finish_gather()
         self.step_count.add_(proceed.to(torch.int64))
         for state in self.states:
             key = state.buffer.key
             self.buffers.kernels.adamw_(
                 state.master,
-                state.buffer.grads,
+                state.grads,
                 state.exp_avg,
                 state.exp_avg_sq,
                 lr=decoupled_lr if key.decoupled_lr and decoupled_lr is not None else lr,
@@ -81,41 +119,69 @@ class Optimizer:
                 grad_scale=grad_scale,
                 proceed=proceed,
             )
-        self.weights_from_masters()
+        self._send_weights()
+        if not self._gather_in_forward:
+            self.finish_gather()
 
     def weights_from_masters(self) -> None:
-        """Rounds the master weights to the parameters. Nothing to do where the parameters are the masters."""
-        for state in self.states:
-            if state.owns_master:
-                state.buffer.weights.copy_(state.master)
+        """Rounds the master weights to the parameters of all ranks. Nothing to do where the parameters are the masters
+        of one rank."""
+        self.finish_gather()
+        self._send_weights()
+        self.finish_gather()
 
     def masters_from_weights(self) -> None:
         """Takes new weights (initialised, or loaded without optimizer state) as master weights."""
+        self.finish_gather()
         for state in self.states:
             if state.owns_master:
-                state.master.copy_(state.buffer.weights)
+                state.master.copy_(state.weights)
 
-    def named_state(self) -> Iterator[tuple[str, StateKind, Tensor]]:
-        """(global parameter name, kind, view in the parameter's shape) of all state besides `step_count`.
+    def named_state(self) -> Iterator[StateTensor]:
+        """All state besides `step_count`, parameter by parameter, also of parameters of which this rank owns nothing.
 
-        Copying into the views restores the state; `weights_from_masters` must follow. Kind "master" is absent where the
-        parameters themselves are the masters.
+        Copying into the pieces restores the state; `weights_from_masters` must follow.
         """
-        for state in self.states:
-            kinds: dict[StateKind, Tensor] = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-            if state.owns_master:
-                kinds = {"master": state.master, **kinds}
-            for kind, flat in kinds.items():
-                for name, view in state.buffer.views(flat):
-                    yield name, kind, view
+        for buffer in self.buffers.buffers:
+            states = [state for state in self.states if state.buffer is buffer]
+            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True):
+                for kind in states[0].kinds:
+                    parts = [(state.start, state.kinds[kind]) for state in states]
+                    pieces = tuple(pieces_of(slot.parameter, place, parts))
+                    yield StateTensor(place.name, kind, slot.parameter.global_shape, pieces, buffer.counts)
 
     def params_norm(self) -> Tensor:
-        """L2 norm of the master weights, scalar on the device."""
-        squares = [self.buffers.kernels.sum_of_squares(state.master) for state in self.states]
-        return torch.stack(squares).sum().sqrt()
+        """L2 norm of the master weights, every element of the model once. A scalar on the device."""
+        kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted(self.buffers)}
+        squares = [kernels.sum_of_squares(state.master) for state in self.states if id(state.buffer) in counting]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=self.states[0].master.dtype)
+        # world: 4 or 8 bytes
+        return over_the_world(total, self.buffers, self.buffers.context).sqrt()
+
+    def _send_weights(self) -> None:
+        for state in self.states:
+            if state.owns_master:
+                state.weights.copy_(state.master)
+        if self._gather is not None:
+            self._gather.start()
 
 
-def _new_state(buffer: FlatBuffer, master_dtype: torch.dtype) -> AdamState:
-    weights = buffer.weights
+def _new_state(buffer: FlatBuffer, owned: Range, master_dtype: torch.dtype) -> AdamState:
+    start, end = owned
+    weights, grads = buffer.weights[start:end], buffer.grads[start:end]
     master = weights if weights.dtype == master_dtype else weights.to(master_dtype)
-    return AdamState(buffer, master, torch.zeros_like(master), torch.zeros_like(master))
+    return AdamState(buffer, start, weights, grads, master, torch.zeros_like(master), torch.zeros_like(master))
+
+
+def _forward_order(buffers: GradBuffers) -> list[tuple[int, int]]:
+    """(buffer, bucket) in the order in which a forward pass needs the weights."""
+    return list(reversed(reduction_order(buffers.layout)))
+
+
+def _weight_gather(buffers: GradBuffers) -> WeightGather:
+    buckets = []
+    for number, index in _forward_order(buffers):
+        buffer = buffers.buffers[number]
+        start, end = buffer.layout.buckets[index]
+        buckets.append((buffer.weights[start:end], buffer.group))
+    return WeightGather(buckets)

@@ -3,7 +3,8 @@
 Every parameter becomes a view of a flat tensor, and so does its gradient, which is accumulated over microbatches in the
 accumulation dtype. Gradients arrive on two paths. Matrices compute their weight gradient straight into the buffer
 through `parameter.sink`; what autograd returns in `.grad` is swept in by `collect` after every backward. The first
-gradient of a step is stored, later ones are added, and a parameter that received none has gradient zero.
+gradient of a step is stored, later ones are added, and a parameter that received none has gradient zero. Every arrival
+is told to whoever listens, so that a bucket's reduction can start when it is complete.
 """
 
 from collections import deque
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.optim.reduce import Bucket, GradReducer
+from megatron_moe.optim.sharded import is_first_owner, owned_ranges, replica_group, tensor_group
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.specs.layout_params import BufferKey, BufferLayout, ParamShape, place_parameters
+from megatron_moe.specs.layout_params import BufferKey, BufferLayout, ParamShape, place_parameters, reduction_order
+from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import FloatName, PrecisionSpec
 from megatron_moe.specs.train import OptimizerSpec
 
@@ -57,6 +61,8 @@ class GradSlot:
         """View of the flat gradient buffer in the parameter's shape."""
         self.filled = False
         """Holds a gradient of this step; what it held before counts for nothing."""
+        self.on_arrival: Callable[[], None] = _nobody_listens
+        """Called after every gradient."""
         self._queue = queue
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
@@ -65,8 +71,20 @@ class GradSlot:
         def task() -> None:
             compute(self.main_grad, self.filled)
             self.filled = True
+            self.on_arrival()
 
         self._queue.submit(task)
+
+    def take_grad(self) -> None:
+        """Moves what autograd left in `.grad` here."""
+        grad = self.parameter.grad
+        assert grad is not None, f"{self.name} has no gradient to take"
+        if self.filled:
+            self.main_grad.add_(grad)
+        else:
+            self.main_grad.copy_(grad)
+        self.filled = True
+        self.parameter.grad = None
 
     def zero_if_empty(self) -> None:
         if not self.filled:
@@ -77,8 +95,17 @@ class GradSlot:
 class FlatBuffer:
     """One flat tensor of parameters, one of gradients, and the slots in them."""
 
-    def __init__(self, layout: BufferLayout, grad_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: BufferLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
+    ) -> None:
+        device = context.device
         self.layout = layout
+        self.group = context.group(replica_group(layout.key.grid))
+        """Ranks that hold copies of the parameters and see different tokens."""
+        self.owned = owned_ranges(layout, self.group, sharded=sharded)
+        """What this rank steps, as ranges of the flat tensors."""
+        self.counts = is_first_owner(layout.key, context, sharded=sharded)
+        """This rank is the one in the world that counts what it owns."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.dtype), device=device)
         """Params dtype; the parameters are views of it."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
@@ -88,6 +115,20 @@ class FlatBuffer:
     @property
     def key(self) -> BufferKey:
         return self.layout.key
+
+    def owned_parts(self, flat: Tensor) -> list[Tensor]:
+        """Views of what this rank owns of a flat tensor of this buffer's size."""
+        return [flat[start:end] for start, end in self.owned]
+
+    def bucket(self, index: int) -> Bucket:
+        """What the reduction needs to know of a bucket. From now on its slots tell it of every gradient."""
+        start, end = self.layout.buckets[index]
+        places = zip(self.layout.places, self.slots, strict=True)
+        slots = [slot for place, slot in places if place.bucket == index]
+        bucket = Bucket(self.grads[start:end], self.group, [slot.zero_if_empty for slot in slots])
+        for slot in slots:
+            slot.on_arrival = bucket.arrived
+        return bucket
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(global name, view in the parameter's shape) of every place in a flat tensor of this buffer's size."""
@@ -115,7 +156,7 @@ class GradBuffers:
         precision: the dtype in which gradients are accumulated and reduced.
         kernels: the bundle that norms and optimizer use on these buffers.
         optimizer: decides what shares a buffer: weight decay and learning rate.
-        bucket_size: elements per collective; None is Megatron's rule (`place_parameters`).
+        data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
     """
 
     def __init__(
@@ -126,8 +167,10 @@ class GradBuffers:
         kernels: Kernels,
         *,
         optimizer: OptimizerSpec | None = None,
-        bucket_size: int | None = None,
+        data_parallel: DataParallelSpec | None = None,
     ) -> None:
+        self.data_parallel = data_parallel or DataParallelSpec()
+        self.context = context
         self.kernels = kernels
         self.device = context.device
         self.grad_dtype = torch_dtype(precision.grads)
@@ -135,43 +178,49 @@ class GradBuffers:
         self.queue = WeightGradQueue()
         parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         self.layout = place_parameters(
-            [
-                ParamShape(name=name, shape=tuple(p.shape), dtype=_float_name(p.dtype), meta=p.meta)
-                for name, p in parameters.items()
-            ],
+            [_param_shape(name, parameter, context) for name, parameter in parameters.items()],
             self.optimizer,
             num_shards={"attention": context.group("dp_cp").size, "expert": context.group("edp").size},
-            bucket_size=bucket_size,
+            spec=self.data_parallel,
         )
-        self.buffers = tuple(FlatBuffer(layout, self.grad_dtype, self.device) for layout in self.layout.buffers)
+        sharded = self.data_parallel.sharded_optimizer
+        self.buffers = tuple(
+            FlatBuffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
+        )
         for buffer in self.buffers:
             buffer.adopt(parameters, self.queue)
+        order = reduction_order(self.layout)
+        self.reducer = GradReducer([self.buffers[buffer].bucket(index) for buffer, index in order], self.data_parallel)
+
+    @property
+    def whole(self) -> bool:
+        """This rank owns every element of the model."""
+        spec = self.context.spec
+        return not self.data_parallel.sharded_optimizer and (spec.tp, spec.pp, spec.ep, spec.etp) == (1, 1, 1, 1)
 
     @property
     def slots(self) -> Iterator[GradSlot]:
         for buffer in self.buffers:
             yield from buffer.slots
 
-    def begin_step(self) -> None:
-        """Forgets the gradients of the last step: the next one of every parameter is stored, not added."""
+    def begin_step(self, num_microbatches: int | None = None) -> None:
+        """Forgets the gradients of the last step: the next one of every parameter is stored, not added.
+
+        `num_microbatches`: how many backward passes every parameter will see; None keeps reductions from starting
+        before the gradients are finished.
+        """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
             slot.filled = False
+        self.reducer.begin_step(num_microbatches)
 
     def collect(self) -> None:
         """Sweeps every `.grad` that the last backward left into the buffers and frees it."""
-        stored: list[tuple[Tensor, Tensor]] = []
-        added: list[tuple[Tensor, Tensor]] = []
-        for slot in self.slots:
-            grad = slot.parameter.grad
-            if grad is not None:
-                (added if slot.filled else stored).append((slot.main_grad, grad))
-                slot.filled = True
-                slot.parameter.grad = None
-        for target, grad in stored:
-            target.copy_(grad)
-        for target, grad in added:
-            target.add_(grad)
+        arrived = [slot for slot in self.slots if slot.parameter.grad is not None]
+        for slot in arrived:
+            slot.take_grad()
+        for slot in arrived:
+            slot.on_arrival()
 
     def complete(self) -> None:
         """Computes what still waits and zeroes what received nothing. Afterwards the buffers hold this step's sums."""
@@ -188,3 +237,19 @@ def _float_name(dtype: torch.dtype) -> FloatName:
         torch.float16: "fp16",
     }
     return names[dtype]
+
+
+def _param_shape(name: str, parameter: Parameter, context: ParallelContext) -> ParamShape:
+    meta = parameter.meta
+    return ParamShape(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=_float_name(parameter.dtype),
+        meta=meta,
+        replicated=meta.tp_dim is None and context.group(tensor_group(meta.grid)).size > 1,
+        shared_stages=meta.shared_stages and context.group("embedding").size > 1,
+    )
+
+
+def _nobody_listens() -> None:
+    """For slots outside of buckets."""

@@ -1,10 +1,13 @@
 """The global gradient norm and the clip factor. All results stay on the device."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.optim.buckets import FlatBuffer, GradBuffers
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 
 
@@ -14,15 +17,31 @@ def gradient_norms(buffers: GradBuffers, context: ParallelContext) -> dict[str, 
     "all" is the true norm: every element of the model counts once. Its parts are "experts", "router" (gate matrices)
     and "dense" (everything else). A non-finite element anywhere makes "all" non-finite on every rank.
     """
-    spec = context.spec
-    # Every rank holds the whole model, so its own sum is the global one.
-    assert (spec.tp, spec.pp, spec.ep, spec.etp) == (1, 1, 1, 1), f"norm over a model split as {spec}"
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
+    for buffer in counted(buffers):
+        for grads in buffer.owned_parts(buffer.grads):
+            squares[_part(buffer)] += buffers.kernels.sum_of_squares(grads)
+    # world: 12 or 24 bytes
+    sums = over_the_world(torch.stack(list(squares.values())), buffers, context)
+    parts = dict(zip(squares, sums.unbind(), strict=True))
+    return {"all": sums.sum().sqrt()} | {part: square.sqrt() for part, square in parts.items()}
+
+
+def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
+    """Buffers of which this rank counts what it owns. A rank that owns the whole model counts all of it."""
     for buffer in buffers.buffers:
-        squares[_part(buffer)] += buffers.kernels.sum_of_squares(buffer.grads)
-    total = torch.stack(list(squares.values())).sum()
-    return {"all": total.sqrt()} | {part: square.sqrt() for part, square in squares.items()}
+        if buffers.whole or buffer.counts:
+            yield buffer
+
+
+def over_the_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
+    """Adds up what the ranks have counted, so that every element of the model counts once; in place.
+
+    Ranks that own the whole model have counted all of it, and to the same bits. Else one collective gives every rank
+    the same bits, so that all clip alike.
+    """
+    return sums if buffers.whole else all_reduce_(sums, context.group("world"))
 
 
 def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
@@ -34,10 +53,12 @@ def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
 
 def count_zeros(buffers: GradBuffers) -> Tensor:
     """Elements of the finished gradients that are exactly zero, int64 scalar on the device."""
-    counts = [
-        buffer.layout.size - buffer.layout.padding - torch.count_nonzero(buffer.grads) for buffer in buffers.buffers
-    ]
-    return torch.stack(counts).sum()
+    zeros = torch.zeros((), dtype=torch.int64, device=buffers.device)
+    for buffer in counted(buffers):
+        for (start, end), grads in zip(buffer.owned, buffer.owned_parts(buffer.grads), strict=True):
+            zeros += buffer.layout.elements(start, end) - torch.count_nonzero(grads)
+    # world: 8 bytes
+    return over_the_world(zeros, buffers, buffers.context)
 
 
 def _part(buffer: FlatBuffer) -> str:

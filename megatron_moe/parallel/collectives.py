@@ -3,6 +3,8 @@
 These carry data that no gradient flows through: gradients, metrics, weights.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -36,6 +38,82 @@ def all_gather_flat(flat: Tensor, shard: Tensor, group: Group) -> Tensor:
         return flat.copy_(shard)
     dist.all_gather_into_tensor(flat, shard, group=group.handle)
     return flat
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way on one tensor."""
+
+    work: dist.Work | None = None
+    land: Callable[[], object] | None = None
+    """What is left to do on the host when the ranks have exchanged their data."""
+
+    def wait(self) -> None:
+        """Afterwards the tensor may be used by the current stream, on a CPU by everyone."""
+        if self.work is not None:
+            self.work.wait()
+        if self.land is not None:
+            self.land()
+
+
+def part_of(flat: Tensor, group: Group) -> Tensor:
+    """This rank's part of `flat` [n * size]: a view [n]."""
+    return flat.chunk(group.size)[group.rank]
+
+
+def start_all_reduce_(flat: Tensor, group: Group, *, mean: bool = False) -> Pending:
+    """Begins to sum `flat` over the group in place, or to take its mean."""
+    if group.size == 1:
+        return Pending()
+    native_mean = mean and _nccl(group)
+    work = dist.all_reduce(flat, _mean_or_sum(native_mean), group=group.handle, async_op=True)
+    return Pending(work, (lambda: flat.div_(group.size)) if mean and not native_mean else None)
+
+
+def start_reduce_scatter_(flat: Tensor, group: Group, *, mean: bool = False, wide: bool = False) -> Pending:
+    """Begins to sum `flat` [n * size] over the group, or to take its mean, into each rank's own part of it.
+
+    What the other parts hold afterwards is undefined. With `wide` a format narrower than fp32 travels as it is, but is
+    summed in fp32.
+    """
+    if group.size == 1:
+        return Pending()
+    part = part_of(flat, group)
+    if wide:
+        return _start_wide_reduce_scatter_(part, flat, group, mean=mean)
+    if _nccl(group):
+        return Pending(dist.reduce_scatter_tensor(part, flat, _mean_or_sum(mean), group=group.handle, async_op=True))
+    # Only NCCL may write its result over its input.
+    total = torch.empty_like(part)
+    work = dist.reduce_scatter_tensor(total, flat, group=group.handle, async_op=True)
+    return Pending(work, lambda: part.copy_(total.div_(group.size) if mean else total))
+
+
+def start_all_gather_(flat: Tensor, group: Group) -> Pending:
+    """Begins to fill `flat` [n * size] with every rank's own part of it."""
+    if group.size == 1:
+        return Pending()
+    return Pending(dist.all_gather_into_tensor(flat, part_of(flat, group), group=group.handle, async_op=True))
+
+
+def _start_wide_reduce_scatter_(part: Tensor, flat: Tensor, group: Group, *, mean: bool) -> Pending:
+    received = torch.empty_like(flat)
+    work = dist.all_to_all_single(received, flat, group=group.handle, async_op=True)
+
+    def add_up() -> None:
+        rows = received.view(group.size, -1)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        part.copy_(rows.mean(0, dtype=wide) if mean else rows.sum(0, dtype=wide))
+
+    return Pending(work, add_up)
+
+
+def _mean_or_sum(mean: bool) -> Any:
+    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+
+
+def _nccl(group: Group) -> bool:
+    return group.device.type == "cuda" and dist.get_backend(group.handle) == "nccl"
 
 
 def broadcast_(tensor: Tensor, group: Group, source: int = 0) -> Tensor:

@@ -60,6 +60,14 @@ def count_parameters(model: ModelSpec, *, active: bool = False) -> ParamCount:
     return layers + ends
 
 
+def count_expert_elements(model: ModelSpec) -> int:
+    """Parameters that live on the expert grid, those in multi-token prediction included."""
+    layers = list(model.layers)
+    if model.mtp is not None:
+        layers += [model.layers[-1]] * (1 if model.mtp.repeated_layer else model.mtp.num_layers)
+    return sum(_layer(layer, active=False).experts for layer in layers)
+
+
 def _head(model: ModelSpec) -> int:
     matrix = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     return matrix + (model.vocab_size if model.head_bias else 0)

@@ -4,20 +4,23 @@ Parameters that are reduced over the same ranks and stepped with the same hyperp
 the norm, the reduction and the optimizer step are one kernel per buffer. Inside a buffer they stand in reverse order of
 registration, which is about the order in which a backward pass finishes them, and are cut into buckets: the unit of a
 collective. Starts and bucket ends are aligned so that a bucket divides into equal shards for its data-parallel ranks.
+What holds for a buffer holds for every shard of it, so that a rank can treat the shards that it owns as a whole buffer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from megatron_moe.specs.params import Grid, ParamMeta
+from megatron_moe.specs.parallel import DataParallelSpec
+from megatron_moe.specs.params import Box, Grid, ParamMeta
 from megatron_moe.specs.precision import FloatName
 from megatron_moe.specs.train import OptimizerSpec
 
 ELEMENT_ALIGN = 64
 """Every parameter starts at a multiple of this many elements."""
 BUCKET_ALIGN = 128
-"""Every bucket ends at a multiple of this and of its number of shards."""
+"""Every shard of a bucket starts at a multiple of this many elements."""
+_HIGH_BANDWIDTH_ALIGN = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,10 @@ class ParamShape:
     shape: tuple[int, ...]
     dtype: FloatName
     meta: ParamMeta
+    replicated: bool = False
+    """Other tensor-parallel ranks of the parameter's grid hold the same elements."""
+    shared_stages: bool = False
+    """Other pipeline stages do."""
 
     @property
     def numel(self) -> int:
@@ -45,6 +52,12 @@ class BufferKey:
     """Gate matrices, whose gradient norm is reported apart."""
     decay: bool
     decoupled_lr: bool
+    replicated: bool = False
+    """Tensor-parallel ranks hold the same elements; the first of them counts."""
+    partial: bool = False
+    """Each of those ranks computes a part of the gradient; the parts are to be summed."""
+    shared_stages: bool = False
+    """Two pipeline stages hold the same elements and compute a part of the gradient each; the first of them counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +68,8 @@ class Place:
     shape: tuple[int, ...]
     start: int
     bucket: int
+    registered: int
+    """Index in the order of registration."""
 
     @property
     def end(self) -> int:
@@ -73,7 +88,11 @@ class BufferLayout:
 
     @property
     def padding(self) -> int:
-        return self.size - sum(place.end - place.start for place in self.places)
+        return self.size - self.elements(0, self.size)
+
+    def elements(self, start: int, end: int) -> int:
+        """How many places between start and end belong to parameters."""
+        return sum(max(0, min(place.end, end) - max(place.start, start)) for place in self.places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +107,62 @@ def place_parameters(
     optimizer: OptimizerSpec,
     *,
     num_shards: Mapping[Grid, int],
-    bucket_size: int | None = None,
+    spec: DataParallelSpec | None = None,
 ) -> ParamLayout:
     """Places parameters given in the order of registration.
 
-    `num_shards` is the data-parallel size of each grid. A bucket closes with the parameter that fills it to
-    `bucket_size` elements or more; None takes Megatron's size, max(40 million, 1 million per rank).
+    `num_shards` is the data-parallel size of each grid. A bucket closes with the parameter that fills it to the bucket
+    size or more. Without a wish in `spec` that is Megatron's, max(40 million, 1 million per rank).
     """
-    groups: dict[BufferKey, list[ParamShape]] = {}
-    for parameter in reversed(parameters):
-        groups.setdefault(buffer_key(parameter, optimizer), []).append(parameter)
-    return ParamLayout(
-        buffers=tuple(
-            _place_buffer(key, members, num_shards[key.grid], bucket_size or default_bucket_size(num_shards[key.grid]))
-            for key, members in groups.items()
-        )
-    )
+    spec = spec or DataParallelSpec()
+    size = spec.bucket_size
+    if spec.num_buckets is not None:
+        size = -(-sum(parameter.numel for parameter in parameters) // spec.num_buckets)
+    groups: dict[BufferKey, list[tuple[int, ParamShape]]] = {}
+    for index, parameter in reversed(list(enumerate(parameters))):
+        groups.setdefault(buffer_key(parameter, optimizer), []).append((index, parameter))
+    buffers = []
+    for key, members in groups.items():
+        shards = num_shards[key.grid]
+        align = BUCKET_ALIGN * shards
+        align = lcm(align, _HIGH_BANDWIDTH_ALIGN) if spec.pad_buckets else align
+        buffers.append(_place_buffer(key, members, align, size or default_bucket_size(shards)))
+    return ParamLayout(buffers=tuple(buffers))
+
+
+def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
+    """(buffer, bucket) in the order in which a backward pass completes them: by their first registered parameter, the
+    last one first. It follows from the model alone, so all ranks agree on it."""
+    first: dict[tuple[int, int], int] = {}
+    for index, buffer in enumerate(layout.buffers):
+        for place in buffer.places:
+            at = (index, place.bucket)
+            first[at] = min(place.registered, first.get(at, place.registered))
+    return tuple(sorted(first, key=lambda at: -first[at]))
+
+
+def range_boxes(shape: tuple[int, ...], start: int, end: int) -> tuple[Box, ...]:
+    """The elements start .. end of a row-major tensor as boxes in their order: at most two per dim, less one."""
+    if start >= end:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    inner = prod(shape[1:])
+    if len(shape) == 1:
+        return (Box((start,), (end - start,)),)
+    first, last = -(-start // inner), end // inner
+    if first > last:
+        return _within_row(shape, last, start, end)
+    head = _within_row(shape, first - 1, start, first * inner)
+    rows = (Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])),) if last > first else ()
+    return head + rows + _within_row(shape, last, last * inner, end)
+
+
+def _within_row(shape: tuple[int, ...], row: int, start: int, end: int) -> tuple[Box, ...]:
+    """The same for elements that lie in one slice along the first dim."""
+    base = row * prod(shape[1:])
+    boxes = range_boxes(shape[1:], start - base, end - base)
+    return tuple(Box((row, *box.offset), (1, *box.size)) for box in boxes)
 
 
 def default_bucket_size(num_ranks: int) -> int:
@@ -119,6 +178,9 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerSpec) -> BufferKey:
         router=meta.role == "router",
         decay=decays(parameter, decay_qk_norm=optimizer.decay_qk_norm),
         decoupled_lr=optimizer.decoupled_lr is not None and meta.role in ("embedding", "head"),
+        replicated=parameter.replicated,
+        partial=parameter.replicated and meta.partial_over_tp,
+        shared_stages=parameter.shared_stages,
     )
 
 
@@ -129,14 +191,17 @@ def decays(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
     return parameter.meta.decay and len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
 
 
-def _place_buffer(key: BufferKey, members: Iterable[ParamShape], num_shards: int, bucket_size: int) -> BufferLayout:
-    bucket_align = lcm(BUCKET_ALIGN, num_shards)
+def _place_buffer(
+    key: BufferKey, members: Iterable[tuple[int, ParamShape]], bucket_align: int, bucket_size: int
+) -> BufferLayout:
     places: list[Place] = []
     buckets: list[tuple[int, int]] = []
     bucket_start = end = 0
-    for parameter in members:
+    for index, parameter in members:
         start = _round_up(end, ELEMENT_ALIGN)
-        places.append(Place(name=parameter.name, shape=parameter.shape, start=start, bucket=len(buckets)))
+        places.append(
+            Place(name=parameter.name, shape=parameter.shape, start=start, bucket=len(buckets), registered=index)
+        )
         end = start + parameter.numel
         if end - bucket_start >= bucket_size:
             end = _round_up(end, bucket_align)

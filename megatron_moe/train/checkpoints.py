@@ -138,6 +138,6 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor
     """All tensors of a checkpoint by key: weights, buffers, and the optimizer's state. Views, nothing is copied."""
     tensors = {tensor_key("model", name): value for name, value in trainer.model.state_dict().items()}
     if optimizer:
-        tensors |= {tensor_key(kind, name): view for name, kind, view in trainer.optimizer.named_state()}
+        tensors |= {tensor_key(state.kind, state.name): state.whole for state in trainer.optimizer.named_state()}
         tensors[tensor_key("optimizer", "step_count")] = trainer.optimizer.step_count
     return {key: SavedTensor.whole(value.detach()) for key, value in tensors.items()}

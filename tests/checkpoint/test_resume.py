@@ -40,7 +40,7 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         found = {tensor_key("model", name): parameter.detach() for name, parameter in self.parameters.items()}
-        found |= {tensor_key(kind, name): view for name, kind, view in self.optimizer.named_state()}
+        found |= {tensor_key(each.kind, each.name): each.whole for each in self.optimizer.named_state()}
         return found | {tensor_key("optimizer", "step_count"): self.optimizer.step_count}
 
     def saved(self) -> dict[str, SavedTensor]:

@@ -64,7 +64,7 @@ def test_steps_on_the_gpu_are_those_of_the_cpu_and_never_wait_for_the_host() -> 
 def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path) -> None:
     weights, optimizer, _ = _train("cuda", precision=BF16)
     tensors = {tensor_key("model", name): weight for name, weight in weights.items()}
-    tensors |= {tensor_key(kind, name): view for name, kind, view in optimizer.named_state()}
+    tensors |= {tensor_key(each.kind, each.name): each.whole for each in optimizer.named_state()}
     expected = {key: tensor.clone() for key, tensor in tensors.items()}
     context = ParallelContext.single(device="cuda")
     saved = {key: SavedTensor.whole(tensor) for key, tensor in tensors.items()}

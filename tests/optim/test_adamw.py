@@ -41,7 +41,7 @@ class Rig:
 
     def bits(self) -> dict[str, Tensor]:
         """Everything that a step may change."""
-        state = {f"{kind}.{name}": view.clone() for name, kind, view in self.optimizer.named_state()}
+        state = {f"{each.kind}.{each.name}": each.whole.clone() for each in self.optimizer.named_state()}
         return {**self.weights(), **state, "step": self.optimizer.step_count.clone()}
 
 
@@ -90,7 +90,7 @@ def test_bf16_weights_are_the_rounded_weights_of_an_fp32_run() -> None:
         gradients = make_gradients(step)
         low.step(gradients)
         full.step(gradients)
-    masters = {name: view for name, kind, view in low.optimizer.named_state() if kind == "master"}
+    masters = {each.name: each.whole for each in low.optimizer.named_state() if each.kind == "master"}
     EXACT.check_all(masters, full.weights(), "masters")
     EXACT.check_all(low.weights(), {name: w.bfloat16() for name, w in full.weights().items()}, "bf16 weights")
 
@@ -138,7 +138,7 @@ def test_a_run_goes_on_after_a_refused_step_as_if_it_had_not_been() -> None:
 
 def test_masters_are_copied_only_where_they_are_wider_than_the_weights() -> None:
     kinds = {
-        precision.params: {kind for _, kind, _ in Rig(precision).optimizer.named_state()} for precision in (FP64, BF16)
+        precision.params: {each.kind for each in Rig(precision).optimizer.named_state()} for precision in (FP64, BF16)
     }
     assert kinds == {"fp64": {"exp_avg", "exp_avg_sq"}, "bf16": {"master", "exp_avg", "exp_avg_sq"}}
     assert all(not state.owns_master for state in Rig(FP64).optimizer.states)
@@ -159,9 +159,9 @@ def test_saved_state_continues_bitwise_in_another_optimizer() -> None:
         first, second = Rig(precision), Rig(precision)
         for step in range(3):
             first.step(make_gradients(step))
-        saved = {(name, kind): view.clone() for name, kind, view in first.optimizer.named_state()}
-        for name, kind, view in second.optimizer.named_state():
-            view.copy_(saved[name, kind])
+        saved = {(each.name, each.kind): each.whole.clone() for each in first.optimizer.named_state()}
+        for each in second.optimizer.named_state():
+            each.whole.copy_(saved[each.name, each.kind])
         if precision is FP64:
             for name, parameter in second.parameters.items():
                 parameter.data.copy_(first.parameters[name].data)

@@ -4,6 +4,7 @@ import torch
 
 from megatron_moe.optim.clip import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import DataParallelSpec
 from tests.optim_parameters import FP32, give, make_buffers, make_gradients, make_parameters
 from tests.tolerances import EXACT, FP64_REF
 
@@ -40,7 +41,9 @@ def test_the_clip_factor_is_one_up_to_the_limit_and_scales_to_it_beyond() -> Non
 
 def test_zeros_of_the_gradient_are_counted_and_padding_is_not() -> None:
     for bucket_size in (1, None):
-        buffers = make_buffers(make_parameters(torch.float32), FP32, bucket_size=bucket_size)
+        buffers = make_buffers(
+            make_parameters(torch.float32), FP32, data_parallel=DataParallelSpec(bucket_size=bucket_size)
+        )
         gradients = make_gradients(0)
         gradients["output_layer.weight"][:2] = 0.0
         gradients["decoder.layers.0.mlp.router.weight"][0, 0] = 0.0

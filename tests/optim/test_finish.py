@@ -7,7 +7,7 @@ from megatron_moe.optim.adamw import Optimizer
 from megatron_moe.optim.clip import clip_coefficient, gradient_norms
 from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from tests.optim_parameters import FP64, give, main_grads, make_buffers, make_gradients, make_parameters
 from tests.ranks import on_threads
 from tests.tolerances import EXACT, FP64_LAYOUT
@@ -21,7 +21,7 @@ def mean_over(ranks: int) -> dict[str, Tensor]:
 
 
 def finished(context: ParallelContext, bucket_size: int | None, tokens: float | None) -> dict[str, Tensor]:
-    buffers = make_buffers(make_parameters(), context=context, bucket_size=bucket_size)
+    buffers = make_buffers(make_parameters(), context=context, data_parallel=DataParallelSpec(bucket_size=bucket_size))
     give(buffers, make_gradients(context.rank))
     count = None if tokens is None else torch.tensor(tokens, dtype=torch.float64)
     finish_gradients(buffers, context, token_count=count)

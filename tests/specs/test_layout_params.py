@@ -12,6 +12,7 @@ from megatron_moe.specs.layout_params import (
     default_bucket_size,
     place_parameters,
 )
+from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.params import ParamMeta
 from megatron_moe.specs.train import OptimizerSpec
 
@@ -21,8 +22,9 @@ def parameter(name: str, *shape: int, **meta: object) -> ParamShape:
 
 
 def place(parameters: list[ParamShape], num_ranks: int = 1, bucket_size: int | None = None, **changes) -> ParamLayout:
+    spec = DataParallelSpec(bucket_size=bucket_size)
     shards = {"attention": num_ranks, "expert": num_ranks}
-    return place_parameters(parameters, OptimizerSpec(**changes), num_shards=shards, bucket_size=bucket_size)
+    return place_parameters(parameters, OptimizerSpec(**changes), num_shards=shards, spec=spec)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
