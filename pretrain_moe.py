@@ -66,7 +66,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
 
     # the model, its optimizer, its data
     model = build.build_model(plan, context, kernels)
-    trainer = build.build_trainer(plan, context, model, kernels)
+    trainer = build.build_trainer(plan, context, model, kernels, reporter.timers)
     datasets = build.build_data(plan, context)
     loader = build.build_train_loader(plan, context, datasets)
     validation = Validation(plan, context, model, build.build_eval_loaders(plan, context, datasets), reporter)
@@ -79,7 +79,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
 
     # train
-    progress = Progress(plan, trainer, reporter)
+    progress = Progress(trainer, reporter)
     leave = Leave(plan.loop, context, iteration=state.iteration)
     while loader and not leave.now(state.iteration):
         outcome = trainer.step(loader.next_step(), state)

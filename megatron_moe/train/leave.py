@@ -1,6 +1,7 @@
 """When a run ends, other than by an error."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -12,14 +13,22 @@ from megatron_moe.specs.train import LoopSpec
 class Leave:
     """Answers before each step whether to leave, the same on every rank."""
 
-    def __init__(self, spec: LoopSpec, context: ParallelContext, *, iteration: int) -> None:
-        """`iteration`: where this start of the run begins."""
+    def __init__(
+        self,
+        spec: LoopSpec,
+        context: ParallelContext,
+        *,
+        iteration: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`iteration`: where this start of the run begins. `clock`: seconds."""
         self.reason = "no training was asked for (--skip-train)"
         """A sentence for the log, once `now` has said yes."""
         self._spec = spec
         self._first = iteration
         self._context = context
-        self._start = time.monotonic()
+        self._clock = clock
+        self._start = clock()
 
     def now(self, iteration: int) -> bool:
         """Is it time to leave after `iteration` steps?"""
@@ -41,6 +50,6 @@ class Leave:
         return None
 
     def _longest_minutes(self) -> float:
-        minutes = torch.tensor([(time.monotonic() - self._start) / 60], device=self._context.device)
+        minutes = torch.tensor([(self._clock() - self._start) / 60], device=self._context.device)
         # world: 4 bytes; clocks differ, and all ranks must leave after the same iteration
         return float(all_reduce_(minutes, self._context.group("world"), "max"))

@@ -2,9 +2,7 @@
 
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
-from megatron_moe.optim.clip import count_zeros
 from megatron_moe.specs.exitcodes import NumericsProblem
-from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.reading import LateReader, StepReading
 from megatron_moe.train.step import StepOutcome, Trainer
 
@@ -12,11 +10,10 @@ from megatron_moe.train.step import StepOutcome, Trainer
 class Progress:
     """Between the steps, which must not wait, and the reporter, which needs numbers."""
 
-    def __init__(self, plan: RunPlan, trainer: Trainer, reporter: Reporter) -> None:
-        self._plan = plan
+    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
         self._trainer = trainer
         self._reporter = reporter
-        self._late = LateReader()
+        self._late = LateReader(trainer.context.device)
         self._recorded = Tally()
         """What the modules recorded up to the step that is held."""
 
@@ -39,7 +36,7 @@ class Progress:
             return
         self._reporter.observe(reading)
         if self._reporter.due(reading.iteration) or not reading.proceed:
-            self._report()
+            self._report(reading)
         if not reading.proceed:
             raise NumericsProblem(
                 f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: not "
@@ -47,12 +44,12 @@ class Progress:
                 f"{reading.iteration - 1}; see metrics.jsonl for what led there, and lower --lr or --clip-grad"
             )
 
-    def _report(self) -> None:
-        spec, context = self._plan.logging, self._trainer.context
-        metrics, self._recorded = self._recorded.take(context), Tally()
+    def _report(self, reading: StepReading) -> None:
+        metrics, self._recorded = self._recorded.take(self._trainer.context), Tally()
+        zeros = reading.figures.get("num_zeros")
         report = self._reporter.summary(
             metrics,
-            num_zeros=int(count_zeros(self._trainer.buffers)) if spec.log_num_zeros else None,
-            params_norm=float(self._trainer.optimizer.params_norm()) if spec.log_params_norm else None,
+            num_zeros=None if zeros is None else int(zeros),
+            params_norm=reading.figures.get("params_norm"),
         )
         self._reporter.step(report)

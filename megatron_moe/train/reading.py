@@ -15,54 +15,85 @@ class StepReading:
     iteration: int
     loss: float
     norms: dict[str, float]
+    figures: dict[str, float]
+    """See `StepOutcome.figures`."""
     proceed: bool
     learning_rate: float
     num_samples: int
     seconds: float
-    """From the end of the step before to the end of this one."""
+    """From the end of the step before to the end of this one, on the device."""
+
+
+class Moment:
+    """A point in the device's work: the wall clock on a CPU, an event on the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Returns when the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Both moments must have come."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._time - earlier._time
+
+
+@dataclass(frozen=True)
+class _Held:
+    outcome: StepOutcome
+    figures: torch.Tensor
+    begin: Moment
+    end: Moment
 
 
 class LateReader:
     """Holds the newest outcome until the next one is there."""
 
-    def __init__(self) -> None:
-        self._pending: tuple[StepOutcome, torch.Tensor, torch.cuda.Event | None] | None = None
-        self._last_end = time.perf_counter()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: _Held | None = None
+        self._last_end = Moment(device)
 
     def push(self, outcome: StepOutcome) -> StepReading | None:
         """Takes a step's outcome and returns the reading of the step before it; None for the first."""
         previous = self.flush()
-        figures = torch.stack([x.double() for x in (outcome.loss, outcome.proceed, *outcome.norms.values())])
+        scalars = (outcome.loss, outcome.proceed, *outcome.norms.values(), *outcome.figures.values())
+        figures = torch.stack([scalar.double() for scalar in scalars])
         if figures.is_cuda:
             host = torch.empty_like(figures, device="cpu", pin_memory=True)
-            host.copy_(figures, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending = (outcome, host, event)
-        else:
-            self._pending = (outcome, figures, None)
+            figures = host.copy_(figures, non_blocking=True)
+        begin, self._last_end = self._last_end, Moment(self._device)
+        self._held = _Held(outcome, figures, begin, self._last_end)
         return previous
 
     def flush(self) -> StepReading | None:
         """The reading of the held step, waiting for it; None when none is held."""
-        if self._pending is None:
+        if self._held is None:
             return None
-        (outcome, figures, event), self._pending = self._pending, None
-        if event is not None:
-            event.synchronize()
-        now = time.perf_counter()
-        seconds, self._last_end = now - self._last_end, now
-        loss, proceed, *norms = figures.tolist()
+        held, self._held = self._held, None
+        held.end.wait()
+        outcome = held.outcome
+        loss, proceed, *others = held.figures.tolist()
+        norms, figures = others[: len(outcome.norms)], others[len(outcome.norms) :]
         return StepReading(
             iteration=outcome.iteration,
             loss=loss,
             norms=dict(zip(outcome.norms, norms, strict=True)),
+            figures=dict(zip(outcome.figures, figures, strict=True)),
             proceed=bool(proceed),
             learning_rate=outcome.learning_rate,
             num_samples=outcome.num_samples,
-            seconds=seconds,
+            seconds=held.end.seconds_since(held.begin),
         )
 
     def restart_clock(self) -> None:
-        """Leaves out of the next step's time what happened since the last reading: evaluation, saving."""
-        self._last_end = time.perf_counter()
+        """Leaves out of the next step's time what happened since the last step: evaluation, saving."""
+        self._last_end = Moment(self._device)

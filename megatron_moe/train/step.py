@@ -111,31 +111,13 @@ class Trainer:
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.consumed_samples)
-        self.model.train()
-        self.buffers.begin_step()
-        stage = MicrobatchStage(self, self._prepare(batches, iteration))
-        run_schedule(schedule_actions(len(batches)), stage)
-
-        totals = torch.stack([stage.loss_sum, stage.token_sum])
-        # world: 16 bytes; the loss is the mean over the tokens of the global batch
-        all_reduce_(totals, self.context.group("dp_cp"))
-        loss = totals[0] / totals[1].clamp(min=1)
-        finish_gradients(self.buffers, self.context, token_count=totals[1] if self.plan.loop.per_token_loss else None)
-        norms, figures = gradient_norms(self.buffers, self.context), {}
-        if self.plan.logging.log_num_zeros:
-            figures["num_zeros"] = count_zeros(self.buffers)
-        if self.plan.loop.check_nonfinite:
-            self._proceed = self._proceed & torch.isfinite(loss) & torch.isfinite(norms["all"])
-        self.optimizer.step(
-            lr=lr,
-            decoupled_lr=self.schedule.decoupled_lr(state.consumed_samples),
-            weight_decay=self.schedule.weight_decay(state.consumed_samples),
-            grad_scale=clip_coefficient(norms["all"], self.plan.optimizer.clip_grad),
-            proceed=self._proceed,
-        )
-        update_routers(self.routers, self.context, proceed=self._proceed)
-        if self.plan.logging.log_params_norm:
-            figures["params_norm"] = self.optimizer.params_norm()
+        with self.timers.span("forward-backward", level=1):
+            loss, num_tokens = self._forward_backward(batches, iteration)
+        with self.timers.span("all-grads-sync", level=1):
+            per_token = self.plan.loop.per_token_loss
+            finish_gradients(self.buffers, self.context, token_count=num_tokens if per_token else None)
+        with self.timers.span("optimizer", level=1):
+            norms, figures = self._update(loss, lr, state.consumed_samples)
         return StepOutcome(
             loss=loss,
             norms=norms,
@@ -145,6 +127,37 @@ class Trainer:
             learning_rate=lr,
             iteration=iteration,
         )
+
+    def _forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> tuple[Tensor, Tensor]:
+        """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch."""
+        self.model.train()
+        self.buffers.begin_step()
+        stage = MicrobatchStage(self, self._prepare(batches, iteration))
+        run_schedule(schedule_actions(len(batches)), stage)
+        totals = torch.stack([stage.loss_sum, stage.token_sum])
+        # dp_cp: 16 bytes; the loss is the mean over the tokens of the global batch
+        all_reduce_(totals, self.context.group("dp_cp"))
+        return totals[0] / totals[1].clamp(min=1), totals[1]
+
+    def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Norm, verdict, clipped update, routers. Returns gradient norms and the figures that the log wants."""
+        logging, figures = self.plan.logging, {}
+        norms = gradient_norms(self.buffers, self.context)
+        if logging.log_num_zeros:
+            figures["num_zeros"] = count_zeros(self.buffers)
+        if self.plan.loop.check_nonfinite:
+            self._proceed = self._proceed & torch.isfinite(loss) & torch.isfinite(norms["all"])
+        self.optimizer.step(
+            lr=lr,
+            decoupled_lr=self.schedule.decoupled_lr(samples),
+            weight_decay=self.schedule.weight_decay(samples),
+            grad_scale=clip_coefficient(norms["all"], self.plan.optimizer.clip_grad),
+            proceed=self._proceed,
+        )
+        update_routers(self.routers, self.context, proceed=self._proceed)
+        if logging.log_params_norm:
+            figures["params_norm"] = self.optimizer.params_norm()
+        return norms, figures
 
     def restored(self, *, with_optimizer: bool) -> None:
         """To be called when weights, and perhaps the optimizer's state, were loaded into place."""

@@ -1,5 +1,6 @@
 """When a run ends."""
 
+import time
 from dataclasses import replace
 
 from megatron_moe.parallel.context import ParallelContext
@@ -9,8 +10,8 @@ from tests import tiny
 CONTEXT = ParallelContext.single()
 
 
-def leave(iteration=0, **changes):
-    return Leave(replace(tiny.plan().loop, train_iters=20, **changes), CONTEXT, iteration=iteration)
+def leave(iteration=0, clock=time.monotonic, **changes):
+    return Leave(replace(tiny.plan().loop, train_iters=20, **changes), CONTEXT, iteration=iteration, clock=clock)
 
 
 def test_a_run_ends_after_its_last_iteration():
@@ -26,6 +27,7 @@ def test_the_exit_interval_counts_from_zero_but_not_at_the_start():
 
 
 def test_the_exit_duration_is_measured_in_minutes():
-    assert not leave(exit_duration_minutes=60).now(1)
-    ending = leave(exit_duration_minutes=-1.0)
-    assert ending.now(1) and "minutes" in ending.reason
+    times = iter([100.0, 100.0 + 119.0, 100.0 + 121.0])
+    ending = leave(exit_duration_minutes=2.0, clock=lambda: next(times))
+    assert not ending.now(1)
+    assert ending.now(1) and ending.reason == "exiting program after 2.0 minutes"

@@ -1,0 +1,64 @@
+"""Validation is the loss of the model as it is: no dropout, no jitter, no counting."""
+
+from dataclasses import replace
+
+import torch
+
+from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.train.evaluate import evaluate
+from tests import tiny
+from tests.tolerances import FP64_REF
+
+CONTEXT = ParallelContext.single(dtype=torch.float64)
+KERNELS = reference.bundle()
+
+
+def noisy_model():
+    """Dropout everywhere and router jitter."""
+    spec = tiny.model(moe_spec=tiny.moe(tiny.router(input_jitter_eps=0.3)), embedding_dropout=0.5)
+    core = CoreAttentionSpec(softmax_scale=8**-0.5, dropout=0.5)
+    layers = tuple(replace(layer, hidden_dropout=0.5, mixer=replace(layer.mixer, core=core)) for layer in spec.layers)
+    return replace(spec, layers=layers)
+
+
+def test_evaluation_has_no_dropout_and_no_jitter():
+    noisy, calm = (build_model(tiny.plan(model=spec), CONTEXT, KERNELS) for spec in (noisy_model(), tiny.model()))
+    plan = tiny.plan()
+    batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
+    # even when the batches come with the keys of training
+    keyed = [replace(batch, meta=replace(batch.meta, random_key=(1, 2, 3))) for batch in batches]
+    FP64_REF.check(evaluate(noisy, keyed, CONTEXT), evaluate(calm, batches, CONTEXT), "validation loss")
+
+
+def test_evaluation_counts_no_tokens_and_leaves_the_model_in_training():
+    spec = tiny.router(score_function="sigmoid", expert_bias=True)
+    model = build_model(tiny.plan(model=tiny.model(moe_spec=tiny.moe(spec))), CONTEXT, KERNELS)
+    plan = tiny.plan()
+    evaluate(model, build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step(), CONTEXT)
+    counted = [buffer.sum() for name, buffer in model.named_buffers() if name.endswith("tokens_since_update")]
+    assert counted and not any(counted)
+    assert model.training
+
+
+def test_the_mean_is_over_tokens_of_all_batches():
+    model = build_model(tiny.plan(), CONTEXT, KERNELS)
+    plan = tiny.plan()
+    first, second = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()[:2]
+    mask = torch.zeros_like(second.loss_mask_BS)
+    mask[:, :5] = 1.0
+    second = replace(second, loss_mask_BS=mask)
+    one, two = evaluate(model, [first], CONTEXT), evaluate(model, [second], CONTEXT)
+    weights = (first.loss_mask_BS.sum(), mask.sum())
+    expected = (one * weights[0] + two * weights[1]) / sum(weights)
+    FP64_REF.check(evaluate(model, [first, second], CONTEXT), expected, "mean over tokens")
+
+
+def test_every_split_has_its_own_loader():
+    plan = tiny.plan(data=replace(tiny.plan().data, split="80,10,10"))
+    loaders = build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT))
+    assert set(loaders) == {"validation", "test"}
+    first = {name: next(iter(loader.batches())).tokens_BS for name, loader in loaders.items()}
+    assert not torch.equal(first["validation"], first["test"])
