@@ -1,5 +1,6 @@
 """The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,15 @@ from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.moe import MoESpec
 
 
+@dataclass(frozen=True)
+class OverlappedTicket:
+    """The dispatcher's ticket, and what the shared experts have done so far."""
+
+    inner: Any
+    hidden_SBH: Tensor
+    act_SBF: Tensor
+
+
 class MoELayer(nn.Module):
     """A sparse feed-forward block: each token visits a few of many experts.
 
@@ -33,7 +43,9 @@ class MoELayer(nn.Module):
     5. post     The latent projection is undone, and the shared experts' output of x_t is added.
 
     Each is a method, and `forward` calls them in this order, so that a schedule can run them apart. Between dispatch
-    and combine all sizes are known to the host, and with the local dispatcher nothing waits for the device.
+    and combine all sizes are known to the host. With `spec.shared_overlap` the shared experts work while rows travel:
+    their first matrix in step 2, their second in step 4, which then adds their output; a schedule that detaches what
+    passes between the steps cannot have it.
     """
 
     fc1_latent_proj: Linear | None
@@ -47,7 +59,10 @@ class MoELayer(nn.Module):
         expert_width = spec.latent_size or hidden_size
         assert spec.experts.hidden_size == expert_width, f"experts of width {spec.experts.hidden_size}: {expert_width}"
         assert spec.experts.num_experts == spec.router.num_experts, f"{spec.router.num_experts} experts routed"
+        assert not spec.shared_overlap or spec.latent_size is None, "shared experts overlap in no latent layer"
         assert not spec.experts.probs_on_input or spec.router.topk == 1, "probabilities on the input need k = 1"
+        replicated = ctx.group("tp").size > 1 and not ctx.spec.sequence_parallel
+        assert not replicated, "every token must be on one tensor parallel rank alone: sequence parallelism"
         self.router = Router(spec.router, spec.capacity, layer, ctx, kernels)
         self.experts = Experts(spec.experts, ctx, kernels)
         self.shared_experts = None if spec.shared is None else SharedExperts(spec.shared, ctx, kernels)
@@ -56,6 +71,7 @@ class MoELayer(nn.Module):
             projections = latent_projections(hidden_size, spec.latent_size, ctx, kernels)
             self.fc1_latent_proj, self.fc2_latent_proj = projections
         self.dispatcher = make_dispatcher(spec, ctx, kernels)
+        self.overlapped = spec.shared_overlap and self.shared_experts is not None
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
@@ -72,10 +88,14 @@ class MoELayer(nn.Module):
 
     def dispatch(self, hidden_SBH: Tensor, routing: Routing) -> tuple[Rows, Any]:
         """Takes tokens to their experts; the ticket is for `combine`."""
-        if self.fc1_latent_proj is not None:
-            hidden_SBH = self.fc1_latent_proj(hidden_SBH)
-        pending = self.dispatcher.start_dispatch(hidden_SBH.flatten(0, 1), routing)
-        return self.dispatcher.finish_dispatch(pending)
+        tokens_SBH = hidden_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden_SBH)
+        pending = self.dispatcher.start_dispatch(tokens_SBH.flatten(0, 1), routing)
+        if not self.overlapped:
+            return self.dispatcher.finish_dispatch(pending)
+        assert self.shared_experts is not None
+        act = self.shared_experts.first(hidden_SBH)
+        rows, ticket = self.dispatcher.finish_dispatch(pending)
+        return rows, OverlappedTicket(ticket, hidden_SBH, act)
 
     def compute(self, rows: Rows) -> Rows:
         """Runs the experts."""
@@ -84,14 +104,21 @@ class MoELayer(nn.Module):
 
     def combine(self, rows: Rows, ticket: Any) -> Tensor:
         """[T, H], or [T, L] in a latent space: every token's sum."""
-        return self.dispatcher.finish_combine(self.dispatcher.start_combine(rows, ticket))
+        if not isinstance(ticket, OverlappedTicket):
+            return self.dispatcher.finish_combine(self.dispatcher.start_combine(rows, ticket))
+        assert self.shared_experts is not None
+        pending = self.dispatcher.start_combine(rows, ticket.inner)
+        shared_SBH = self.shared_experts.second(ticket.act_SBF, ticket.hidden_SBH)
+        return self.dispatcher.finish_combine(pending) + shared_SBH.flatten(0, 1)
 
     def post(self, hidden_SBH: Tensor, routed_TH: Tensor) -> Tensor:
-        """Back to [S, B, H], with the shared experts' output of `hidden_SBH` added."""
+        """Back to [S, B, H], with the shared experts' output of `hidden_SBH` added if it was not in `combine`."""
         if self.fc2_latent_proj is not None:
             routed_TH = self.fc2_latent_proj(routed_TH)
         routed_SBH = routed_TH.view_as(hidden_SBH)
-        return routed_SBH if self.shared_experts is None else routed_SBH + self.shared_experts(hidden_SBH)
+        if self.shared_experts is None or self.overlapped:
+            return routed_SBH
+        return routed_SBH + self.shared_experts(hidden_SBH)
 
 
 def make_dispatcher(spec: MoESpec, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:

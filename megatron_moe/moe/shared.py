@@ -35,7 +35,15 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        out: Tensor = self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.activation))
+        return self.second(self.first(hidden), hidden)
+
+    def first(self, hidden: Tensor) -> Tensor:
+        """act(fc1(x)): [..., H] -> [..., F]"""
+        return self.kernels.activation(self.linear_fc1(hidden), None, self.activation)
+
+    def second(self, act: Tensor, hidden: Tensor) -> Tensor:
+        """What is left to do: [..., F] and [..., H] -> [..., H]"""
+        out: Tensor = self.linear_fc2(act)
         if self.gate_weight is None:
             return out
         logit = autograd.linear(self.kernels, hidden, self.gate_weight)

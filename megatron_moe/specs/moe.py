@@ -111,3 +111,6 @@ class MoESpec:
     shared: SharedExpertsSpec | None = None
     latent_size: int | None = None
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
+    """How rows reach experts on other ranks. Without other ranks every kind is the local one."""
+    shared_overlap: bool = False
+    """Shared experts work while rows travel; not with a latent space. The numbers are the same."""

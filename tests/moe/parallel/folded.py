@@ -1,0 +1,217 @@
+"""One MoE layer over ranks, and the same on one rank: what both give, gathered by name."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels import reference
+from megatron_moe.logs.tally import Tally
+from megatron_moe.model.init import init_parameters
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters, write_part
+from megatron_moe.specs.model import InitSpec
+from megatron_moe.specs.moe import (
+    ActivationSpec,
+    CapacitySpec,
+    ExpertsSpec,
+    MLPSpec,
+    MoESpec,
+    RouterSpec,
+    SharedExpertsSpec,
+)
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.ranks import on_threads
+
+HIDDEN, LATENT, FFN, EXPERTS, STEPS, BATCH = 8, 6, 8, 8, 8, 2
+SWIGLU = ActivationSpec(kind="silu", gated=True)
+SHARED = SharedExpertsSpec(mlp=MLPSpec(hidden_size=HIDDEN, ffn_hidden_size=8, activation=SWIGLU), gate=True)
+KERNELS = reference.bundle()
+
+
+def moe_spec(
+    *,
+    dispatcher: str = "alltoall",
+    latent: bool = False,
+    shared: bool = False,
+    overlap: bool = False,
+    capacity: CapacitySpec | None = None,
+    router: dict[str, Any] | None = None,
+    **experts: Any,
+) -> MoESpec:
+    return MoESpec(
+        router=RouterSpec(**{"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **(router or {})}),
+        experts=ExpertsSpec(
+            **{
+                "num_experts": (router or {}).get("num_experts", EXPERTS),
+                "hidden_size": LATENT if latent else HIDDEN,
+                "ffn_hidden_size": FFN,
+                "activation": SWIGLU,
+                **experts,
+            }
+        ),
+        capacity=capacity,
+        shared=SHARED if shared else None,
+        latent_size=LATENT if latent else None,
+        dispatcher=dispatcher,
+        shared_overlap=overlap,
+    )
+
+
+def folds(world_size: int) -> Iterator[ParallelSpec]:
+    """Every legal way to lay attention (tp with sequence parallelism, dp) and experts (etp, ep) over the ranks."""
+    for tp in divisors(world_size):
+        for etp in divisors(world_size):
+            for ep in divisors(world_size // etp):
+                if etp * ep > 1:
+                    yield parallel(world_size, tp=tp, etp=etp, ep=ep)
+
+
+def parallel(world_size: int, *, tp: int = 1, cp: int = 1, etp: int = 1, ep: int = 1, **fields: Any) -> ParallelSpec:
+    return ParallelSpec(world_size=world_size, tp=tp, cp=cp, etp=etp, ep=ep, sequence_parallel=tp > 1, **fields)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def name_of(spec: ParallelSpec) -> str:
+    return f"tp{spec.tp} cp{spec.cp} dp{spec.dp} etp{spec.etp} ep{spec.ep}"
+
+
+@dataclass
+class Data:
+    """What every data-parallel rank is given: hidden states and output gradients [S, B, H], and validity [B, S]."""
+
+    hidden: list[Tensor]
+    push: list[Tensor]
+    valid: list[Tensor | None]
+
+    @classmethod
+    def random(cls, dp: int, *, padded: bool = False) -> "Data":
+        draw = torch.Generator().manual_seed(dp)
+        hidden = [torch.randn(STEPS, BATCH, HIDDEN, generator=draw, dtype=torch.float64) for _ in range(dp)]
+        push = [torch.randn(STEPS, BATCH, HIDDEN, generator=draw, dtype=torch.float64) for _ in range(dp)]
+        valid: list[Tensor | None] = [None] * dp
+        if padded:
+            # sequences of different lengths; the last one of all is padding alone
+            lengths = [torch.randint(1, STEPS, (BATCH, 1), generator=draw) for _ in range(dp)]
+            lengths[-1][-1] = 0
+            valid = [torch.arange(STEPS) < length for length in lengths]
+        return cls(hidden, push, valid)
+
+    def piece(self, spec: ParallelSpec, dp: int, cp: int, tp: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden, push and validity of the positions that one rank holds."""
+        length = STEPS // (spec.cp * spec.tp)
+        at = slice((cp * spec.tp + tp) * length, (cp * spec.tp + tp + 1) * length)
+        valid = self.valid[dp]
+        return self.hidden[dp][at], self.push[dp][at], None if valid is None else valid[:, at]
+
+
+@dataclass
+class Result:
+    """What a layer gives: outputs and input gradients in the order of the pieces, gradients of whole parameters."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Counters and buffers of the router."""
+
+
+Change = Callable[[MoELayer], None]
+"""What is done to a new layer, on every rank alike."""
+
+
+def leave(layer: MoELayer) -> None:
+    pass
+
+
+def make_layer(spec: MoESpec, ctx: ParallelContext, change: Change = leave) -> MoELayer:
+    layer = MoELayer(spec, 3, ctx, KERNELS)
+    init_parameters(layer, 5, InitSpec(method="unit_gain"))
+    change(layer)
+    return layer
+
+
+def meta_of(hidden: Tensor, valid: Tensor | None, **fields: Any) -> TokenMeta:
+    steps, batch = hidden.shape[:2]
+    return TokenMeta(positions_BS=torch.arange(steps).expand(batch, steps), valid_BS=valid, **fields)
+
+
+def on_one_rank(spec: MoESpec, data: Data, partition: ParallelSpec | None = None, change: Change = leave) -> Result:
+    """The oracle: one microbatch after the other; with `partition` every rank's piece is a microbatch of its own."""
+    ctx = ParallelContext.single()
+    layer, tally, dp = make_layer(spec, ctx, change), Tally(), len(data.hidden)
+    shape = partition or ParallelSpec(world_size=dp)
+    outs, grads = [], []
+    for d, c, t in _pieces(shape, dp):
+        hidden, push, valid = data.piece(shape, d, c, t)
+        hidden = hidden.clone().requires_grad_()
+        out = layer(hidden, meta_of(hidden, valid, tally=tally, aux_scale=1.0))
+        (out * push).sum().backward()
+        outs.append(out.detach())
+        grads.append(hidden.grad)
+    tensors = {"out": torch.cat(outs), "hidden": torch.cat(grads)}
+    tensors |= {name: parameter.grad / dp for name, parameter in layer.named_parameters()}
+    return Result(tensors, {n: m.value for n, m in tally.take(ctx).items()}, _state(layer))
+
+
+def over_ranks(spec: MoESpec, parallel: ParallelSpec, data: Data, change: Change = leave) -> Result:
+    """The same over ranks; gradients are summed and averaged as the optimizer does."""
+
+    def rank(ctx: ParallelContext) -> Any:
+        layer, tally = make_layer(spec, ctx, change), Tally()
+        place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
+        hidden, push, valid = data.piece(parallel, *place)
+        hidden = hidden.clone().requires_grad_()
+        out = layer(hidden, _meta_on_rank(hidden, valid, ctx, data.valid[place[0]], tally))
+        (out * push).sum().mul(parallel.cp).backward()
+        parts = {name: (p.grad, p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
+        metrics = {n: m.value for n, m in tally.take(ctx).items()}
+        return place, out.detach(), hidden.grad / parallel.cp, parts, metrics, _state(layer)
+
+    results = sorted(on_threads(parallel, rank), key=lambda result: result[0])
+    tensors = {"out": torch.cat([r[1] for r in results]), "hidden": torch.cat([r[2] for r in results])}
+    for name in results[0][3]:
+        tensors[name] = _whole_gradient([r[3][name] for r in results], parallel)
+    for r in results[1:]:
+        assert r[4] == results[0][4], f"ranks report different metrics: {r[4]}, {results[0][4]}"
+    states = {n: sum(r[5][n] for r in results) for n in results[0][5]}
+    return Result(tensors, results[0][4], states)
+
+
+def _meta_on_rank(
+    hidden: Tensor, valid: Tensor | None, ctx: ParallelContext, whole_valid: Tensor | None, tally: Tally
+) -> TokenMeta:
+    """Validity is given for all positions of the context-parallel rank; the router takes those of its tp rank."""
+    if whole_valid is not None:
+        cp = ctx.group("cp")
+        valid = whole_valid.chunk(cp.size, dim=1)[cp.rank]
+    return replace(meta_of(hidden, None, tally=tally, aux_scale=float(ctx.group("cp").size)), valid_BS=valid)
+
+
+def _whole_gradient(parts: list[Any], parallel: ParallelSpec) -> Tensor:
+    """Parts of all ranks put together: summed over the ranks that saw other tokens, divided by dp * cp."""
+    _, _, meta, shape = parts[0]
+    num_copies = parallel.etp if meta.grid == "expert" else parallel.tp
+    if meta.tp_dim is not None or meta.partial_over_tp:
+        num_copies = 1
+    whole = torch.zeros(shape, dtype=torch.float64)
+    for grad, boxes, _, _ in parts:
+        piece = torch.zeros(shape, dtype=torch.float64)
+        write_part(piece, grad, boxes, meta)
+        whole += piece
+    return whole / (parallel.dp * parallel.cp * num_copies)
+
+
+def _pieces(shape: ParallelSpec, dp: int) -> list[tuple[int, int, int]]:
+    return [(d, c, t) for d in range(dp) for c in range(shape.cp) for t in range(shape.tp)]
+
+
+def _state(layer: MoELayer) -> dict[str, Tensor]:
+    router = layer.router
+    return {} if router.expert_bias is None else {"tokens_since_update": router.tokens_since_update.clone()}
