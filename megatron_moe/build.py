@@ -18,9 +18,10 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.adamw import Optimizer
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.optim.lr import LRSchedule
+from megatron_moe.optim.ownership import check_ownership
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.specs.count import count_parameters
+from megatron_moe.specs.count import count_expert_elements, count_parameters
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.step import Trainer
 
@@ -58,8 +59,15 @@ def build_trainer(
     plan: RunPlan, context: ParallelContext, model: GPT, kernels: Bundle, timers: Timers | None = None
 ) -> Trainer:
     """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
-    buffers = GradBuffers(named_parameters(model), plan.precision, context, kernels, optimizer=plan.optimizer)
+    parallel = plan.data_parallel
+    buffers = GradBuffers(
+        named_parameters(model), plan.precision, context, kernels, optimizer=plan.optimizer, data_parallel=parallel
+    )
+    experts = count_expert_elements(plan.model)
+    check_ownership(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
     optimizer = Optimizer(buffers, plan.precision)
+    if parallel.overlap_param_gather:
+        optimizer.gather_in_forward(model)
     return Trainer(plan, context, model, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)
 
 

@@ -131,7 +131,7 @@ class Trainer:
     def _forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> tuple[Tensor, Tensor]:
         """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch."""
         self.model.train()
-        self.buffers.begin_step()
+        self.buffers.begin_step(len(batches))
         stage = MicrobatchStage(self, self._prepare(batches, iteration))
         run_schedule(schedule_actions(len(batches)), stage)
         totals = torch.stack([stage.loss_sum, stage.token_sum])
