@@ -2,17 +2,39 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.optim.buckets import FlatBuffer, GradBuffers
 from megatron_moe.optim.clip import counted, over_the_world
-from megatron_moe.optim.pieces import StateKind, StateTensor, pieces_of
 from megatron_moe.optim.sharded import Range, WeightGather, wait_in_forward
 from megatron_moe.parallel.context import torch_dtype
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.specs.layout_params import reduction_order
 from megatron_moe.specs.precision import PrecisionSpec
+
+StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
+
+
+@dataclass(frozen=True)
+class StateRange:
+    """What this rank owns of one kind of state of one parameter."""
+
+    name: str
+    """Global name of the parameter."""
+    kind: StateKind
+    parameter: Parameter
+    start: int
+    """First element in this rank's part of the parameter, in row-major order."""
+    data: Tensor
+    """[n], a view of the state: copying into it restores the state."""
+
+    @property
+    def whole(self) -> Tensor:
+        """In the parameter's shape, for a rank that owns all of it."""
+        return self.data.view(self.parameter.shape)
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,10 @@ class AdamState:
     """`weights` where their dtype is the master dtype, else a copy of higher precision."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.master.numel()
 
     @property
     def owns_master(self) -> bool:
@@ -137,18 +163,18 @@ class Optimizer:
             if state.owns_master:
                 state.master.copy_(state.weights)
 
-    def named_state(self) -> Iterator[StateTensor]:
-        """All state besides `step_count`, parameter by parameter, also of parameters of which this rank owns nothing.
+    def named_state(self) -> Iterator[StateRange]:
+        """All state that this rank owns, besides `step_count`.
 
-        Copying into the pieces restores the state; `weights_from_masters` must follow.
+        Copying into the data restores the state; `weights_from_masters` must follow.
         """
-        for buffer in self.buffers.buffers:
-            states = [state for state in self.states if state.buffer is buffer]
-            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True):
-                for kind in states[0].kinds:
-                    parts = [(state.start, state.kinds[kind]) for state in states]
-                    pieces = tuple(pieces_of(slot.parameter, place, parts))
-                    yield StateTensor(place.name, kind, slot.parameter.global_shape, pieces, buffer.counts)
+        for state in self.states:
+            for place, slot in zip(state.buffer.layout.places, state.buffer.slots, strict=True):
+                start, end = max(place.start, state.start), min(place.end, state.end)
+                if start < end:
+                    for kind, flat in state.kinds.items():
+                        data = flat[start - state.start : end - state.start]
+                        yield StateRange(place.name, kind, slot.parameter, start - place.start, data)
 
     def params_norm(self) -> Tensor:
         """L2 norm of the master weights, every element of the model once. A scalar on the device."""

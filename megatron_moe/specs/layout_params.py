@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 
 from megatron_moe.specs.parallel import DataParallelSpec
-from megatron_moe.specs.params import Box, Grid, ParamMeta
+from megatron_moe.specs.params import Grid, ParamMeta
 from megatron_moe.specs.precision import FloatName
 from megatron_moe.specs.train import OptimizerSpec
 
@@ -139,30 +139,6 @@ def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
             at = (index, place.bucket)
             first[at] = min(place.registered, first.get(at, place.registered))
     return tuple(sorted(first, key=lambda at: -first[at]))
-
-
-def range_boxes(shape: tuple[int, ...], start: int, end: int) -> tuple[Box, ...]:
-    """The elements start .. end of a row-major tensor as boxes in their order: at most two per dim, less one."""
-    if start >= end:
-        return ()
-    if not shape:
-        return (Box((), ()),)
-    inner = prod(shape[1:])
-    if len(shape) == 1:
-        return (Box((start,), (end - start,)),)
-    first, last = -(-start // inner), end // inner
-    if first > last:
-        return _within_row(shape, last, start, end)
-    head = _within_row(shape, first - 1, start, first * inner)
-    rows = (Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])),) if last > first else ()
-    return head + rows + _within_row(shape, last, last * inner, end)
-
-
-def _within_row(shape: tuple[int, ...], row: int, start: int, end: int) -> tuple[Box, ...]:
-    """The same for elements that lie in one slice along the first dim."""
-    base = row * prod(shape[1:])
-    boxes = range_boxes(shape[1:], start - base, end - base)
-    return tuple(Box((row, *box.offset), (1, *box.size)) for box in boxes)
 
 
 def default_bucket_size(num_ranks: int) -> int:

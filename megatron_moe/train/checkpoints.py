@@ -8,8 +8,10 @@ from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
+from megatron_moe.optim.adamw import StateRange
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import CheckpointProblem, SaveProblem
+from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
@@ -136,8 +138,16 @@ class Checkpoints:
 
 def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
     """All tensors of a checkpoint by key: weights, buffers, and the optimizer's state. Views, nothing is copied."""
-    tensors = {tensor_key("model", name): value for name, value in trainer.model.state_dict().items()}
+    values = {tensor_key("model", name): value for name, value in trainer.model.state_dict().items()}
     if optimizer:
-        tensors |= {tensor_key(state.kind, state.name): state.whole for state in trainer.optimizer.named_state()}
-        tensors[tensor_key("optimizer", "step_count")] = trainer.optimizer.step_count
-    return {key: SavedTensor.whole(value.detach()) for key, value in tensors.items()}
+        values[tensor_key("optimizer", "step_count")] = trainer.optimizer.step_count
+    tensors = {key: SavedTensor.whole(value.detach()) for key, value in values.items()}
+    if optimizer:
+        tensors |= {tensor_key(state.kind, state.name): _saved(state) for state in trainer.optimizer.named_state()}
+    return tensors
+
+
+def _saved(state: StateRange) -> SavedTensor:
+    parameter = state.parameter
+    dim = sharded_dim(parameter.meta) or 0
+    return SavedTensor.part(parameter.global_shape, parameter.boxes, dim, state.data, state.start)
