@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron_moe.specs.pipeline.actions import Action, Entry, Pair, Schedule, exchanges, parts
 from megatron_moe.specs.pipeline.stages import StageMap
-from megatron_moe.specs.pipeline.transfers import gives, needs
-
-Post = tuple[Action, ...]
-Step = Action | Pair | Post
+from megatron_moe.specs.pipeline.transfers import Task, gives, needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +96,27 @@ def most_in_flight(entries: Iterable[Entry]) -> int:
 class _Line:
     """Messages from one rank to another. The first one sent is the first one received."""
 
-    sent: list[tuple[Action, float]] = field(default_factory=list)
-    """(what, when its sender was ready)."""
-    awaited: list[tuple[Action, float]] = field(default_factory=list)
+    sent: list["_End"] = field(default_factory=list)
+    awaited: list["_End"] = field(default_factory=list)
 
-    def matched(self, index: int) -> bool:
-        return index < min(len(self.sent), len(self.awaited))
 
-    def met(self, index: int) -> float:
-        """When both ends of a message were ready."""
-        return max(self.sent[index][1], self.awaited[index][1])
+@dataclass(slots=True)
+class _End:
+    """One end of a message."""
+
+    rank: int
+    action: Action
+    message: Task
+    """The computation whose result travels."""
+    ready: float
+    """When this rank posted it."""
+    number: int
+    """Place in the order of its line."""
+    receives: bool
 
 
 class _Run:
-    """One simulation. Ranks go on for as long as they can; an exchange that completes wakes its other ends."""
+    """One simulation. Ranks go on for as long as they can; an exchange that is posted or done wakes its other ends."""
 
     def __init__(self, stages: StageMap, schedule: Schedule, durations: Durations, depth: int | None) -> None:
         self._stages = stages
@@ -121,10 +125,10 @@ class _Run:
         self._steps = [list(exchanges(entries)) for entries in schedule]
         self._next = [0] * len(schedule)
         self._clock = [0.0] * len(schedule)
-        self._posted: list[list[tuple[Action, int]]] = [[] for _ in schedule]
-        """Per rank: the exchange it waits in, each message with its number on its line."""
+        self._open: list[list[_End]] = [[] for _ in schedule]
+        """Per rank: messages of the exchange it waits in that are not done."""
         self._lines = {(a, b): _Line() for a in range(len(schedule)) for b in range(len(schedule))}
-        self._has: list[set[tuple[str, int, int]]] = [set() for _ in schedule]
+        self._has: list[set[Task]] = [set() for _ in schedule]
         self.spans: list[list[Span]] = [[] for _ in schedule]
         self.problems: list[str] = []
 
@@ -132,13 +136,18 @@ class _Run:
         awake = deque(range(len(self._steps)))
         while awake:
             rank = awake.popleft()
+            if self._open[rank] and not self._finish(rank, awake):
+                continue
             while self._next[rank] < len(self._steps[rank]):
                 step = self._steps[rank][self._next[rank]]
+                self._next[rank] += 1
                 if not isinstance(step, tuple):
                     self._compute(rank, step)
-                elif not self._exchange(rank, step, awake):
+                    continue
+                self._open[rank] = [self._post(rank, action) for action in step]
+                awake.extend({_peer(action) for action in step})
+                if not self._finish(rank, awake):
                     break
-                self._next[rank] += 1
         if not self.problems:
             self.problems += self._stuck() or self._left_over()
 
@@ -153,91 +162,77 @@ class _Run:
         for action in parts(entry):
             self._has[rank].update(gives(self._stages, rank, action))
 
-    def _exchange(self, rank: int, posts: Post, awake: deque[int]) -> bool:
-        """Posts an exchange, unless it is posted already; whether it is done."""
-        if not self._posted[rank]:
-            self._posted[rank] = [(action, self._post(rank, action)) for action in posts]
-            awake.extend(_peer(action) for action in posts)
-        times = [self._done(rank, action, number) for action, number in self._posted[rank]]
-        if any(time is None for time in times):
-            return False
-        self._clock[rank] = max(time for time in times if time is not None)
-        self._posted[rank] = []
-        self._has[rank].update(self._message(rank, action) for action in posts if _receives(action))
-        # A queue that was full has room again.
-        awake.extend(_peer(action) for action in posts)
-        return True
-
-    def _post(self, rank: int, action: Action) -> int:
-        if not _receives(action) and self._message(rank, action) not in self._has[rank]:
+    def _post(self, rank: int, action: Action) -> _End:
+        peer, receives = _peer(action), action.kind.startswith("receive")
+        line = self._lines[(peer, rank) if receives else (rank, peer)]
+        ends, others = (line.awaited, line.sent) if receives else (line.sent, line.awaited)
+        end = _End(rank, action, self._message(rank, action, receives), self._clock[rank], len(ends), receives)
+        ends.append(end)
+        if not receives and end.message not in self._has[rank]:
             self.problems.append(f"rank {rank} sends {action} before it has computed it")
-        line = self._line(rank, action)
-        ends, others = (line.awaited, line.sent) if _receives(action) else (line.sent, line.awaited)
-        ends.append((action, self._clock[rank]))
-        number = len(ends) - 1
-        if number < len(others):
-            wanted, found = self._message(rank, action), self._message(_peer(action), others[number][0])
-            if wanted != found:
-                self.problems.append(
-                    f"message {number} between ranks {rank} and {_peer(action)}: {action} here, "
-                    f"{others[number][0]} at the other end"
-                )
-        return number
+        if end.number < len(others) and others[end.number].message != end.message:
+            self.problems.append(
+                f"message {end.number} between ranks {rank} and {peer} is {action} here and "
+                f"{others[end.number].action} at the other end"
+            )
+        return end
 
-    def _done(self, rank: int, action: Action, number: int) -> float | None:
-        """When a message is done for its end on `rank`; None: not yet."""
-        line, travel = self._line(rank, action), self._durations.transfer
-        if _receives(action):
-            if not line.matched(number):
-                return None
-            if self._depth == 0:
-                return line.met(number) + travel
-            return max(line.sent[number][1] + travel, line.awaited[number][1])
-        if self._depth == 0:
-            return line.met(number) + travel if line.matched(number) else None
-        ready = line.sent[number][1]
-        if self._depth is None or number < self._depth:
-            return ready
-        taken = number - self._depth
-        return max(ready, line.awaited[taken][1]) if line.matched(taken) else None
-
-    def _line(self, rank: int, action: Action) -> _Line:
-        return self._lines[(_peer(action), rank) if _receives(action) else (rank, _peer(action))]
-
-    def _message(self, rank: int, action: Action) -> tuple[str, int, int]:
-        """The computation whose result travels."""
+    def _message(self, rank: int, action: Action, receives: bool) -> Task:
         stage = self._stages.stage(rank, action.chunk)
         if action.kind.endswith("forward"):
-            return "forward", action.microbatch, stage - _receives(action)
-        return "backward", action.microbatch, stage + _receives(action)
+            return "forward", action.microbatch, stage - receives
+        return "backward", action.microbatch, stage + receives
+
+    def _finish(self, rank: int, awake: deque[int]) -> bool:
+        """Ends what can end of the exchange that a rank waits in; whether it is done."""
+        waiting = []
+        for end in self._open[rank]:
+            time = self._done(end)
+            if time is None:
+                waiting.append(end)
+                continue
+            self._clock[rank] = max(self._clock[rank], time)
+            if end.receives:
+                self._has[rank].add(end.message)
+                if self._depth:
+                    awake.append(_peer(end.action))  # its queue has room again
+        self._open[rank] = waiting
+        return not waiting
+
+    def _done(self, end: _End) -> float | None:
+        """When a message is done for one of its ends; None: not yet."""
+        peer = _peer(end.action)
+        line = self._lines[(peer, end.rank) if end.receives else (end.rank, peer)]
+        others = line.sent if end.receives else line.awaited
+        if end.receives or self._depth == 0:
+            if end.number >= len(others):
+                return None
+            other = others[end.number].ready
+            if self._depth == 0:
+                return max(end.ready, other) + self._durations.transfer
+            return max(end.ready, other + self._durations.transfer)
+        if self._depth is None or end.number < self._depth:
+            return end.ready
+        taken = end.number - self._depth
+        return max(end.ready, line.sent[taken].ready, others[taken].ready) if taken < len(others) else None
 
     def _stuck(self) -> list[str]:
         """The cycle of ranks that wait for each other."""
-        waits = {
-            rank: next(action for action, number in posted if self._done(rank, action, number) is None)
-            for rank, posted in enumerate(self._posted)
-            if posted
-        }
+        waits = {rank: ends[0].action for rank, ends in enumerate(self._open) if ends}
         if not waits:
             return []
         path = [min(waits)]
         while (after := _peer(waits[path[-1]])) in waits and after not in path:
             path.append(after)
-        if after in path:
-            path = path[path.index(after) :]
-        texts = [f"rank {rank} waits in {waits[rank]}" for rank in path]
-        return [f"deadlock: {' for '.join([*texts, f'rank {after}'])}" + (" which has ended" * (after not in waits))]
+        texts = [f"rank {rank} waits in {waits[rank]}" for rank in path[path.index(after) if after in path else 0 :]]
+        return ["deadlock: " + " for ".join([*texts, f"rank {after}"]) + (", which has ended" * (after not in waits))]
 
     def _left_over(self) -> list[str]:
         return [
-            f"{line.sent[len(line.awaited)][0]} of rank {sender} is never received"
+            f"{line.sent[len(line.awaited)].action} of rank {sender} is never received"
             for (sender, _), line in self._lines.items()
             if len(line.sent) > len(line.awaited)
         ]
-
-
-def _receives(action: Action) -> bool:
-    return action.kind.startswith("receive")
 
 
 def _peer(action: Action) -> int:
@@ -245,7 +240,7 @@ def _peer(action: Action) -> int:
     return action.peer
 
 
-def _task(task: tuple[str, int, int]) -> str:
+def _task(task: Task) -> str:
     direction, microbatch, stage = task
     return f"the {direction} of microbatch {microbatch} through stage {stage}"
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from megatron_moe.specs.pipeline.actions import Action, Entry, Schedule, parts
+from megatron_moe.specs.pipeline.actions import Action, Entry, Pair, Schedule, parts
 from megatron_moe.specs.pipeline.stages import StageMap
 
 Task = tuple[str, int, int]
 """("forward" | "backward", microbatch, stage)."""
-
-_UNITS = (("forward", 1), ("backward", 2), ("backward_input", 1), ("backward_weight", 1))
-"""Relative durations: a backward computes two products where a forward computes one."""
 
 
 def with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
@@ -72,8 +69,10 @@ def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 
 
 def _units(entry: Entry) -> int:
-    units = dict(_UNITS)
-    return sum(units[action.kind] for action in parts(entry))
+    """Relative duration: a backward computes two products where a forward computes one."""
+    if isinstance(entry, Pair):
+        return _units(entry.forward) + _units(entry.backward)
+    return 2 if entry.kind == "backward" else 1
 
 
 def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tuple[int, Entry]]]:
