@@ -43,12 +43,19 @@ class Embedding(nn.Module):
         decay = spec.init.embedding_std is None
         # As a head the same rows sum over hidden_size inputs; unit-gain values must suit that use.
         fan_in = spec.hidden_size if spec.tied_embeddings else 1
-        words = ParamMeta(role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay)
+        shared = ctx.group("pp").size > 1 and (spec.tied_embeddings or spec.mtp is not None)
+        words = ParamMeta(
+            role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay, shared_stages=shared
+        )
         self.word_embeddings = Table(spec.vocab_size, spec.hidden_size, words, ctx)
         self.position_embeddings = None
         if spec.position_embedding == "learned_absolute":
             positions = ParamMeta(
-                role="position", init="embedding", decay=decay, partial_over_tp=ctx.spec.sequence_parallel
+                role="position",
+                init="embedding",
+                decay=decay,
+                partial_over_tp=ctx.spec.sequence_parallel,
+                shared_stages=shared,
             )
             self.position_embeddings = Table(spec.max_positions, spec.hidden_size, positions, ctx)
 

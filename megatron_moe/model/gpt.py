@@ -1,12 +1,14 @@
 """The model: embedding, layers, final norm, head, and optionally multi-token prediction.
 
-A pipeline stage holds a range of the layers and perhaps the first or the last part; the whole model is the stage that
-holds everything. Parameters have the same names in every stage.
+A pipeline stage holds some of the layers and perhaps the first or the last part; the whole model is the stage that
+holds everything. A rank with several stages holds their parts in one module, so that parameters have the same names in
+every layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
@@ -14,12 +16,13 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.block import make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.head import Head
-from megatron_moe.model.mtp import MTP
+from megatron_moe.model.mtp import MTP, Ahead, targets
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.rope import Rotations
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor import gather_from
 from megatron_moe.specs.model import ModelSpec, MTPSpec
+from megatron_moe.specs.pipeline.layout import StageSpec, even_layout
 
 
 @dataclass(frozen=True)
@@ -32,83 +35,106 @@ class LossOutput:
 
 
 class Decoder(nn.Module):
-    """The layers of a stage under their global indices, and the final norm where the last layer is."""
+    """The layers of a rank under their global indices, and the final norm where the last layer is."""
 
-    def __init__(self, spec: ModelSpec, layers: range, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, spec: ModelSpec, chunks: Sequence[StageSpec], ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
-        blocks = {str(i): make_block(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels) for i in layers}
+        self.chunks = tuple(chunks)
+        held = [i for chunk in chunks for i in chunk.layers]
+        blocks = {str(i): make_block(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels) for i in held}
         self.layers = nn.ModuleDict(blocks)
         self.final_layernorm = None
-        if len(spec.layers) - 1 in layers:
+        if any(chunk.final_norm for chunk in chunks):
             self.final_layernorm = Norm(spec.norm, spec.hidden_size, ctx, kernels)
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-        """[S, B, H] -> [S, B, H]"""
-        for block in self.layers.values():
-            hidden_SBH = block(hidden_SBH, meta)
-        return hidden_SBH if self.final_layernorm is None else self.final_layernorm(hidden_SBH)
+    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, chunk: int = 0) -> Tensor:
+        """The layers of one chunk: [S, B, H] -> [S, B, H]"""
+        for i in self.chunks[chunk].layers:
+            hidden_SBH = self.layers[str(i)](hidden_SBH, meta)
+        if self.final_layernorm is not None and self.chunks[chunk].final_norm:
+            hidden_SBH = self.final_layernorm(hidden_SBH)
+        return hidden_SBH
 
 
 class GPT(nn.Module):
-    """A decoder-only language model, or one stage of it.
+    """A decoder-only language model, or the chunks of it that a pipeline rank holds.
 
     1. embed the tokens, or take the hidden state of the stage before
     2. run the layers
     3. in the last stage: head and loss per token, then the same for every depth of multi-token prediction
+
+    Args:
+        chunks: the stages that this rank holds; none given: one stage that is the whole model.
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        *,
-        first: bool = True,
-        last: bool = True,
-        layers: range | None = None,
+        self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels, *, chunks: Sequence[StageSpec] = ()
     ) -> None:
         super().__init__()
         self.spec = spec
         self.ctx = ctx
-        self.first = first
-        self.last = last
-        held = range(len(spec.layers)) if layers is None else layers
-        # The last stage reads the embedding too, as its head when tied and for multi-token prediction.
-        if first or last and (spec.tied_embeddings or spec.mtp):
+        self.chunks = tuple(chunks) or whole_model(spec)
+        has_loss = any(chunk.loss for chunk in self.chunks)
+        has_mtp = any(chunk.num_mtp for chunk in self.chunks)
+        # The head reads the embedding too when they are tied, and so does multi-token prediction.
+        if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and spec.tied_embeddings:
             self.embedding = Embedding(spec, ctx)
-        self.decoder = Decoder(spec, held, ctx, kernels)
-        self.mtp = MTP(spec, ctx, kernels) if last and spec.mtp else None
-        self.output_layer = Head(spec, ctx, kernels) if last else None
-        mixers = [spec.layers[i].mixer for i in held] + ([spec.layers[-1].mixer] if self.mtp else [])
-        self.rotations = Rotations(mixers, ctx)
+        self.decoder = Decoder(spec, self.chunks, ctx, kernels)
+        self.mtp = MTP(spec, ctx, kernels) if has_mtp else None
+        self.output_layer = Head(spec, ctx, kernels) if has_loss else None
+        mixers = [spec.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
+        self.rotations = Rotations(mixers + ([spec.layers[-1].mixer] if has_mtp else []), ctx)
 
-    def forward(self, batch: MicroBatch, hidden_SBH: Tensor | None = None) -> LossOutput | Tensor:
-        """The losses of a microbatch; before the last stage its hidden state [S, B, H].
+    def forward(self, batch: MicroBatch, received: Tensor | None = None, *, chunk: int = 0) -> LossOutput | Tensor:
+        """One stage: the losses of a microbatch; before the last stage what the next one receives.
 
-        `hidden_SBH` is what the stage before returned; the first stage takes none. Multi-token prediction serves
-        training only and is left out in evaluation.
+        Between stages travels the hidden state [S, B, H], and behind a stage that runs multi-token prediction for the
+        last one the hidden states of all depths, [(1 + D) S, B, H]. The first stage receives nothing. Multi-token
+        prediction serves training only and is left out in evaluation.
         """
+        stage = self.chunks[chunk]
         batch = replace(batch, meta=self.rotations.attach(batch.meta))
-        hidden_SBH = self._hidden(batch.tokens_BS, batch.meta, hidden_SBH)
-        if self.output_layer is None:
+        if stage.loss:
+            return self._losses(batch, received, chunk)
+        hidden_SBH = self._hidden(batch.tokens_BS, batch.meta, received, chunk)
+        if self.mtp is None or not stage.num_mtp or not batch.meta.training:
             return hidden_SBH
+        return torch.cat([hidden_SBH, *(ahead.hidden_SBH for ahead in self.mtp(hidden_SBH, batch, self.embedding))])
+
+    def _losses(self, batch: MicroBatch, received: Tensor | None, chunk: int) -> LossOutput:
+        """The last stage. Multi-token prediction was run by it or by a stage before."""
+        depths = self.spec.mtp.num_layers if self.spec.mtp and batch.meta.training else 0
+        earlier: list[Tensor] = []
+        if depths and not self.chunks[chunk].num_mtp:
+            assert received is not None, "the loss stage received no hidden states"
+            received, *earlier = received.chunk(1 + depths)
+        hidden_SBH = self._hidden(batch.tokens_BS, batch.meta, received, chunk)
         loss_BS = self._loss(hidden_SBH, batch.labels_BS)
-        if self.mtp is None or not batch.meta.training:
+        if not depths:
             return LossOutput(loss_BS)
-        return LossOutput(loss_BS, tuple(self._mtp_losses(self.mtp, hidden_SBH, batch)))
+        ahead: Iterable[Ahead]
+        if earlier:
+            ahead = (Ahead(h, *target) for h, target in zip(earlier, targets(batch, depths), strict=True))
+        else:
+            assert self.mtp is not None, "multi-token prediction stands in no stage"
+            ahead = self.mtp(hidden_SBH, batch, self.embedding)
+        return LossOutput(loss_BS, tuple(self._mtp_loss(each) for each in ahead))
 
     def logits(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
-        logits_SBV = self._logits(self._hidden(tokens_BS, self.rotations.attach(meta), hidden_SBH))
+        meta = self.rotations.attach(meta)
+        logits_SBV = self._logits(self._hidden(tokens_BS, meta, hidden_SBH, len(self.chunks) - 1))
         # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 
-    def _hidden(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None) -> Tensor:
+    def _hidden(self, tokens_BS: Tensor, meta: TokenMeta, received_SBH: Tensor | None, chunk: int) -> Tensor:
         assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need their segments as well"
-        assert self.first == (hidden_SBH is None), "the first stage, and only it, starts from tokens"
-        if hidden_SBH is None:
-            hidden_SBH = self.embedding(tokens_BS, meta.positions_BS, meta)
-        return self.decoder(hidden_SBH, meta)
+        assert self.chunks[chunk].embedding == (received_SBH is None), (
+            "the first stage, and only it, starts from tokens"
+        )
+        if received_SBH is None:
+            received_SBH = self.embedding(tokens_BS, meta.positions_BS, meta)
+        return self.decoder(received_SBH, meta, chunk)
 
     def _logits(self, hidden_SBH: Tensor, *, detach: bool = False) -> Tensor:
         tied_VH = self.embedding.word_embeddings.weight if self.spec.tied_embeddings else None
@@ -117,17 +143,20 @@ class GPT(nn.Module):
     def _loss(self, hidden_SBH: Tensor, labels_BS: Tensor, *, detach: bool = False) -> Tensor:
         return self._head.loss(self._logits(hidden_SBH, detach=detach), labels_BS)
 
-    def _mtp_losses(
-        self, mtp: MTP, hidden_SBH: Tensor, batch: MicroBatch
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for ahead in mtp(hidden_SBH, batch, self.embedding):
-            loss_BS = self._loss(ahead.hidden_SBH, ahead.labels_BS, detach=mtp.spec.detach_heads)
-            yield loss_BS, ahead.weights_BS, ahead.num_tokens
+    def _mtp_loss(self, ahead: Ahead) -> tuple[Tensor, Tensor, Tensor]:
+        detach = self.spec.mtp is not None and self.spec.mtp.detach_heads
+        return self._loss(ahead.hidden_SBH, ahead.labels_BS, detach=detach), ahead.weights_BS, ahead.num_tokens
 
     @property
     def _head(self) -> Head:
         assert self.output_layer is not None, "only the last stage has a head"
         return self.output_layer
+
+
+def whole_model(spec: ModelSpec) -> tuple[StageSpec]:
+    """The only stage of a pipeline of one."""
+    (stage,) = even_layout(len(spec.layers), num_mtp=spec.mtp.num_layers if spec.mtp else 0).stages
+    return (stage,)
 
 
 def objective(

@@ -79,10 +79,9 @@ class MTP(nn.Module):
         if spec.detach_heads:
             hidden_SBH = hidden_SBH.detach()
         positions_BS, valid_BS = whole.meta.positions_BS, whole.meta.valid_BS
-        tokens_BS, labels_BS, weights_BS = whole.tokens_BS, whole.labels_BS, whole.loss_mask_BS
-        for depth in range(spec.num_layers):
+        tokens_BS = whole.tokens_BS
+        for depth, target in enumerate(targets(batch, spec.num_layers)):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
-            labels_BS, weights_BS = shift(labels_BS, segments_BS), shift(weights_BS, segments_BS)
             if valid_BS is not None:
                 # A place without a token ahead counts as its own token does, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
@@ -91,7 +90,7 @@ class MTP(nn.Module):
             if spec.detach_heads:
                 embedded_SBH = embedded_SBH.detach()
             hidden_SBH = self.layers[str(depth % self.num_layers)](hidden_SBH, embedded_SBH, meta)
-            yield Ahead(hidden_SBH, take(labels_BS), take(weights_BS), weights_BS.sum())
+            yield Ahead(hidden_SBH, *target)
 
     def _look_ahead(self, meta: TokenMeta, valid_BS: Tensor | None, depth: int) -> TokenMeta:
         """The meta of a depth from that of the model."""
@@ -103,6 +102,16 @@ class MTP(nn.Module):
             aux_scale=meta.aux_scale / (self.spec.num_layers if self.spec.repeated_layer else 1),
             random_key=None if key is None else (*key, "mtp", depth),
         )
+
+
+def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Labels, weights, and the sum of the weights over the whole sequence, of every depth."""
+    whole = batch.whole or batch
+    labels_BS, weights_BS = whole.labels_BS, whole.loss_mask_BS
+    for _ in range(num_depths):
+        labels_BS = shift(labels_BS, whole.meta.segments_BS)
+        weights_BS = shift(weights_BS, whole.meta.segments_BS)
+        yield batch.meta.take(labels_BS), batch.meta.take(weights_BS), weights_BS.sum()
 
 
 def shift(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import NormSpec
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.model import ModelSpec, MTPSpec
+from megatron_moe.specs.pipeline.layout import parse_layout
 from megatron_moe.specs.precision import PrecisionSpec
 from tests.tiny_models import (
     VOCAB,
@@ -192,16 +193,15 @@ def run_stages(stages: list[GPT], batch: MicroBatch) -> LossOutput:
     return hidden
 
 
+@pytest.mark.parametrize("layout", ["Et|t||mL", "E|tt|m||L"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
-def test_stages_in_a_row_equal_the_whole_model(spec, tied):
+def test_stages_in_a_row_equal_the_whole_model(spec, tied, layout):
     spec, batch = replace(spec, tied_embeddings=tied), microbatch(segments_BS=torch.tensor([[0] * 4 + [1] * 5] * 2))
     whole = build(spec)
-    stages = [
-        build(spec, first=True, last=False, layers=range(1)),
-        build(spec, first=False, last=False, layers=range(1, 2)),
-        build(spec, first=False, last=True, layers=range(2, 2)),
-    ]
+    num_mtp = spec.mtp.num_layers if spec.mtp else 0
+    placed = parse_layout(layout.replace("m", f"m*{num_mtp}"), pp=layout.count("|") + 1, num_layers=2, num_mtp=num_mtp)
+    stages = [build(spec, chunks=[stage]) for stage in placed.stages]
     scalar = objective(run_stages(stages, batch), batch, mtp=spec.mtp, per_token=False)[0]
     EXACT.check(scalar, loss_of(whole, batch), "objective")
     scalar.backward()

@@ -13,6 +13,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import NormSpec
 from megatron_moe.specs.model import InitSpec, MTPSpec
 from megatron_moe.specs.params import ParamMeta
+from megatron_moe.specs.pipeline.layout import even_layout
 from tests.tiny_models import HIDDEN, attention_spec, build, layer_spec, mla_spec, mlp_spec, model_spec, moe_spec
 from tests.tolerances import EXACT
 
@@ -31,8 +32,8 @@ def values(model: GPT) -> dict[str, torch.Tensor]:
 
 def test_every_stage_draws_the_values_of_the_whole_model():
     whole = values(build(EVERYTHING))
-    stages = [build(EVERYTHING, first=True, last=False, layers=range(1))]
-    stages += [build(EVERYTHING, first=False, last=True, layers=range(1, 2))]
+    layout = even_layout(2, pp=2, num_mtp=EVERYTHING.mtp.num_layers if EVERYTHING.mtp else 0)
+    stages = [build(EVERYTHING, chunks=[stage]) for stage in layout.stages]
     seen = set()
     for stage in stages:
         EXACT.check_all(values(stage), {name: whole[name] for name in values(stage)}, "stage")

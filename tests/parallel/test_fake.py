@@ -16,6 +16,7 @@ from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.pipeline.layout import StageSpec
 from tests import tiny, zoo
 from tests.tolerances import EXACT
 
@@ -86,7 +87,15 @@ def stage_of(spec: ModelSpec, context: ParallelContext) -> GPT:
     share, surplus = divmod(len(spec.layers), stage.size)
     start = stage.rank * share + min(stage.rank, surplus)
     layers = range(start, start + share + (stage.rank < surplus))
-    return GPT(spec, context, KERNELS, layers=layers, first=stage.rank == 0, last=stage.rank == stage.size - 1)
+    last = stage.rank == stage.size - 1
+    chunk = StageSpec(
+        layers=tuple(layers),
+        embedding=stage.rank == 0,
+        final_norm=last,
+        num_mtp=spec.mtp.num_layers if spec.mtp and last else 0,
+        loss=last,
+    )
+    return GPT(spec, context, KERNELS, chunks=[chunk])
 
 
 def over_ranks(spec: ModelSpec) -> ModelSpec:
