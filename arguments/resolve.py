@@ -218,6 +218,7 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
         pretrained=checkpoint.pretrained_checkpoint,
         ckpt_step=checkpoint.ckpt_step,
         finetune=checkpoint.finetune,
+        weights_only=flags.training.skip_train,
         load_optim=checkpoint.load_optim and not moe.moe_use_upcycling,
         load_rng=checkpoint.load_rng and not moe.moe_use_upcycling,
         save_optim=checkpoint.save_optim,

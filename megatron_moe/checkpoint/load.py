@@ -40,6 +40,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.train import CheckpointSpec
 
 HUGGING_FACE = "hf:"
+RUN_FOLDER_CHECKPOINTS = "checkpoints"
 _MAX_LISTED = 20
 
 
@@ -149,7 +150,7 @@ class _Refusal:
 
 
 def _choose(spec: CheckpointSpec, say: Callable[[str], None]) -> Source | None:
-    same_folder = spec.save is not None and spec.load is not None and spec.save.resolve() == Path(spec.load).resolve()
+    same_folder = bool(spec.save and spec.load and spec.save.resolve() == _checkpoints_of(spec.load).resolve())
     own = list_checkpoints(spec.save) if spec.save is not None and not spec.fresh else ()
     if own and same_folder and spec.finetune:
         raise CheckpointProblem(
@@ -162,31 +163,71 @@ def _choose(spec: CheckpointSpec, say: Callable[[str], None]) -> Source | None:
         assert spec.save is not None
         _mention_tracker(spec.save, own, say)
         # --finetune and --no-load-* speak of --load: a restart of the same command line must resume in full.
-        resume = CheckpointSpec(load_optim=spec.save_optim, load_rng=spec.save_rng)
+        resume = CheckpointSpec(load_optim=spec.save_optim, load_rng=spec.save_rng, weights_only=spec.weights_only)
         return _source("--save", str(spec.save), own, spec if same_folder else resume)
     if spec.load is not None and not (same_folder and spec.fresh):
-        if spec.load.startswith(HUGGING_FACE):
-            return _source("--load", spec.load, (), spec)
-        folder = Path(spec.load)
-        nothing = f"--load {folder} holds no checkpoint iter_NNNNNNN"
-        itself = as_checkpoint(folder)
-        found = (itself,) if itself and (folder / MANIFEST).exists() else list_checkpoints(folder)
-        if found:
-            _mention_tracker(folder, found, say)
-            return _source("--load", spec.load, found, spec)
-        if spec.exit_on_missing:
-            raise CheckpointProblem(f"{nothing}, and --exit-on-missing-checkpoint is set")
-        say(nothing)
+        source = _given_folder(spec.load, spec, say)
+        if source is not None:
+            return source
+    return None if spec.pretrained is None else _pretrained(spec.pretrained)
+
+
+def _given_folder(location: str, spec: CheckpointSpec, say: Callable[[str], None]) -> Source | None:
+    """What `--load` names; None when nothing is there and the run may start without it."""
+    if location.startswith(HUGGING_FACE):
+        return _source("--load", location, (), spec)
+    found = _candidates(location)
+    if found:
+        _mention_tracker(_checkpoints_of(location), found, say)
+        return _source("--load", location, found, spec)
+    missing = _holds_nothing("--load", location)
     if spec.pretrained is not None:
-        return _pretrained(spec.pretrained)
+        say(f"{missing}: --pretrained-checkpoint is used")
+        return None
+    in_need = _flags_in_need(spec)
+    if in_need:
+        raise CheckpointProblem(f"{missing}, and {' and '.join(in_need)} cannot do without; correct --load")
+    say(f"{missing}: starting from random weights")
     return None
+
+
+def _flags_in_need(spec: CheckpointSpec) -> list[str]:
+    """The flags of this run that mean nothing without a checkpoint."""
+    flags = {
+        "--exit-on-missing-checkpoint": spec.exit_on_missing,
+        "--moe-use-upcycling": spec.upcycle,
+        "--finetune": spec.finetune,
+        "--skip-train": spec.weights_only,
+        "--no-load-optim": not spec.load_optim and not spec.upcycle,
+    }
+    return [flag for flag, given in flags.items() if given]
+
+
+def _checkpoints_of(location: str) -> Path:
+    """The folder with the checkpoints: the one named, or the `checkpoints` of the run folder named."""
+    folder, inside = Path(location), Path(location) / RUN_FOLDER_CHECKPOINTS
+    return inside if inside.is_dir() and not list_checkpoints(folder) else folder
+
+
+def _candidates(location: str) -> tuple[Candidate, ...]:
+    """Newest first: of the folder named, of the run folder named, or the checkpoint named itself."""
+    itself = as_checkpoint(Path(location))
+    if itself and (itself.path / MANIFEST).exists():
+        return (itself,)
+    return list_checkpoints(_checkpoints_of(location))
+
+
+def _holds_nothing(flag: str, location: str) -> str:
+    where = f"{location} or {Path(location) / RUN_FOLDER_CHECKPOINTS}"
+    there = "" if Path(location).exists() else ", which does not exist,"
+    return f"{flag} {location}{there} holds no checkpoint (looked for iter_NNNNNNN in {where})"
 
 
 def _given_step(spec: CheckpointSpec, step: int) -> Source:
     location = spec.load or (str(spec.save) if spec.save else None)
     if location is None or location.startswith(HUGGING_FACE):
         raise CheckpointProblem(f"--ckpt-step {step} needs --load or --save with a folder of checkpoints")
-    found = list_checkpoints(Path(location))
+    found = list_checkpoints(_checkpoints_of(location))
     chosen = tuple(candidate for candidate in found if candidate.iteration == step)
     if not chosen:
         there = ", ".join(str(candidate.iteration) for candidate in found) or "none"
@@ -199,10 +240,9 @@ def _pretrained(location: str) -> Source:
     spec = CheckpointSpec(finetune=True)
     if location.startswith(HUGGING_FACE):
         return _source("--pretrained-checkpoint", location, (), spec)
-    itself = as_checkpoint(Path(location))
-    found = (itself,) if itself else list_checkpoints(Path(location))
+    found = _candidates(location)
     if not found:
-        raise CheckpointProblem(f"--pretrained-checkpoint {location} holds no checkpoint iter_NNNNNNN")
+        raise CheckpointProblem(f"{_holds_nothing('--pretrained-checkpoint', location)}; correct the folder")
     return _source("--pretrained-checkpoint", location, found, spec)
 
 
@@ -211,7 +251,7 @@ def _source(origin: Any, location: str, candidates: tuple[Candidate, ...], spec:
         origin,
         location,
         candidates,
-        optimizer=spec.load_optim and not spec.finetune,
+        optimizer=spec.load_optim and not spec.finetune and not spec.weights_only,
         train_state=not spec.finetune,
         rng=spec.load_rng and not spec.finetune,
     )

@@ -127,6 +127,8 @@ class CheckpointSpec:
     """Loaded with `finetune` when `load` holds nothing."""
     ckpt_step: int | None = None
     finetune: bool = False
+    weights_only: bool = False
+    """The run only evaluates: the optimizer's state is not needed, and weights are cast to the run's type."""
     load_optim: bool = True
     load_rng: bool = True
     save_optim: bool = True

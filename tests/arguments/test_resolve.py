@@ -319,6 +319,7 @@ def test_checkpoints_go_into_the_run_folder_unless_told():
     )
     assert (checkpoint.ckpt_step, checkpoint.fresh, checkpoint.finetune) == (3, True, True)
     assert plan_of(without="--run-dir").checkpoint.save is None
+    assert plan_of("--skip-train").checkpoint.weights_only and not plan_of().checkpoint.weights_only
 
 
 def test_upcycling_loads_weights_only():

@@ -46,7 +46,9 @@ def test_load_comes_before_pretrained(tmp_path: Path) -> None:
     said: list[str] = []
     source = choose(said, save=tmp_path / "new", load=str(tmp_path / "empty"), pretrained=str(pretrained))
     assert source.origin == "--pretrained-checkpoint" and not source.optimizer and not source.train_state
-    assert said == [f"--load {tmp_path / 'empty'} holds no checkpoint iter_NNNNNNN"]
+    assert len(said) == 1
+    assert said[0].startswith(f"--load {tmp_path / 'empty'}, which does not exist, holds no checkpoint")
+    assert said[0].endswith(": --pretrained-checkpoint is used")
 
 
 def test_finetune_speaks_of_load_and_a_restart_resumes_its_own_run_in_full(tmp_path: Path) -> None:
@@ -92,9 +94,45 @@ def test_load_may_name_one_checkpoint_itself(tmp_path: Path) -> None:
     assert [c.iteration for c in source.candidates] == [10]
 
 
+def test_a_plain_load_of_nothing_says_that_weights_are_random(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert choose(said, load=str(tmp_path)) is None
+    looked = f"(looked for iter_NNNNNNN in {tmp_path} or {tmp_path / 'checkpoints'})"
+    assert said == [f"--load {tmp_path} holds no checkpoint {looked}: starting from random weights"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "spec"),
+    [
+        ("--exit-on-missing-checkpoint", {"exit_on_missing": True}),
+        ("--finetune", {"finetune": True}),
+        ("--skip-train", {"weights_only": True}),
+        ("--no-load-optim", {"load_optim": False}),
+        ("--moe-use-upcycling", {"upcycle": True, "load_optim": False}),
+    ],
+)
+def test_a_load_of_nothing_ends_a_run_that_is_meaningless_without(flag: str, spec: dict, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointProblem, match=f"{tmp_path} holds no checkpoint .* and {flag} cannot do without"):
+        choose(load=str(tmp_path), **spec)
+
+
+def test_a_run_folder_stands_for_its_checkpoints(tmp_path: Path) -> None:
+    run = str(saved_folder(tmp_path / "run" / "checkpoints", 10, 20).parent)
+    assert [c.iteration for c in choose(load=run).candidates] == [20, 10]
+    assert [c.iteration for c in choose(load=run, ckpt_step=10).candidates] == [10]
+    assert [c.iteration for c in choose(pretrained=run).candidates] == [20, 10]
+    with pytest.raises(CheckpointProblem, match="is the folder it loads from"):
+        choose(load=run, save=Path(run) / "checkpoints", finetune=True)
+
+
+def test_an_evaluation_wants_weights_alone_from_wherever_they_come(tmp_path: Path) -> None:
+    own, other = saved_folder(tmp_path / "own", 10), saved_folder(tmp_path / "other", 90)
+    for spec in ({"save": own}, {"load": str(other)}, {"load": str(other), "ckpt_step": 90}):
+        source = choose(weights_only=True, **spec)
+        assert not source.optimizer and source.train_state
+
+
 def test_what_must_be_there_and_is_not_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointProblem, match="holds no checkpoint .* --exit-on-missing-checkpoint is set"):
-        choose(load=str(tmp_path), exit_on_missing=True)
     with pytest.raises(CheckpointProblem, match="--pretrained-checkpoint .* holds no checkpoint"):
         choose(pretrained=str(tmp_path))
     with pytest.raises(CheckpointProblem, match="--ckpt-step 5 needs --load or --save"):
