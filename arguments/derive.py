@@ -1,6 +1,9 @@
 """What follows from flags that were left out, by Megatron's rules. Used by the checks and by resolve."""
 
+from typing import Any
+
 from arguments.values import LayerPattern
+from megatron_moe.specs.attention import ContextExchange
 
 
 def ffn_hidden_size(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> int:
@@ -44,6 +47,13 @@ def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[
     if isinstance(no_rope_freq, int):
         return tuple((layer + 1) % no_rope_freq != 0 for layer in range(num_layers))
     return tuple(entry == 0 for entry in no_rope_freq)
+
+
+def context_exchanges(num_layers: int, cp_comm_type: tuple[str, ...]) -> tuple[ContextExchange, ...]:
+    """How every layer exchanges keys and values between context-parallel ranks; one way is for all."""
+    spelt = {"all_gather": "allgather"}
+    kinds: tuple[Any, ...] = tuple(spelt.get(kind, kind) for kind in cp_comm_type)
+    return kinds * num_layers if len(kinds) == 1 else kinds
 
 
 def global_batch_size(global_batch_size: int | None, micro_batch_size: int, data_parallel_size: int) -> int:

@@ -5,7 +5,15 @@ from dataclasses import replace
 
 from arguments import derive
 from arguments.flags import Flags
-from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec, yarn_mscale
+from megatron_moe.specs.attention import (
+    AttentionSpec,
+    ContextExchange,
+    CoreAttentionSpec,
+    MLASpec,
+    NormSpec,
+    RopeSpec,
+    yarn_mscale,
+)
 from megatron_moe.specs.model import InitSpec, LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import (
     ActivationSpec,
@@ -56,16 +64,17 @@ def _layers(flags: Flags) -> tuple[LayerSpec, ...]:
         derive.moe_layers(model.num_layers, flags.moe.num_experts, flags.moe.moe_layer_freq),
         derive.windowed_layers(model.num_layers, attention.window_size, attention.window_attn_skip_freq),
         derive.rotated_layers(model.num_layers, model.no_rope_freq),
+        derive.context_exchanges(model.num_layers, flags.parallel.cp_comm_type),
         strict=True,
     )
     return tuple(
         LayerSpec(
-            mixer=_mixer(flags, windowed, rotated),
+            mixer=_exchanging(_mixer(flags, windowed, rotated), exchange),
             feed_forward=moe_spec(flags) if is_moe else _dense(flags),
             norm=_norm(flags),
             hidden_dropout=model.hidden_dropout,
         )
-        for is_moe, windowed, rotated in places
+        for is_moe, windowed, rotated, exchange in places
     )
 
 
@@ -84,6 +93,10 @@ def _mtp(flags: Flags) -> MTPSpec | None:
         repeated_layer=model.mtp_use_repeated_layer,
         detach_heads=model.mtp_detach_heads,
     )
+
+
+def _exchanging(mixer: AttentionSpec | MLASpec, exchange: ContextExchange) -> AttentionSpec | MLASpec:
+    return replace(mixer, core=replace(mixer.core, context_exchange=exchange))
 
 
 def _mixer(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec | MLASpec:

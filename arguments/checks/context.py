@@ -1,0 +1,85 @@
+"""Rules about ranks that split the sequence."""
+
+from math import lcm
+
+from arguments.checks.complaint import Complaint, divisors
+
+
+def chunks_share_the_sequence(
+    context_parallel_size: int, seq_length: int, tensor_model_parallel_size: int, sequence_parallel: bool
+) -> Complaint:
+    """A rank holds two equal chunks of the sequence, an early and a late one, so that all have the same work; with
+    sequence parallelism its share is split once more."""
+    cp, tp = context_parallel_size, tensor_model_parallel_size if sequence_parallel else 1
+    unit = lcm(2 * cp, cp * tp)
+    if cp == 1 or seq_length % unit == 0:
+        return None
+    return (
+        f"a sequence of {seq_length} tokens is not a multiple of {unit}, which {cp} context-parallel ranks need",
+        f"--seq-length {max(unit, seq_length // unit * unit)}, or fewer context-parallel ranks",
+    )
+
+
+def layers_exchange_in_one_way(cp_comm_type: tuple[str, ...], num_layers: int) -> Complaint:
+    """One way to exchange keys and values for all layers, or one for each."""
+    if len(cp_comm_type) in (1, num_layers):
+        return None
+    return (
+        f"{len(cp_comm_type)} ways to exchange keys and values for {num_layers} layers",
+        "give --cp-comm-type one value, or one per layer",
+    )
+
+
+def two_levels_make_the_ranks(
+    context_parallel_size: int,
+    cp_comm_type: tuple[str, ...],
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None,
+) -> Complaint:
+    """a2a+p2p exchanges heads among neighbours and keys between such groups; their sizes multiply to all ranks."""
+    if context_parallel_size == 1 or "a2a+p2p" not in cp_comm_type:
+        return None
+    sizes = hierarchical_context_parallel_sizes
+    if sizes is not None and len(sizes) == 2 and sizes[0] * sizes[1] == context_parallel_size:
+        return None
+    given = "not given" if sizes is None else " x ".join(map(str, sizes))
+    return (
+        f"the two levels of {context_parallel_size} context-parallel ranks are {given}",
+        "give --hierarchical-context-parallel-sizes two numbers, for a2a and for p2p, whose product is "
+        f"{context_parallel_size}",
+    )
+
+
+def heads_divide_among_the_ranks(
+    context_parallel_size: int,
+    cp_comm_type: tuple[str, ...],
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None,
+    num_attention_heads: int,
+    group_query_attention: bool,
+    num_query_groups: int,
+    tensor_model_parallel_size: int,
+) -> Complaint:
+    """a2a gives every rank an equal share of the heads, with the keys and values that they read."""
+    sizes = hierarchical_context_parallel_sizes or (1,)
+    ranks = max(context_parallel_size if "a2a" in cp_comm_type else 1, sizes[0] if "a2a+p2p" in cp_comm_type else 1)
+    if context_parallel_size == 1 or ranks == 1:
+        return None
+    tp = tensor_model_parallel_size
+    heads = num_attention_heads // tp
+    groups = num_query_groups // tp if group_query_attention else heads
+    if heads % ranks:
+        of_tp = f" of a tensor-parallel rank ({num_attention_heads} / {tp})" if tp > 1 else ""
+        return f"{heads} heads{of_tp} do not divide among {ranks} ranks", f"a2a over {divisors(heads)} ranks, or p2p"
+    if groups and groups % ranks and ranks % groups:
+        return (
+            f"{groups} query groups and {ranks} ranks that exchange heads: neither divides the other",
+            f"a2a over {divisors(groups)} ranks, or p2p",
+        )
+    return None
+
+
+RULES = (
+    chunks_share_the_sequence,
+    layers_exchange_in_one_way,
+    two_levels_make_the_ranks,
+    heads_divide_among_the_ranks,
+)
