@@ -47,7 +47,7 @@ def count_flops(model: ModelSpec, num_sequences: int, seq_length: int, conventio
     embedding lookup, padding or recompute; half of S^2 per attention. It differs where Megatron counts what is not
     computed: keys outside a sliding window.
     """
-    count = sum((_layer(layer, seq_length, convention) for layer in model.layers), FlopCount())
+    count = sum((count_layer_flops(layer, seq_length, convention) for layer in model.layers), FlopCount())
     depths = model.mtp.num_layers if model.mtp else 0
     head = seq_length * model.hidden_size * model.vocab_size * (1 + depths) * _PER_MULTIPLY_ADD
     count += FlopCount(head=head, mtp=depths * _mtp_depth(model, seq_length, convention))
@@ -68,10 +68,11 @@ def _mtp_depth(model: ModelSpec, seq_length: int, convention: Convention) -> int
     """One more layer of the last kind, the projection [H, 2H], and (Megatron counts them here) three norms."""
     hidden = model.hidden_size
     own = seq_length * (2 * hidden * hidden + 3 * hidden) * _PER_MULTIPLY_ADD
-    return own + _layer(model.layers[-1], seq_length, convention).total
+    return own + count_layer_flops(model.layers[-1], seq_length, convention).total
 
 
-def _layer(layer: LayerSpec, seq_length: int, convention: Convention) -> FlopCount:
+def count_layer_flops(layer: LayerSpec, seq_length: int, convention: Convention = "causal") -> FlopCount:
+    """Operations of one layer for one sequence."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     projections = _mla(mixer) if isinstance(mixer, MLASpec) else _attention(mixer)
     attention = FlopCount(

@@ -112,7 +112,7 @@ def parse_layout(text: str, *, pp: int, num_layers: int, num_mtp: int = 0) -> Pi
             f"{text} has {len(stages)} stages, which do not divide among {pp} pipeline ranks; {near} would"
         )
     _check_mtp_stage(text, stages, pp)
-    return _layout([stage.count("t") for stage in stages], pp, num_mtp, _index(stages, "m"))
+    return place_layers([stage.count("t") for stage in stages], pp, num_mtp, _index(stages, "m"))
 
 
 def _expand(text: str) -> str:
@@ -191,7 +191,7 @@ def even_layout(
             if count % vpp:
                 raise LayoutError(f"the {count} layers of pipeline rank {rank} do not divide into {vpp} virtual stages")
         counts = [count // vpp for count in ranks] * vpp
-        return _layout(counts, pp, num_mtp, len(counts) - 1)
+        return place_layers(counts, pp, num_mtp, len(counts) - 1)
     extra = account_for_embedding + account_for_loss
     each, rest = divmod(num_layers + extra, pp * vpp)
     if rest:
@@ -202,7 +202,7 @@ def even_layout(
     counts[-1] -= account_for_loss
     if min(counts) < 0:
         raise LayoutError(f"{num_layers} layers are too few to count embedding and loss as layers of one stage")
-    return _layout(counts, pp, num_mtp, len(counts) - 1)
+    return place_layers(counts, pp, num_mtp, len(counts) - 1)
 
 
 def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
@@ -220,8 +220,8 @@ def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None)
     return ([] if first is None else [first]) + between + ([] if last is None else [last])
 
 
-def _layout(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -> PipelineLayout:
-    """Layers in order, `counts` of them per stage."""
+def place_layers(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -> PipelineLayout:
+    """The layout of layers in order, `counts` of them per stage."""
     ends = list(accumulate(counts))
     last_layer_stage = next(index for index, end in enumerate(ends) if end == ends[-1])
     return PipelineLayout(
