@@ -6,7 +6,7 @@ from typing import Any
 from arguments import derive
 from arguments.flags import Flags
 from arguments.resolve_model import model_spec
-from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import (
@@ -35,6 +35,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     return RunPlan(
         model=model_spec(flags, vocab_size),
         parallel=parallel,
+        data_parallel=_data_parallel(flags),
         precision=_precision(flags),
         optimizer=_optimizer(flags),
         lr=_lr(flags, batch, loop),
@@ -63,6 +64,7 @@ def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:
         tp=tp,
         pp=pipeline.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
+        cp_sub_axes=_cp_sub_axes(flags),
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size or tp,
         world_size=launch.world_size,
@@ -70,6 +72,30 @@ def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:
         virtual_stages=pipeline.num_virtual_stages_per_pipeline_rank or 1,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         timeout_minutes=float(parallel.distributed_timeout_minutes),
+    )
+
+
+def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
+    """Without a layer that uses them there are no levels."""
+    parallel = flags.parallel
+    sizes = parallel.hierarchical_context_parallel_sizes
+    if parallel.context_parallel_size == 1 or sizes is None or "a2a+p2p" not in parallel.cp_comm_type:
+        return None
+    heads, ring = sizes
+    return heads, ring
+
+
+def _data_parallel(flags: Flags) -> DataParallelSpec:
+    parallel = flags.parallel
+    return DataParallelSpec(
+        sharded_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+        num_buckets=parallel.ddp_num_buckets,
+        pad_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,
+        average_in_collective=parallel.ddp_average_in_collective,
+        fp32_sums=parallel.ddp_reduce_scatter_with_fp32_accumulation,
     )
 
 

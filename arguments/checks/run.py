@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from arguments.checks import attention, batch, data, hints, model, moe, moe_router, output
+from arguments.checks import attention, batch, context, data, hints, model, moe, moe_router, output, sharing, tensor
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.parser import Settings
@@ -26,7 +26,10 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
     *moe.RULES,
     *moe_router.RULES,
+    *tensor.RULES,
     *batch.RULES,
+    *sharing.RULES,
+    *context.RULES,
     *data.RULES,
     *output.RULES,
 )

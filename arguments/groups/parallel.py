@@ -10,11 +10,11 @@ from arguments.flag import flag
 class ParallelFlags:
     """Tensor, context, expert and data parallelism."""
 
-    tensor_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
+    tensor_model_parallel_size: int = flag(1, least=1)
     """Ranks that split attention, dense blocks and the vocabulary."""
-    sequence_parallel: bool = flag(False, status="no effect", note="one tensor-parallel rank has the whole sequence")
-    """Split norms and dropout along the sequence over tensor-parallel ranks."""
-    context_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
+    sequence_parallel: bool = flag(False)
+    """Split the residual stream, its norms and its dropout along the sequence over tensor-parallel ranks."""
+    context_parallel_size: int = flag(1, least=1)
     """Ranks that split the sequence."""
     expert_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
     """Ranks over which the experts are spread."""
@@ -24,10 +24,12 @@ class ParallelFlags:
     """Ranks that split one expert. Not set: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Pipeline stages before data-parallel ranks in the order of ranks."""
-    cp_comm_type: tuple[str, ...] = flag(("p2p",), status="no effect", note="one context-parallel rank")
-    """How context-parallel ranks exchange keys and values."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, status="not yet")
-    """Two sizes whose product is the context-parallel size."""
+    cp_comm_type: tuple[Literal["p2p", "allgather", "all_gather", "a2a", "a2a+p2p"], ...] = flag(("p2p",))
+    """How context-parallel ranks exchange keys and values: around a ring, gathered, heads against places, or both; one
+    value, or one per layer."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, least=1)
+    """Of a2a+p2p: ranks that exchange heads, and ranks of the ring between them; their product is the context-parallel
+    size."""
     distributed_backend: Literal["nccl", "gloo"] = flag(
         "nccl", status="no effect", note="the device decides: nccl on GPUs, gloo on CPUs"
     )
@@ -54,13 +56,15 @@ class ParallelFlags:
     use_nccl_ub: bool = flag(False, status="no effect", note="concerns speed")
     """Registered communication buffers."""
 
-    use_distributed_optimizer: bool = flag(False, status="no effect", note="the same numbers, sharded or not")
-    """Shard the optimizer over data-parallel ranks."""
-    num_distributed_optimizer_instances: int = flag(1, status="no effect", note="the same numbers, sharded or not")
+    use_distributed_optimizer: bool = flag(False)
+    """Shard the optimizer's state over data-parallel ranks (ZeRO-1)."""
+    num_distributed_optimizer_instances: int = flag(
+        1, status="no effect", note="one, over all data-parallel ranks: the same numbers"
+    )
     """Copies of the sharded optimizer."""
-    overlap_grad_reduce: bool = flag(False, status="no effect", note="concerns speed")
+    overlap_grad_reduce: bool = flag(False)
     """Reduce gradients during the backward pass."""
-    overlap_param_gather: bool = flag(False, status="no effect", note="concerns speed")
+    overlap_param_gather: bool = flag(False)
     """Gather parameters during the forward pass."""
     overlap_param_gather_with_optimizer_step: bool = flag(False, status="no effect", note="concerns speed")
     """Gather the first parameters during the optimizer step."""
@@ -70,18 +74,20 @@ class ParallelFlags:
         True, off=("--disable-align-grad-reduce",), status="no effect", note="concerns speed"
     )
     """All stages reduce at the same time."""
-    ddp_num_buckets: int | None = flag(None, status="no effect", note="concerns speed")
-    """Number of gradient buckets."""
-    ddp_bucket_size: int | None = flag(None, status="no effect", note="concerns speed")
-    """Elements in a gradient bucket."""
-    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, status="no effect", note="concerns speed")
-    """Pad buckets to large powers of two."""
-    ddp_average_in_collective: bool = flag(False, status="no effect", note="the mean is the same")
-    """Average inside of the collective."""
-    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
-        False, status="no effect", note="gradients are reduced in their own format, fp32 unless asked otherwise"
+    ddp_num_buckets: int | None = flag(
+        None, least=1, status="close", note="about that many: parameters that differ in their treatment never share one"
     )
-    """Sum gradients in fp32."""
+    """Number of gradient buckets of a rank."""
+    ddp_bucket_size: int | None = flag(
+        None, least=1, status="close", note="on every pipeline stage, and without --overlap-grad-reduce too"
+    )
+    """Elements in a gradient bucket. Not set: 40 million, or 1 million per rank if that is more."""
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False)
+    """Pad buckets to multiples of 2^16 elements."""
+    ddp_average_in_collective: bool = flag(False)
+    """Average inside of the collective."""
+    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
+    """Sum gradients that travel in bf16 in fp32."""
     gradient_accumulation_fusion: bool = flag(True, status="no effect", note="names a kernel")
     """Add weight gradients to the buffer inside of the matrix product."""
 

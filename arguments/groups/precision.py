@@ -22,8 +22,8 @@ class PrecisionFlags:
         False, status="no effect", note="they always are, unless asked otherwise"
     )
     """Accumulate and reduce gradients in fp32."""
-    grad_reduce_in_bf16: bool = flag(False, status="not yet", note="gradients are reduced in fp32")
-    """Reduce gradients in bf16."""
+    grad_reduce_in_bf16: bool = flag(False)
+    """Accumulate and reduce gradients in bf16."""
     disable_bf16_reduced_precision_matmul: bool = flag(False, status="no effect", note="products accumulate in fp32")
     """Forbid reduced-precision accumulation in bf16 matrix products."""
     fp16_lm_cross_entropy: bool = flag(False, status="not yet", note="the loss is computed in fp32")

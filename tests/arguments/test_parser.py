@@ -182,13 +182,13 @@ def test_statuses_say_why():
 
 
 def test_flags_without_effect_are_listed_in_the_plan():
-    notes = plan_of("--transformer-impl local --use-flash-attn --no-rope-fusion --overlap-grad-reduce").notes
+    notes = plan_of("--transformer-impl local --use-flash-attn --no-rope-fusion --tp-comm-overlap").notes
     listed = [note for note in notes if note.startswith("without effect: ")]
     assert [note.split(" ")[2] for note in listed] == [
         "--transformer-impl",
         "--use-flash-attn",
         "--no-rope-fusion",
-        "--overlap-grad-reduce",
+        "--tp-comm-overlap",
     ]
 
 

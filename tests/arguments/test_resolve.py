@@ -12,6 +12,7 @@ from megatron_moe.specs.attention import MLASpec, NormSpec, RopeSpec
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.model import InitSpec, MTPSpec
 from megatron_moe.specs.moe import ActivationSpec, CapacitySpec, ExpertsSpec, RouterSpec
+from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import BatchSpec, TokenizerSpec
 from tests.command_lines import SMALL, plan_of, words
@@ -19,6 +20,7 @@ from tests.zoo import ZooRow, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
 ITERS = "--train-iters --lr-warmup-iters"
+EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
 
 
 def layer(more: str = "", index: int = 1, without: str = ""):
@@ -194,6 +196,24 @@ def test_latent_attention_with_plain_rope():
     mixer = layer(f"{MLA} --rope-type rope --rotary-scaling-factor 40").mixer
     assert mixer.rope == RopeSpec(dim=64, interleaved=True)
     assert mixer.core.softmax_scale == pytest.approx(192**-0.5)
+
+
+def exchanges(more: str) -> list[str]:
+    model = plan_of(f"--context-parallel-size 4 --global-batch-size 32 {more}", environ=EIGHT_RANKS).model
+    return [layer.mixer.core.context_exchange for layer in model.layers]
+
+
+def test_context_parallel_ranks_exchange_in_one_way_or_in_one_per_layer():
+    assert exchanges("") == ["p2p"] * 4
+    assert exchanges("--cp-comm-type all_gather") == ["allgather"] * 4
+    assert exchanges("--cp-comm-type a2a p2p allgather p2p") == ["a2a", "p2p", "allgather", "p2p"]
+
+
+def test_two_levels_of_context_parallelism_are_there_where_a_layer_uses_them():
+    sizes = "--context-parallel-size 4 --global-batch-size 32 --hierarchical-context-parallel-sizes 4 1"
+    assert plan_of(f"{sizes} --cp-comm-type a2a+p2p", environ=EIGHT_RANKS).parallel.cp_sub_axes == (4, 1)
+    assert plan_of(sizes, environ=EIGHT_RANKS).parallel.cp_sub_axes is None
+    assert plan_of("--cp-comm-type a2a+p2p").parallel.cp_sub_axes is None
 
 
 def test_norms_initial_values_and_dropout():
@@ -405,3 +425,21 @@ def test_flags_of_public_models_make_models_of_their_size(row):
     active = count_parameters(model, active=True).without_mtp.total
     assert f"{total / 1e9:.2f}" == row.cells["computed-total-B"]
     assert f"{active / 1e9:.2f}" == row.cells["computed-active-B"]
+
+
+def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
+    assert plan_of().data_parallel == DataParallelSpec()
+    words = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
+    words += " --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --grad-reduce-in-bf16 --bf16"
+    plan = plan_of(f"{words} --ddp-reduce-scatter-with-fp32-accumulation")
+    assert plan.data_parallel == DataParallelSpec(
+        sharded_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_size=1000,
+        pad_buckets=True,
+        average_in_collective=True,
+        fp32_sums=True,
+    )
+    assert plan.precision.grads == "bf16"
+    assert plan_of("--ddp-num-buckets 3").data_parallel.num_buckets == 3
