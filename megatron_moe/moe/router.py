@@ -129,9 +129,11 @@ class Router(nn.Module):
         std = self.spec.force_biased
         fixed = std is not None and std < 0
         bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
+        sharers = self.ctx.group("tp_cp")
+        noise_key = (*key, "forced logits", self.layer)
         return forced_logits(
             logits_TE,
-            (*key, "forced logits", self.layer),
+            noise_key if sharers.size == 1 else (*noise_key, sharers.rank),
             None if std is None else abs(std),
             (*bias_key, "forced bias", self.layer),
         )

@@ -1,0 +1,252 @@
+"""Balancing, its updates and its metrics over ranks have the values of one rank that holds all tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.logs.tally import Tally
+from megatron_moe.moe.balance import update_routers
+from megatron_moe.moe.router import Router
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.moe import CapacitySpec
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.moe.parallel.folded import BATCH, STEPS, Data, name_of, parallel
+from tests.moe.parallel.traffic import counted_traffic
+from tests.moe.routers import make_meta, make_router
+from tests.ranks import on_threads
+from tests.tolerances import EXACT, FP64_LAYOUT
+
+HIDDEN = 8
+LAYOUTS = pytest.mark.parametrize(
+    "layout",
+    [parallel(2, tp=2), parallel(2, cp=2), parallel(2), parallel(4, tp=2, cp=2), parallel(4, tp=4), parallel(4, tp=2),
+     parallel(8, tp=2, cp=2), parallel(8, tp=8), parallel(8, cp=4)],
+    ids=name_of,
+)  # fmt: skip
+KINDS = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
+
+
+def fields_of(kind: str) -> dict[str, Any]:
+    if kind == "z_loss":
+        return {"z_loss_coeff": 0.3}
+    return {"balancing": (kind,), "aux_loss_coeffs": (0.3,)}
+
+
+def router_on(ctx: ParallelContext, **fields: Any) -> Router:
+    return make_router(ctx=ctx, hidden_size=HIDDEN, **fields)
+
+
+def pull(router: Router, hidden: Tensor, **meta: Any) -> Any:
+    """Routes, and runs the backward of the attached losses alone."""
+    routing = router(hidden, make_meta(hidden, **meta))
+    (routing.probs_TK * 0).sum().backward()
+    return routing
+
+
+def piece_of(data: Data, layout: ParallelSpec, ctx: ParallelContext, microbatch: int = 0) -> tuple[Tensor, Any]:
+    """This rank's tokens of a microbatch. Validity is that of all positions of its cp rank."""
+    dp, cp, tp = (ctx.group(axis) for axis in ("dp", "cp", "tp"))
+    place = microbatch * dp.size + dp.rank
+    hidden, _, _ = data.piece(layout, place, cp.rank, tp.rank)
+    valid = data.valid[place]
+    return hidden.clone().requires_grad_(), None if valid is None else valid.chunk(cp.size, dim=1)[cp.rank]
+
+
+def on_one(data: Data, num_microbatches: int, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
+    """One rank takes all sequences as microbatches, one after the other."""
+    router, tally = router_on(ParallelContext.single(), **fields), Tally()
+    for hidden, valid in zip(data.hidden, data.valid, strict=True):
+        scale = 1 / len(data.hidden)
+        pull(router, hidden.clone().requires_grad_(), valid_BS=valid, tally=tally, aux_scale=scale)
+    return router, figures(tally, router.ctx), router.weight.grad
+
+
+def over(layout: ParallelSpec, data: Data, num_microbatches: int, **fields: Any) -> list[Any]:
+    """(figures, gradient averaged over dp x cp and summed over tp, router's state) of every rank."""
+
+    def rank(ctx: ParallelContext) -> Any:
+        router, tally = router_on(ctx, **fields), Tally()
+        for m in range(num_microbatches):
+            hidden, valid = piece_of(data, layout, ctx, m)
+            pull(router, hidden, valid_BS=valid, tally=tally, aux_scale=ctx.group("cp").size / num_microbatches)
+        shown = figures(tally, ctx)
+        update_routers([router], ctx)
+        return shown, router.weight.grad, dict(router.named_buffers())
+
+    results = on_threads(layout, rank)
+    gradient = sum(result[1] for result in results) / (layout.dp * layout.cp)
+    return [(shown, gradient, state) for shown, _, state in results]
+
+
+def figures(tally: Tally, ctx: ParallelContext) -> dict[str, Any]:
+    return {name: metric.value for name, metric in tally.take(ctx).items()}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "z_loss"])
+def test_each_loss_has_value_and_gradient_of_one_rank(layout, padded, kind) -> None:
+    """Two microbatches, so that a loss that is not scaled by accumulation shows."""
+    data = Data.random(2 * layout.dp, padded=padded)
+    _, expected, gradient = on_one(data, 2, **fields_of(kind))
+    assert gradient.abs().max() > 1e-4
+    for shown, actual, _ in over(layout, data, 2, **fields_of(kind)):
+        FP64_LAYOUT.check(shown[KINDS[kind]], expected[KINDS[kind]], kind)
+        FP64_LAYOUT.check(actual, gradient, f"gradient of {kind}")
+        FP64_LAYOUT.check_all(shown, expected, "metrics")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_global_loss_takes_shares_of_all_ranks_and_scores_of_one_microbatch(layout, padded) -> None:
+    """By hand: after the first microbatch of all ranks f is known, and the loss is the mean over data-parallel ranks of
+    E * sum f P."""
+    data = Data.random(layout.dp, padded=padded)
+    fields = fields_of("global_aux_loss")
+    router = router_on(ParallelContext.single(), **fields)
+    scores, counts = [], torch.zeros(8, dtype=torch.float64)
+    for hidden, valid in zip(data.hidden, data.valid, strict=True):
+        logits = hidden.flatten(0, 1) @ router.weight.T
+        real = torch.ones(STEPS * BATCH, dtype=torch.bool) if valid is None else valid.t().reshape(-1)
+        probs = logits.softmax(dim=-1)[real]
+        counts += torch.zeros(8, dtype=torch.float64).index_add(
+            0, probs.topk(2).indices.flatten(), torch.ones(2 * len(probs), dtype=torch.float64)
+        )
+        scores.append(probs.mean(dim=0))
+    loss = 8 * (counts / counts.sum() * torch.stack(scores).mean(dim=0)).sum()
+    (0.3 * loss).backward()
+    for shown, gradient, state in over(layout, data, 1, **fields):
+        FP64_LAYOUT.check(shown["global_load_balancing_loss"], loss, "global loss")
+        FP64_LAYOUT.check(gradient, router.weight.grad, "gradient")
+        assert state["global_counts"].sum() == 0, "the next global batch starts anew"
+
+
+@LAYOUTS
+def test_several_microbatches_of_the_global_loss_share_their_counts(layout) -> None:
+    """Every rank gets the same sequences, so one rank with one of them has the same shares and scores."""
+    single = Data.random(2)
+    data = Data(*[[x for x in part for _ in range(layout.dp)] for part in (single.hidden, single.push, single.valid)])
+    _, expected, gradient = on_one(single, 2, **fields_of("global_aux_loss"))
+    for shown, actual, _ in over(layout, data, 2, **fields_of("global_aux_loss")):
+        FP64_LAYOUT.check(shown["global_load_balancing_loss"], expected["global_load_balancing_loss"], "global loss")
+        FP64_LAYOUT.check(actual, gradient, "gradient")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_expert_bias_moves_once_by_the_load_of_all_ranks_and_microbatches(layout, padded) -> None:
+    fields = {"score_function": "sigmoid", "expert_bias": True, "bias_update_rate": 0.25}
+    data = Data.random(2 * layout.dp, padded=padded)
+    router, expected, _ = on_one(data, 2, **fields)
+    counts = router.tokens_since_update.clone()
+    update_routers([router], router.ctx)
+    assert 0 < router.expert_bias.abs().max() <= 0.25
+    for shown, _, state in over(layout, data, 2, **fields):
+        EXACT.check(state["expert_bias"], router.expert_bias, "bias")
+        EXACT.check(shown["moe/tokens_per_expert"], counts.double(), "tokens per expert")
+        assert state["tokens_since_update"].sum() == 0
+
+
+@LAYOUTS
+@pytest.mark.parametrize("padded", [False, True])
+def test_quantile_thresholds_are_those_of_the_whole_microbatch(layout, padded) -> None:
+    data = Data.random(2 * layout.dp, padded=padded)
+    router, _, _ = on_one(data, 2, balancing=("quantile_balancing",))
+    update_routers([router], router.ctx)
+    assert router.quantile_thresholds.abs().max() > 0
+    for _, _, state in over(layout, data, 2, balancing=("quantile_balancing",)):
+        EXACT.check(state["quantile_thresholds"], router.quantile_thresholds, "thresholds")
+
+
+@LAYOUTS
+def test_drops_and_expert_choice_are_reported_as_the_sum_over_ranks(layout) -> None:
+    """Capacity is a rank's own: one rank that takes every piece as a microbatch drops as many."""
+    data = Data.random(layout.dp)
+    for fields in ({"capacity": CapacitySpec(factor=0.5)}, {"topk": 1, "balancing": ("expert_choice",)}):
+        single, tally = router_on(ParallelContext.single(), **fields), Tally()
+        for d in range(layout.dp):
+            for c in range(layout.cp):
+                for t in range(layout.tp):
+                    hidden = data.piece(layout, d, c, t)[0]
+                    single(hidden, make_meta(hidden, tally=tally))
+        expected = figures(tally, single.ctx)
+
+        def rank(ctx: ParallelContext, fields=fields) -> dict[str, Any]:
+            tally, hidden = Tally(), piece_of(data, layout, ctx)[0]
+            router_on(ctx, **fields)(hidden, make_meta(hidden, tally=tally))
+            return figures(tally, ctx)
+
+        assert expected["moe/dropped_tokens"] > 0 or "balancing" in fields
+        for shown in on_threads(layout, rank):
+            FP64_LAYOUT.check(shown["moe/dropped_tokens"], expected["moe/dropped_tokens"], "dropped")
+            EXACT.check(shown["moe/tokens_per_expert"], expected["moe/tokens_per_expert"], "load")
+
+
+def test_losses_that_nobody_asked_for_cost_no_communication() -> None:
+    """What is sent per layer and microbatch: nothing for a plain router, one vector per kind of count."""
+    layout, data = parallel(4, tp=2), Data.random(2, padded=True)
+    aux, both = ("all_reduce", 2, BATCH * 8), {"balancing": ("aux_loss", "seq_aux_loss"), "aux_loss_coeffs": (1.0, 1.0)}
+    tokens, everyone, load = ("all_reduce", 2, BATCH), ("all_reduce", 4, 8), ("all_reduce", 2, 8)
+    for fields, with_tally, expected in (
+        ({}, False, {}),
+        ({}, True, {load: 1}),
+        ({"z_loss_coeff": 1.0}, False, {tokens: 1}),
+        ({**both, "z_loss_coeff": 1.0}, False, {tokens: 1, aux: 1}),
+        ({**both, "z_loss_coeff": 1.0}, True, {tokens: 1, aux: 1, load: 1}),
+        (fields_of("global_aux_loss"), False, {tokens: 1, everyone: 1}),
+    ):
+
+        def rank(ctx: ParallelContext, fields=fields, with_tally=with_tally) -> None:
+            hidden, valid = piece_of(data, layout, ctx)
+            pull(router_on(ctx, **fields), hidden, valid_BS=valid, tally=Tally() if with_tally else None)
+
+        with counted_traffic() as traffic:
+            on_threads(layout, rank)
+        assert all(sent == expected for sent in traffic.of_ranks(4)), f"{fields}: {traffic.of_ranks(4)}"
+
+
+def test_a_layer_that_is_computed_again_reports_and_counts_once_over_ranks() -> None:
+    layout = parallel(4, tp=2)
+    data = Data.random(2)
+    fields = {
+        "score_function": "sigmoid",
+        "expert_bias": True,
+        "balancing": ("aux_loss", "global_aux_loss"),
+        "aux_loss_coeffs": (0.3, 0.1),
+    }
+
+    def rank(ctx: ParallelContext, again: bool) -> Any:
+        router, tally = router_on(ctx, **fields), Tally()
+        hidden, _ = piece_of(data, layout, ctx)
+        meta = make_meta(hidden, tally=tally)
+        if again:
+            with torch.no_grad():
+                router(hidden, meta)
+            meta = replace(meta, tally=None)
+        (router(hidden, meta).probs_TK * 0).sum().backward()
+        return figures(tally, ctx), router.weight.grad, router.tokens_since_update, router.global_counts
+
+    once = on_threads(layout, lambda ctx: rank(ctx, False))
+    twice = on_threads(layout, lambda ctx: rank(ctx, True))
+    for a, b in zip(once, twice, strict=True):
+        assert a[0] == b[0]
+        for x, y in zip(a[1:], b[1:], strict=True):
+            EXACT.check(y, x)
+
+
+def test_forced_noise_differs_between_ranks_that_share_a_microbatch() -> None:
+    def rank(ctx: ParallelContext) -> Tensor:
+        router = router_on(ctx, force_balancing=True)
+        hidden = torch.ones(4, 1, HIDDEN, dtype=torch.float64)
+        return router(hidden, make_meta(hidden, random_key=(1, 2, 3))).ids_TK
+
+    ids = on_threads(parallel(4, tp=2, cp=2), rank)
+    assert all(not torch.equal(ids[a], ids[b]) for a in range(4) for b in range(a))
