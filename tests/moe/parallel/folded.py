@@ -1,7 +1,7 @@
 """One MoE layer over ranks, and the same on one rank: what both give, gathered by name."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -162,19 +162,35 @@ def on_one_rank(spec: MoESpec, data: Data, partition: ParallelSpec | None = None
 
 def over_ranks(spec: MoESpec, parallel: ParallelSpec, data: Data, change: Change = leave) -> Result:
     """The same over ranks; gradients are summed and averaged as the optimizer does."""
+    return gathered(on_threads(parallel, lambda ctx: on_this_rank(ctx, spec, parallel, data, change)), parallel)
 
-    def rank(ctx: ParallelContext) -> Any:
-        layer, tally = make_layer(spec, ctx, change), Tally()
-        place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
-        hidden, push, valid = data.piece(parallel, *place)
-        hidden = hidden.clone().requires_grad_()
-        out = layer(hidden, _meta_on_rank(hidden, valid, ctx, data.valid[place[0]], tally))
-        (out * push).sum().mul(parallel.cp).backward()
-        parts = {name: (p.grad, p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
-        metrics = {n: m.value for n, m in tally.take(ctx).items()}
-        return place, out.detach(), hidden.grad / parallel.cp, parts, metrics, _state(layer)
 
-    results = sorted(on_threads(parallel, rank), key=lambda result: result[0])
+def on_this_rank(
+    ctx: ParallelContext, spec: MoESpec, parallel: ParallelSpec, data: Data, change: Change = leave
+) -> tuple[Any, ...]:
+    """What one rank has to say; see `gathered`."""
+    layer, tally = make_layer(spec, ctx, change), Tally()
+    out, hidden, place = forward_backward(layer, ctx, parallel, data, tally)
+    parts = {name: (p.grad, p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
+    metrics = {n: m.value for n, m in tally.take(ctx).items()}
+    return place, out.detach(), hidden.grad / parallel.cp, parts, metrics, _state(layer)
+
+
+def forward_backward(
+    layer: MoELayer, ctx: ParallelContext, parallel: ParallelSpec, data: Data, tally: Tally | None = None
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Output and input of this rank's tokens, and its place in (dp, cp, tp)."""
+    place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
+    hidden, push, _ = data.piece(parallel, *place)
+    hidden = hidden.clone().requires_grad_()
+    out = layer(hidden, _meta_on_rank(hidden, ctx, data.valid[place[0]], tally))
+    (out * push).sum().mul(parallel.cp).backward()
+    return out, hidden, place
+
+
+def gathered(results: list[tuple[Any, ...]], parallel: ParallelSpec) -> Result:
+    """What all ranks have to say, put together."""
+    results = sorted(results, key=lambda result: result[0])
     tensors = {"out": torch.cat([r[1] for r in results]), "hidden": torch.cat([r[2] for r in results])}
     for name in results[0][3]:
         tensors[name] = _whole_gradient([r[3][name] for r in results], parallel)
@@ -184,14 +200,12 @@ def over_ranks(spec: MoESpec, parallel: ParallelSpec, data: Data, change: Change
     return Result(tensors, results[0][4], states)
 
 
-def _meta_on_rank(
-    hidden: Tensor, valid: Tensor | None, ctx: ParallelContext, whole_valid: Tensor | None, tally: Tally
-) -> TokenMeta:
+def _meta_on_rank(hidden: Tensor, ctx: ParallelContext, valid: Tensor | None, tally: Tally | None) -> TokenMeta:
     """Validity is given for all positions of the context-parallel rank; the router takes those of its tp rank."""
-    if whole_valid is not None:
-        cp = ctx.group("cp")
-        valid = whole_valid.chunk(cp.size, dim=1)[cp.rank]
-    return replace(meta_of(hidden, None, tally=tally, aux_scale=float(ctx.group("cp").size)), valid_BS=valid)
+    cp = ctx.group("cp")
+    if valid is not None:
+        valid = valid.chunk(cp.size, dim=1)[cp.rank]
+    return meta_of(hidden, valid, tally=tally, aux_scale=float(cp.size))
 
 
 def _whole_gradient(parts: list[Any], parallel: ParallelSpec) -> Tensor:

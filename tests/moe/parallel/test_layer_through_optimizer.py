@@ -1,0 +1,93 @@
+"""The layer's gradients as the optimizer sees them, after its reductions; and the layer on processes of their own."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.clip import gradient_norms
+from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters, write_part
+from megatron_moe.specs.moe import CapacitySpec, MoESpec
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from tests.moe.parallel.folded import (
+    KERNELS,
+    Data,
+    forward_backward,
+    gathered,
+    make_layer,
+    moe_spec,
+    name_of,
+    on_one_rank,
+    on_this_rank,
+    parallel,
+)
+from tests.ranks import on_processes, on_threads
+from tests.tolerances import FP64_LAYOUT
+
+FP64 = PrecisionSpec(params="fp64", grads="fp64", master="fp64")
+FOLDS = [
+    parallel(2, ep=2),
+    parallel(4, ep=2),
+    parallel(4, tp=2, ep=2),
+    parallel(4, tp=2, etp=2, ep=2),
+    parallel(8, tp=2, cp=2, etp=2, ep=2),
+    parallel(8, tp=2, ep=8),
+]
+EVERY_FOLD = pytest.mark.parametrize("fold", FOLDS, ids=name_of)
+BALANCED = {"balancing": ("aux_loss",), "aux_loss_coeffs": (0.3,), "z_loss_coeff": 0.1}
+FULL = moe_spec(router=BALANCED, bias=True, shared=True)
+
+
+def finished(ctx: ParallelContext, spec: MoESpec, fold: ParallelSpec, data: Data) -> tuple[dict, dict[str, Tensor]]:
+    """Whole gradients as far as this rank holds them, and their norms, after two microbatches of the same tokens."""
+    layer = make_layer(spec, ctx)
+    buffers = GradBuffers(named_parameters(layer), FP64, ctx, KERNELS)
+    buffers.begin_step()
+    for _ in range(2):
+        forward_backward(layer, ctx, fold, data)
+        buffers.collect()
+    finish_gradients(buffers, ctx)
+    grads = {}
+    for slot in buffers.slots:
+        parameter = slot.parameter
+        whole = torch.full(parameter.global_shape, torch.nan, dtype=torch.float64)
+        write_part(whole, slot.main_grad, parameter.boxes, parameter.meta)
+        grads[slot.name] = whole
+    return grads, gradient_norms(buffers, ctx)
+
+
+@EVERY_FOLD
+def test_finished_gradients_and_their_norms_are_those_of_one_rank(fold: ParallelSpec) -> None:
+    data = Data.random(fold.dp)
+    expected = {n: 2 * g for n, g in on_one_rank(FULL, data).tensors.items() if n not in ("out", "hidden")}
+    norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
+    experts = torch.cat([grad.flatten() for name, grad in expected.items() if name.startswith("experts.")]).norm()
+    for grads, norms in on_threads(fold, lambda ctx: finished(ctx, FULL, fold, data)):
+        held = {n: torch.where(g.isnan(), expected[n], g) for n, g in grads.items()}
+        assert all(not g.isnan().all() for g in grads.values())
+        FP64_LAYOUT.check_all(held, expected)
+        FP64_LAYOUT.check(norms["all"], norm, "norm")
+        FP64_LAYOUT.check(norms["experts"], experts, "norm of experts")
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("capacity", [None, CapacitySpec(factor=1.0, pad=True)], ids=["dropless", "padded"])
+def test_gloo_processes_give_the_numbers_of_one_rank(dispatcher: str, capacity: CapacitySpec | None) -> None:
+    fold = parallel(4, tp=2, etp=2, ep=2)
+    data = Data.random(fold.dp, padded=True)
+    spec = moe_spec(dispatcher=dispatcher, capacity=capacity, bias=True, shared=True, overlap=True)
+    actual = gathered(on_processes(fold, on_this_rank, spec, fold, data), fold)
+    FP64_LAYOUT.check_all(actual.tensors, on_one_rank(spec, data, fold).tensors)
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_gloo_processes_take_the_dense_form_and_ranks_without_a_row(dispatcher: str) -> None:
+    fold = parallel(4, ep=4)
+    data = Data.random(fold.dp, padded=True)
+    for router in ({"balancing": ("expert_choice",)}, {"topk": 1, "pre_softmax": True}):
+        spec = moe_spec(dispatcher=dispatcher, router=router)
+        actual = gathered(on_processes(fold, on_this_rank, spec, fold, data), fold)
+        FP64_LAYOUT.check_all(actual.tensors, on_one_rank(spec, data, fold).tensors)
