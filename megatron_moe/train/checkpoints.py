@@ -47,9 +47,12 @@ class Checkpoints:
         """
         source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
-        self._last_saved = state.iteration
         if loader is not None:
             loader.restore(state.consumed_samples)
+        if source is not None and self._upcycles(source):
+            self.save(state, loader)  # the converted model is a result by itself, with or without training
+        else:
+            self._last_saved = state.iteration
         return state
 
     def due(self, iteration: int) -> bool:
@@ -96,7 +99,7 @@ class Checkpoints:
 
     def _restore_from(self, source: Source, loader: TrainLoader | None) -> TrainState:
         trainer, say = self._trainer, self._reporter.note
-        if self._plan.checkpoint.upcycle and source.origin != "--save":
+        if self._upcycles(source):
             granularity = self._plan.checkpoint.upcycle_granularity
             load_upcycled(source, granularity, trainer.model, self._context, trainer.kernels, say=say)
             trainer.restored(with_optimizer=False)
@@ -115,12 +118,20 @@ class Checkpoints:
         say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
         if not source.train_state:
             return TrainState()
-        trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"])
-        for line in [*differences, *self._data_differences(loaded.train_state, loader)]:
-            say(line)
+        if source.optimizer:
+            trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"])
+            for line in differences:
+                say(line)
+        if loader is not None:
+            for line in self._data_differences(loaded.train_state, loader):
+                say(line)
         return TrainState.from_json(loaded.train_state)
 
-    def _data_differences(self, saved: dict, loader: TrainLoader | None) -> list[str]:
+    def _upcycles(self, source: Source) -> bool:
+        """The source is the dense model, and not what an earlier start of this run made of it."""
+        return self._plan.checkpoint.upcycle and source.origin != "--save"
+
+    def _data_differences(self, saved: dict, loader: TrainLoader) -> list[str]:
         """What changed in the data since the checkpoint: another sequence length is refused, another order told."""
         then, now = saved["seq_length"], self._plan.data.seq_length
         if then != now:
@@ -128,7 +139,7 @@ class Checkpoints:
                 f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
                 f"of the samples would change; give --seq-length {then}, or --finetune to start anew from its weights"
             )
-        if loader is None or saved.get("data", {}).get("fingerprint") == loader.state()["fingerprint"]:
+        if "data" not in saved or saved["data"]["fingerprint"] == loader.state()["fingerprint"]:
             return []
         return [
             "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "

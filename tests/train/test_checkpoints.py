@@ -1,0 +1,162 @@
+"""How a run goes on from a checkpoint: what is enforced, what is told, what is taken over."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.checkpoint.folder import list_checkpoints
+from megatron_moe.checkpoint.load import verify
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import CheckpointSpec
+from megatron_moe.train.checkpoints import Checkpoints
+from megatron_moe.train.state import TrainState
+from megatron_moe.train.step import Trainer
+from megatron_moe.train.upcycle import dense_ancestor
+from megatron_moe.watch.status import Status
+from tests import tiny
+from tests.tolerances import EXACT
+
+BF16 = PrecisionSpec(params="bf16", grads="fp32")
+DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+class Notes(list):
+    """A reporter that keeps what it is told."""
+
+    note = list.append
+
+
+@dataclass
+class Run:
+    """A run up to the moment where training begins."""
+
+    trainer: Trainer
+    loader: TrainLoader | None
+    checkpoints: Checkpoints
+    state: TrainState
+    said: str
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).num_samples, tiny.plan())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}
+
+
+def start(plan: RunPlan) -> Run:
+    """Starts a run, as pretrain_moe.py does."""
+    context, kernels = ParallelContext.single(dtype=DTYPES[plan.precision.params]), reference.bundle()
+    trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
+    loader = None if plan.loop.skip_train else build_train_loader(plan, context, build_data(plan, context))
+    saver = Saver(plan.checkpoint.save, context, say=lambda line: None) if plan.checkpoint.save else None
+    said = Notes()
+    checkpoints = Checkpoints(plan, context, trainer, saver, said, Status(None))
+    try:
+        state = checkpoints.restore(loader)
+    finally:
+        if saver:
+            saver.close()
+    return Run(trainer, loader, checkpoints, state, "\n".join(said))
+
+
+def plan_of(*, save: Path | None = None, load: Path | None = None, **changes: Any) -> RunPlan:
+    """A tiny plan; `flags` are more fields of its CheckpointSpec."""
+    flags = changes.pop("flags", {})
+    return tiny.plan(checkpoint=CheckpointSpec(save=save, load=load and str(load), **flags), **changes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """Two steps and their checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    run = start(plan_of(save=folder))
+    run.train(2)
+    run.checkpoints.save_last(run.state, run.loader)
+    return folder, run
+
+
+def changed(plan: RunPlan, room: str, **fields: Any) -> RunPlan:
+    return replace(plan, **{room: replace(getattr(plan, room), **fields)})
+
+
+def test_a_run_goes_on_with_everything_and_says_nothing_of_differences(trained: tuple[Path, Run]) -> None:
+    folder, run = trained
+    again = start(plan_of(load=folder))
+    assert (again.state, again.loader.consumed) == (run.state, 16)
+    EXACT.check_all(again.weights(), run.weights())
+    assert "differs" not in again.said and "data" not in again.said
+
+
+def test_another_sequence_length_is_refused_with_both_numbers(trained: tuple[Path, Run]) -> None:
+    plan = changed(plan_of(load=trained[0]), "data", seq_length=16)
+    with pytest.raises(CheckpointProblem, match="sequences of 32 tokens, this run has --seq-length 16"):
+        start(plan)
+
+
+def test_other_data_is_told(trained: tuple[Path, Run]) -> None:
+    run = start(changed(plan_of(load=trained[0]), "data", seed=4321))
+    assert "the data or its sample order is not that of the checkpoint" in run.said
+    assert run.state.iteration == 2
+
+
+def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(trained: tuple[Path, Run]) -> None:
+    other = changed(plan_of(load=trained[0]), "lr", max_lr=3e-3)
+    with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
+        start(other)
+    for flags in ({"load_optim": False}, {"finetune": True}, {"weights_only": True}):
+        run = start(changed(plan_of(load=trained[0], flags=flags), "lr", max_lr=3e-3))
+        assert run.trainer.schedule.spec.max_lr == 3e-3, flags
+        EXACT.check_all(run.weights(), trained[1].weights())
+
+
+def test_an_evaluation_takes_the_weights_in_its_own_type_and_ignores_the_training_data(
+    trained: tuple[Path, Run],
+) -> None:
+    plan = plan_of(load=trained[0], flags={"weights_only": True}, precision=BF16)
+    plan = changed(changed(plan, "loop", skip_train=True), "data", seq_length=16)
+    run = start(plan)
+    assert (run.state.iteration, run.loader) == (2, None)
+    weight = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+    EXACT.check(run.weights()[weight], trained[1].weights()[weight].bfloat16(), weight)
+
+
+def test_finetuning_in_bf16_trains_from_the_loaded_weights_and_not_from_random_masters(
+    trained: tuple[Path, Run],
+) -> None:
+    plan = plan_of(load=trained[0], flags={"finetune": True}, precision=BF16)
+    run = start(changed(plan, "loop", seed=99))
+    loaded = run.weights()
+    run.train(1)
+    assert run.state.iteration == 1
+    for name, before in trained[1].weights().items():
+        after = run.weights()[name].double()
+        assert (after - before).abs().max() <= 2 * 1e-2 + 2**-7 * before.abs().max(), name
+    assert any((run.weights()[name] != loaded[name]).any() for name in loaded)
+
+
+def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_again(tmp_path: Path) -> None:
+    spec = tiny.model()
+    dense = start(plan_of(save=tmp_path / "dense", model=dense_ancestor(spec, 1)))
+    dense.train(1)
+    dense.checkpoints.save_last(dense.state, dense.loader)
+    flags = {"upcycle": True, "load_optim": False, "weights_only": True}
+    plan = plan_of(save=tmp_path / "moe", load=tmp_path / "dense", flags=flags, model=spec)
+    converted = start(changed(plan, "loop", skip_train=True))
+    (candidate,) = list_checkpoints(tmp_path / "moe")
+    assert candidate.iteration == converted.state.iteration == 0 and verify(candidate.path) == []
+
+    again = start(plan)
+    assert "upcycled the dense" in converted.said and "upcycled the dense" not in again.said
+    assert "the data or its sample order" not in again.said
+    EXACT.check_all(again.weights(), converted.weights())
