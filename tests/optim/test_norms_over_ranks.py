@@ -1,0 +1,80 @@
+"""Norm, count of zeros and weight norm in every fold of 4 and 8 ranks: each element of the model counts once."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.optim.clip import count_zeros
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from tests.optim_ranks import NUM_LAYERS, SPEC, make_optimizer, my_gradient, run_alone, step_with
+from tests.ranks import on_threads
+from tests.tolerances import EXACT, FP64_LAYOUT
+
+
+def folds(world_size: int) -> Iterator[ParallelSpec]:
+    """Every layout of the hand-made parameters: query groups divide among tp, layers among pp, experts among ep."""
+    sizes = [size for size in (1, 2, 4, 8) if size <= world_size]
+    for pp in sizes:
+        ranks = world_size // pp
+        for tp in (size for size in sizes if size <= 4 and ranks % size == 0 and pp <= NUM_LAYERS):
+            for etp in (size for size in sizes if size <= 4 and ranks % size == 0):
+                for ep in (size for size in sizes if ranks % (size * etp) == 0):
+                    yield ParallelSpec(world_size=world_size, tp=tp, pp=pp, ep=ep, etp=etp)
+
+
+def name_of(spec: ParallelSpec) -> str:
+    return f"pp{spec.pp}-tp{spec.tp}-etp{spec.etp}-ep{spec.ep}"
+
+
+FOLDS = {world_size: {name_of(spec): spec for spec in folds(world_size)} for world_size in (4, 8)}
+
+
+def measured(context: ParallelContext, sharded: bool) -> dict[str, Tensor]:
+    optimizer = make_optimizer(context, DataParallelSpec(sharded_optimizer=sharded, bucket_size=100))
+    slots = tuple(optimizer.buffers.slots)
+    norms = step_with(optimizer, {s.name: my_gradient(s.name, 0, s.parameter, context) for s in slots})
+    return {**norms, "zeros": count_zeros(optimizer.buffers), "weights": optimizer.params_norm()}
+
+
+def expected(spec: ParallelSpec) -> dict[str, Tensor]:
+    alone = run_alone(spec, num_steps=1)
+    return {
+        **alone.norms[0],
+        "zeros": count_zeros(alone.optimizer.buffers),
+        "weights": alone.optimizer.params_norm(),
+    }
+
+
+def check(spec: ParallelSpec, sharded: bool) -> None:
+    oracle = expected(spec)
+    assert oracle["all"] > SPEC.clip_grad and oracle["zeros"] > 0
+    for rank, found in enumerate(on_threads(spec, lambda context: measured(context, sharded))):
+        EXACT.check(found.pop("zeros"), oracle["zeros"], f"zeros on rank {rank}")
+        FP64_LAYOUT.check_all(found, {part: oracle[part] for part in found}, f"norms on rank {rank}")
+
+
+@pytest.mark.parametrize("spec", FOLDS[4].values(), ids=FOLDS[4])
+def test_norms_in_every_fold_of_four_ranks_are_those_of_one(spec: ParallelSpec) -> None:
+    for sharded in (False, True):
+        check(spec, sharded)
+
+
+@pytest.mark.parametrize("spec", FOLDS[8].values(), ids=FOLDS[8])
+def test_norms_in_every_fold_of_eight_ranks_are_those_of_one(spec: ParallelSpec) -> None:
+    check(spec, sharded=True)
+
+
+def test_a_bad_element_on_any_rank_makes_the_norm_not_finite_on_all() -> None:
+    def norm(context: ParallelContext, bad_rank: int) -> Tensor:
+        optimizer = make_optimizer(context, DataParallelSpec(sharded_optimizer=True))
+        gradients = {s.name: my_gradient(s.name, 0, s.parameter, context) for s in optimizer.buffers.slots}
+        if context.rank == bad_rank:
+            next(iter(gradients.values())).view(-1)[-1] = torch.nan
+        return step_with(optimizer, gradients, proceed=False)["all"]
+
+    for bad_rank in range(4):
+        for found in on_threads(ParallelSpec(world_size=4, pp=2, ep=2), lambda context, b=bad_rank: norm(context, b)):
+            assert torch.isnan(found), f"{found} with a bad element on rank {bad_rank}"
