@@ -148,8 +148,7 @@ class _Run:
                 awake.extend({_peer(action) for action in step})
                 if not self._finish(rank, awake):
                     break
-        if not self.problems:
-            self.problems += self._stuck() or self._left_over()
+        self.problems += self._stuck() or self._left_over()
 
     def _compute(self, rank: int, entry: Action | Pair) -> None:
         for action in parts(entry):
