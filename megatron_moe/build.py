@@ -23,6 +23,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.specs.count import count_expert_elements, count_parameters
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
 
 
@@ -50,7 +51,7 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
 
 def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout."""
-    model = GPT(plan.model, context, kernels)
+    model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank))
     init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
@@ -68,7 +69,8 @@ def build_trainer(
     optimizer = Optimizer(buffers, plan.precision)
     if parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
-    return Trainer(plan, context, model, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)
+    pipeline = Pipeline(plan, context, model)
+    return Trainer(plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)
 
 
 def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:

@@ -27,6 +27,9 @@ class Links(Protocol):
     """How a pipeline rank reaches its neighbours. Ranks are indices in the group "pp"; messages of one kind arrive in
     the order in which they were sent."""
 
+    rank: int
+    """Of this rank in the pipeline."""
+
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
         """Sends without waiting. The tensor must not change until the returned function, which waits, has been
         called. `label` says what it is, for error messages."""
@@ -49,6 +52,8 @@ def connect(context: ParallelContext) -> Links:
 class NoLinks:
     """A pipeline of one rank has no neighbours."""
 
+    rank = 0
+
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
         raise AssertionError(f"{label} to rank {to} of a pipeline of one")
 
@@ -61,15 +66,16 @@ class MailLinks:
 
     def __init__(self, context: ParallelContext, mailbox: Mailbox) -> None:
         self._group = context.group("pp")
+        self.rank = self._group.rank
         self._mailbox = mailbox
 
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
-        here, there = self._group.ranks[self._group.rank], self._group.ranks[to]
+        here, there = self._group.ranks[self.rank], self._group.ranks[to]
         self._mailbox.post((here, there, kind), Letter(label, tensor.detach().clone()))
         return lambda: None
 
     def receive(self, kind: Kind, shape: tuple[int, ...], source: int, label: str) -> Callable[[], Tensor]:
-        here, there = self._group.ranks[self._group.rank], self._group.ranks[source]
+        here, there = self._group.ranks[self.rank], self._group.ranks[source]
 
         def wait() -> Tensor:
             tensor = self._mailbox.take((there, here, kind), label)
@@ -85,6 +91,7 @@ class ProcessLinks:
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self._group = context.group("pp")
+        self.rank = self._group.rank
         # One communicator per kind and colour spans the pipeline; each rank uses it for one edge only. All ranks of the
         # world take part in making all of them, in the same order.
         size = self._group.size
@@ -99,13 +106,13 @@ class ProcessLinks:
                         self._handles[kind, colour] = handle
 
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
-        handle = self._handle(kind, (self._group.rank, to))
+        handle = self._handle(kind, (self.rank, to))
         work = dist.isend(tensor, self._group.ranks[to], group=handle)
         assert work is not None, f"{label}: this rank is not in the pipeline of rank {to}"
         return partial(_finish, work, tensor)
 
     def receive(self, kind: Kind, shape: tuple[int, ...], source: int, label: str) -> Callable[[], Tensor]:
-        handle = self._handle(kind, (source, self._group.rank))
+        handle = self._handle(kind, (source, self.rank))
         tensor = torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
         work = dist.irecv(tensor, self._group.ranks[source], group=handle)
         assert work is not None, f"{label}: this rank is not in the pipeline of rank {source}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
-from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.gpt import LossOutput, objective
 from megatron_moe.moe.balance import update_routers
 from megatron_moe.moe.router import Router
 from megatron_moe.optim.adamw import Optimizer
@@ -23,11 +23,9 @@ from megatron_moe.optim.clip import clip_coefficient, count_zeros, gradient_norm
 from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.schedule.run import run_schedule
 from megatron_moe.specs.exitcodes import MemoryProblem
-from megatron_moe.specs.pipeline.schedule import schedule_actions
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.state import TrainState
 
 
@@ -48,35 +46,13 @@ class StepOutcome:
     iteration: int
 
 
-class MicrobatchStage:
-    """The whole model as the only pipeline stage: what the schedule runs."""
-
-    def __init__(self, trainer: "Trainer", batches: Sequence[MicroBatch]) -> None:
-        self._trainer = trainer
-        self._batches = batches
-        self.loss_sum = torch.zeros((), device=trainer.context.device, dtype=torch.float64)
-        self.token_sum = torch.zeros_like(self.loss_sum)
-
-    def forward(self, microbatch: int, chunk: int) -> Tensor:
-        plan, batch = self._trainer.plan, self._batches[microbatch]
-        output = self._trainer.model(batch)
-        scalar, sums = objective(output, batch, mtp=plan.model.mtp, per_token=plan.loop.per_token_loss)
-        self.loss_sum += sums["lm loss"][0].detach()
-        self.token_sum += sums["lm loss"][1]
-        return scalar if plan.loop.per_token_loss else scalar / len(self._batches)
-
-    def after_backward(self, microbatch: int, chunk: int) -> None:
-        self._trainer.buffers.collect()
-
-
 class Trainer:
     """Owns the step: model, gradient buffers and optimizer of one run."""
 
     def __init__(
         self,
         plan: RunPlan,
-        context: ParallelContext,
-        model: GPT,
+        pipeline: Pipeline,
         buffers: GradBuffers,
         optimizer: Optimizer,
         schedule: LRSchedule,
@@ -85,16 +61,17 @@ class Trainer:
     ) -> None:
         """`timers`: None times nothing."""
         self.plan = plan
-        self.context = context
-        self.model = model
+        self.context = pipeline.context
+        self.pipeline = pipeline
+        self.model = pipeline.model
         self.buffers = buffers
         self.optimizer = optimizer
         self.schedule = schedule
         self.tally = tally
-        self.timers = timers or Timers(0, context.device)
+        self.timers = timers or Timers(0, self.context.device)
         self.kernels = buffers.kernels
-        self.routers = [module for module in model.modules() if isinstance(module, Router)]
-        self._proceed = torch.ones((), device=context.device, dtype=torch.bool)
+        self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        self._proceed = torch.ones((), device=self.context.device, dtype=torch.bool)
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         """Trains on the microbatches of one global batch (this rank's part); `state` is how things stand before it.
@@ -132,10 +109,17 @@ class Trainer:
         """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch."""
         self.model.train()
         self.buffers.begin_step(len(batches))
-        stage = MicrobatchStage(self, self._prepare(batches, iteration))
-        run_schedule(schedule_actions(len(batches)), stage)
-        totals = torch.stack([stage.loss_sum, stage.token_sum])
-        # dp_cp: 16 bytes; the loss is the mean over the tokens of the global batch
+        totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
+
+        def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
+            per_token = self.plan.loop.per_token_loss
+            scalar, sums = objective(output, batch, mtp=self.plan.model.mtp, per_token=per_token)
+            totals.add_(torch.stack([value.detach().double() for value in sums["lm loss"]]))
+            return scalar if per_token else scalar / len(batches)
+
+        self.pipeline.run(self._prepare(batches, iteration), take_loss, gradients=self.buffers)
+        # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
+        all_reduce_(totals, self.context.group("pp"))
         all_reduce_(totals, self.context.group("dp_cp"))
         return totals[0] / totals[1].clamp(min=1), totals[1]
 
@@ -180,7 +164,7 @@ class Trainer:
             meta = replace(
                 batch.meta,
                 aux_scale=aux_scale,
-                # The place in the global batch, so that random draws do not depend on the number of data-parallel ranks.
+                # The place in the global batch: random draws do not depend on the number of data-parallel ranks.
                 random_key=(self.plan.loop.seed, iteration, index * group.size + group.rank, *part),
                 tally=self.tally,
                 training=True,

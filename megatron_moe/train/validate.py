@@ -3,10 +3,9 @@
 from megatron_moe.data.loader import EvalLoader
 from megatron_moe.logs.line import ValidationReport
 from megatron_moe.logs.reporter import Reporter
-from megatron_moe.model.gpt import GPT
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.evaluate import evaluate
+from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.state import TrainState
 
 TEST = "test"
@@ -18,15 +17,15 @@ class Validation:
     def __init__(
         self,
         plan: RunPlan,
-        context: ParallelContext,
-        model: GPT,
+        pipeline: Pipeline,
         loaders: dict[str, EvalLoader],
         reporter: Reporter,
     ) -> None:
         """`loaders`: by the name of the data set; "test" is read at the end only."""
         self._spec = plan.loop
-        self._context = context
-        self._model = model
+        self._pipeline = pipeline
+        dp = pipeline.context.group("dp").size
+        self._num_microbatches = plan.batch.global_size // (plan.batch.micro * dp)
         self._valid = {name: loader for name, loader in loaders.items() if name != TEST}
         self._test = loaders.get(TEST)
         self._reporter = reporter
@@ -46,13 +45,14 @@ class Validation:
             return
         self._evaluate_all(state, where="on validation set")
         if self._test is not None:
-            self._report(state, TEST, evaluate(self._model, self._test.batches(), self._context), "on test set", TEST)
+            loss = evaluate(self._pipeline, self._test.batches(), self._num_microbatches)
+            self._report(state, TEST, loss, "on test set", TEST)
 
     def _evaluate_all(self, state: TrainState, where: str) -> None:
         # The k-th evaluation reads the k-th stretch of the data, also after a restart.
         number = state.iteration // self._spec.eval_interval if self._spec.eval_interval else 0
         for name, loader in self._valid.items():
-            loss = evaluate(self._model, loader.batches(number), self._context)
+            loss = evaluate(self._pipeline, loader.batches(number), self._num_microbatches)
             self._report(state, name if len(self._valid) > 1 else "", loss, where, "validation")
 
     def _report(self, state: TrainState, data_set: str, loss: float, where: str, split: str) -> None:

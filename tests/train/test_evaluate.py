@@ -9,6 +9,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.train.evaluate import evaluate
+from megatron_moe.train.stage import Pipeline
 from tests import tiny
 from tests.tolerances import FP64_REF
 
@@ -24,20 +25,24 @@ def noisy_model():
     return replace(spec, layers=layers)
 
 
+def evaluated(model, batches):
+    return evaluate(Pipeline(tiny.plan(model=model.spec), CONTEXT, model), batches, num_microbatches=3)
+
+
 def test_evaluation_has_no_dropout_and_no_jitter():
     noisy, calm = (build_model(tiny.plan(model=spec), CONTEXT, KERNELS) for spec in (noisy_model(), tiny.model()))
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
     # even when the batches come with the keys of training
     keyed = [replace(batch, meta=replace(batch.meta, random_key=(1, 2, 3))) for batch in batches]
-    FP64_REF.check(evaluate(noisy, keyed, CONTEXT), evaluate(calm, batches, CONTEXT), "validation loss")
+    FP64_REF.check(evaluated(noisy, keyed), evaluated(calm, batches), "validation loss")
 
 
 def test_evaluation_counts_no_tokens_and_leaves_the_model_in_training():
     spec = tiny.router(score_function="sigmoid", expert_bias=True)
     model = build_model(tiny.plan(model=tiny.model(moe_spec=tiny.moe(spec))), CONTEXT, KERNELS)
     plan = tiny.plan()
-    evaluate(model, build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step(), CONTEXT)
+    evaluated(model, build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step())
     counted = [buffer.sum() for name, buffer in model.named_buffers() if name.endswith("tokens_since_update")]
     assert counted and not any(counted)
     assert model.training
@@ -50,10 +55,10 @@ def test_the_mean_is_over_tokens_of_all_batches():
     mask = torch.zeros_like(second.loss_mask_BS)
     mask[:, :5] = 1.0
     second = replace(second, loss_mask_BS=mask)
-    one, two = evaluate(model, [first], CONTEXT), evaluate(model, [second], CONTEXT)
+    one, two = evaluated(model, [first]), evaluated(model, [second])
     weights = (first.loss_mask_BS.sum(), mask.sum())
     expected = (one * weights[0] + two * weights[1]) / sum(weights)
-    FP64_REF.check(evaluate(model, [first, second], CONTEXT), expected, "mean over tokens")
+    FP64_REF.check(evaluated(model, [first, second]), expected, "mean over tokens")
 
 
 def test_every_split_has_its_own_loader():

@@ -12,6 +12,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.train import CheckpointSpec
 from megatron_moe.train.evaluate import evaluate
+from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.upcycle import dense_ancestor, load_upcycled
 from tests import tiny
 from tests.tolerances import FP64_REF
@@ -40,7 +41,8 @@ def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
     load_upcycled(source, granularity, sparse, CONTEXT, KERNELS, say=lines.append)
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
-    losses = [evaluate(model, batches, CONTEXT) for model in (sparse, dense)]
+    pipelines = [Pipeline(tiny.plan(model=model.spec), CONTEXT, model) for model in (sparse, dense)]
+    losses = [evaluate(pipeline, batches, num_microbatches=1) for pipeline in pipelines]
     FP64_REF.check(losses[0], losses[1], "loss of the upcycled model")
     assert not any("warning" in line for line in lines), lines
 

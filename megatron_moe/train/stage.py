@@ -1,0 +1,89 @@
+"""What one pipeline rank does for a schedule: its chunks of the model, on the microbatches of a step."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.model.gpt import GPT, LossOutput
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.p2p import connect
+from megatron_moe.schedule.run import run_schedule
+from megatron_moe.specs.pipeline.actions import Entry
+from megatron_moe.specs.pipeline.schedule import ScheduleSpec, build_schedule
+from megatron_moe.specs.run import RunPlan
+
+TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
+"""Takes the losses of a microbatch in the last stage; gives the scalar to differentiate."""
+
+
+class Pipeline:
+    """This rank's part of the model, and its links to the ranks that hold the others."""
+
+    def __init__(self, plan: RunPlan, context: ParallelContext, model: GPT) -> None:
+        """All ranks of the world make it together."""
+        self.plan = plan
+        self.context = context
+        self.model = model
+        self.layout = plan.layout
+        self._links = connect(context)
+        self._entries: dict[ScheduleSpec, tuple[Entry, ...]] = {}
+
+    def run(self, batches: Sequence[MicroBatch], take_loss: TakeLoss, *, gradients: GradBuffers | None = None) -> None:
+        """Takes the microbatches through all stages, and back when gradients are to be collected.
+
+        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is.
+        """
+        spec = self.plan.schedule(len(batches), forward_only=gradients is None)
+        if spec not in self._entries:
+            self._entries[spec] = build_schedule(spec)[self._links.rank]
+        stage = RankStage(self, batches, take_loss, gradients)
+        run_schedule(self._entries[spec], stage, self._links, spec.stages)
+
+
+class RankStage:
+    """The chunks of one rank in one pass through a schedule (`schedule.run.Stage`)."""
+
+    def __init__(
+        self, pipeline: Pipeline, batches: Sequence[MicroBatch], take_loss: TakeLoss, gradients: GradBuffers | None
+    ) -> None:
+        self._pipeline = pipeline
+        self._batches = batches
+        self._take_loss = take_loss
+        self._gradients = gradients
+
+    def forward(self, microbatch: int, chunk: int, received: Tensor | None) -> Tensor:
+        """See `Stage`."""
+        batch = self._batches[microbatch]
+        output = self._pipeline.model(batch, received, chunk=chunk)
+        return self._take_loss(output, batch) if isinstance(output, LossOutput) else output
+
+    def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
+        """[S, B, H] of what travels into a stage. Behind a stage of multi-token prediction the hidden states of all
+        depths stand one behind the other along S."""
+        batch, model, spec = self._batches[microbatch], self._pipeline.model, self._pipeline.context.spec
+        batch_size, length = batch.tokens_BS.shape
+        if spec.sequence_parallel:
+            length //= spec.tp
+        stages_before = self._pipeline.layout.stages[:stage]
+        if batch.meta.training and model.spec.mtp and any(before.num_mtp for before in stages_before):
+            length *= 1 + model.spec.mtp.num_layers
+        return length, batch_size, model.spec.hidden_size
+
+    def defer_weight_gradients(self, deferred: bool) -> None:
+        """See `Stage`."""
+        self._buffers.queue.deferred = deferred
+
+    def weight_gradients(self) -> None:
+        """See `Stage`."""
+        self._buffers.queue.run()
+
+    def after_backward(self, microbatch: int, chunk: int) -> None:
+        """See `Stage`."""
+        self._buffers.collect()
+
+    @property
+    def _buffers(self) -> GradBuffers:
+        assert self._gradients is not None, "a backward in a pass without gradients"
+        return self._gradients
