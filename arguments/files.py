@@ -25,7 +25,8 @@ _VARIABLE = re.compile(
 )
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The fast one, where PyYAML was built with it."""
-_NULL = "tag:yaml.org,2002:null"
+_STANDARD = "tag:yaml.org,2002:"
+_NULL = f"{_STANDARD}null"
 _PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge", "seq", "map")
 _ARGUMENTS = ("MODEL_ARGS", "ARGS")
 _ENVIRONMENT = ("ENV_VARS", "environment")
@@ -76,10 +77,24 @@ def read_file(path: Path, registry: Registry, environ: Mapping[str, str]) -> Fla
         problem = Problem(what=f"{path} cannot be read: {trouble.strerror}", remedy="correct --config")
         return FlagFile(path, readable=False, problems=[problem])
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as trouble:
-        problem = Problem(what=f"{path} is not YAML: {' '.join(str(trouble).split())}", remedy="correct the file")
+        problem = Problem(what=f"{shown(path)}{_not_yaml(trouble)}", remedy="correct the file")
         return FlagFile(path, readable=False, problems=[problem])
     _Reader(file, registry, environ).read(root)
     return file
+
+
+def shown(path: Path) -> Path:
+    """As short as it can be named from here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _not_yaml(trouble: Exception) -> str:
+    """Line and reason, to stand behind the file's name."""
+    if isinstance(trouble, yaml.MarkedYAMLError) and trouble.problem_mark:
+        context = f" {trouble.context}" if trouble.context else ""
+        return f":{trouble.problem_mark.line + 1} is not YAML: {trouble.problem}{context}"
+    return f" is not YAML: {getattr(trouble, 'reason', trouble)}"
 
 
 @dataclass
@@ -89,7 +104,7 @@ class _Reader:
     environ: Mapping[str, str]
 
     def read(self, root: yaml.Node | None) -> None:
-        if root is None:
+        if root is None or not self._is_plain(root):
             return
         sections = dict(self._pairs(root))
         for name in _ENVIRONMENT:
@@ -147,6 +162,8 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             self._problem(node, "holds no `name: value` lines where they are expected")
             return
+        if not self._is_plain(node):
+            return
         for key, value in node.value:
             name = self._key(key)
             if name is not None:
@@ -167,9 +184,16 @@ class _Reader:
         return _VARIABLE.sub(lambda match: self._variable(match, node), node.value)
 
     def _refuse_objects(self, node: yaml.Node) -> None:
-        if node.tag.rpartition(":")[2] not in _PLAIN_TAGS:
-            self._problem(node, f"asks for an object ({node.tag}); only texts, numbers and lists are read")
+        if not self._is_plain(node):
             raise _Unusable
+
+    def _is_plain(self, node: yaml.Node) -> bool:
+        """No tag that would make an object of it."""
+        tag = str(node.tag)
+        if tag.startswith(_STANDARD) and tag.removeprefix(_STANDARD) in _PLAIN_TAGS:
+            return True
+        self._problem(node, f"has the tag {tag.replace(_STANDARD, '!!')}; only texts, numbers and lists are read")
+        return False
 
     def _variable(self, match: re.Match[str], node: yaml.Node) -> str:
         if match["dollar"]:
@@ -188,6 +212,4 @@ class _Reader:
         self.file.problems.append(Problem(what=f"{self._place(node)} {what}", remedy=remedy))
 
     def _place(self, node: yaml.Node) -> str:
-        here, path = Path.cwd(), self.file.path
-        shown = path.relative_to(here) if path.is_relative_to(here) else path
-        return f"{shown}:{node.start_mark.line + 1}"
+        return f"{shown(self.file.path)}:{node.start_mark.line + 1}"
