@@ -75,16 +75,19 @@ class GradSlot:
 
         self._queue.submit(task)
 
-    def take_grad(self) -> None:
-        """Moves what autograd left in `.grad` here."""
+    @torch.no_grad()
+    def accept(self, *_: object) -> None:
+        """Moves what autograd left in `.grad` here; nothing where the gradient came through the sink."""
         grad = self.parameter.grad
-        assert grad is not None, f"{self.name} has no gradient to take"
+        if grad is None:
+            return
         if self.filled:
             self.main_grad.add_(grad)
         else:
             self.main_grad.copy_(grad)
         self.filled = True
         self.parameter.grad = None
+        self.on_arrival()
 
     def zero_if_empty(self) -> None:
         if not self.filled:
@@ -189,6 +192,10 @@ class GradBuffers:
         )
         for buffer in self.buffers:
             buffer.adopt(parameters, self.queue)
+        if self.data_parallel.overlap_grad_reduce:
+            # So that a bucket is complete before the whole backward is over. Where no hook fires `collect` sweeps.
+            for slot in self.slots:
+                slot.parameter.register_post_accumulate_grad_hook(slot.accept)
         order = reduction_order(self.layout)
         self.reducer = GradReducer([self.buffers[buffer].bucket(index) for buffer, index in order], self.data_parallel)
 
@@ -216,11 +223,8 @@ class GradBuffers:
 
     def collect(self) -> None:
         """Sweeps every `.grad` that the last backward left into the buffers and frees it."""
-        arrived = [slot for slot in self.slots if slot.parameter.grad is not None]
-        for slot in arrived:
-            slot.take_grad()
-        for slot in arrived:
-            slot.on_arrival()
+        for slot in self.slots:
+            slot.accept()
 
     def complete(self) -> None:
         """Computes what still waits and zeroes what received nothing. Afterwards the buffers hold this step's sums."""
