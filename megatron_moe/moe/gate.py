@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.rng import Key, generator
+from megatron_moe.parallel.rng import Key
 from megatron_moe.specs.params import Part
 
 
@@ -30,21 +30,24 @@ def jitter(hidden_SBH: Tensor, eps: float, key: Key, part: Part = (0, 1)) -> Ten
     return hidden_SBH * (1 + eps * (2 * uniform - 1)).to(hidden_SBH.dtype)
 
 
-def forced_logits(logits_TE: Tensor, noise_key: Key, bias_std: float | None, bias_key: Key) -> Tensor:
+def forced_logits(
+    logits_TE: Tensor, noise_key: Key, bias_std: float | None, bias_key: Key, part: Part = (0, 1)
+) -> Tensor:
     """Replaces the logits by N(0, 1) noise, for benchmarks with a load that the weights do not decide.
 
     With `bias_std`, an N(0, bias_std) number per expert is added, so that the load is uneven in a known measure. The
-    gradient of the noise passes straight through to the logits: the gate stays part of the backward.
+    gradient of the noise passes straight through to the logits: the gate stays part of the backward. The tokens are
+    `part` (index, number) of more tokens, for which the noise is drawn.
     """
-    noise_TE = _normal(logits_TE.shape, noise_key, logits_TE)
+    noise_TE = _normal(logits_TE.shape, noise_key, logits_TE, part)
     if bias_std is not None:
         noise_TE = noise_TE + bias_std * _normal(logits_TE.shape[-1:], bias_key, logits_TE)
     return _StraightThrough.apply(logits_TE, noise_TE)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _normal(shape: torch.Size, key: Key, like: Tensor) -> Tensor:
+def _normal(shape: torch.Size, key: Key, like: Tensor, part: Part = (0, 1)) -> Tensor:
     """Drawn in single precision, so that a double precision run sees the same numbers."""
-    return torch.randn(shape, device=like.device, generator=generator(key, like.device)).to(like.dtype)
+    return rng.normal(shape, key, like.device, part=part).to(like.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -124,18 +124,17 @@ class Router(nn.Module):
         return logits_TE
 
     def _forced(self, logits_TE: Tensor, key: tuple[int | str, ...]) -> Tensor:
-        """Noise differs between ranks, microbatches and layers. The uneven part is common to all ranks: new in every
+        """Noise differs between tokens, microbatches and layers. The uneven part is common to all ranks: new in every
         step, or one for the whole run when the given standard deviation is negative."""
         std = self.spec.force_biased
         fixed = std is not None and std < 0
         bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
-        sharers = self.ctx.group("tp_cp")
-        noise_key = (*key, "forced logits", self.layer)
         return forced_logits(
             logits_TE,
-            noise_key if sharers.size == 1 else (*noise_key, sharers.rank),
+            (*key, "forced logits", self.layer),
             None if std is None else abs(std),
             (*bias_key, "forced bias", self.layer),
+            sequence_part(self.ctx),
         )
 
     def _attach_z_loss(self, logits_TE: Tensor, tokens: BatchTokens, meta: TokenMeta) -> Tensor:

@@ -32,11 +32,14 @@ def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, 
     The numbers of the larger one are drawn and cut, so they do not depend on how it is cut; that costs `number` times
     the draws of one part.
     """
-    index, num_parts = part
-    whole = list(shape)
-    whole[dim] *= num_parts
-    drawn = torch.rand(whole, device=device, generator=generator(key, device))
-    return drawn if num_parts == 1 else drawn.narrow(dim, index * shape[dim], shape[dim])
+    drawn = torch.rand(_whole(shape, dim, part), device=device, generator=generator(key, device))
+    return _part(drawn, shape, dim, part)
+
+
+def normal(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
+    """As `uniform`, standard normal numbers."""
+    drawn = torch.randn(_whole(shape, dim, part), device=device, generator=generator(key, device))
+    return _part(drawn, shape, dim, part)
 
 
 def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
@@ -48,3 +51,13 @@ def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = 
         return x
     keep = uniform(x.shape, key, x.device, dim=dim, part=part) >= p
     return x * keep.to(x.dtype) / (1.0 - p)
+
+
+def _whole(shape: torch.Size, dim: int, part: Part) -> list[int]:
+    whole = list(shape)
+    whole[dim] *= part[1]
+    return whole
+
+
+def _part(drawn: Tensor, shape: torch.Size, dim: int, part: Part) -> Tensor:
+    return drawn if part[1] == 1 else drawn.narrow(dim, part[0] * shape[dim], shape[dim])

@@ -80,6 +80,7 @@ SPARSE = {
     "jitter-and-bias": model_spec(
         layer_spec(gqa(), experts(input_jitter_eps=0.1, linear_bias=True, score_function="sigmoid", expert_bias=True))
     ),
+    "forced": model_spec(layer_spec(gqa(), experts(force_biased=0.5))),
     "mtp": model_spec(layer_spec(gqa(), experts(shared=SHARED)), mtp=MTPSpec(num_layers=1)),
 }
 

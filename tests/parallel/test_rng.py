@@ -23,6 +23,13 @@ def test_the_masks_of_the_parts_are_the_parts_of_the_mask(dim, num_parts):
     assert 0.2 < (whole == 0).double().mean() < 0.6
 
 
+@pytest.mark.parametrize("draw", [rng.uniform, rng.normal])
+def test_the_numbers_of_the_parts_are_the_parts_of_the_numbers(draw):
+    shape, device = torch.Size((6, 4)), torch.device("cpu")
+    parts = [draw(torch.Size((2, 4)), KEY, device, part=(index, 3)) for index in range(3)]
+    EXACT.check(torch.cat(parts), draw(shape, KEY, device), "numbers")
+
+
 def test_other_keys_draw_other_masks_and_none_draws_no_mask():
     x = randn(50, 4)
     assert (rng.dropout(x, 0.5, KEY) != rng.dropout(x, 0.5, (3, "other"))).any()

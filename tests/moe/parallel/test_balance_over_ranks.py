@@ -246,7 +246,8 @@ def test_forced_noise_differs_between_ranks_that_share_a_microbatch() -> None:
     def rank(ctx: ParallelContext) -> Tensor:
         router = router_on(ctx, force_balancing=True)
         hidden = torch.ones(4, 1, HIDDEN, dtype=torch.float64)
-        return router(hidden, make_meta(hidden, random_key=(1, 2, 3))).ids_TK
+        # the step gives every context-parallel rank a key of its own; tensor-parallel ranks cut one draw
+        return router(hidden, make_meta(hidden, random_key=(1, 2, 3, "cp", ctx.group("cp").rank))).ids_TK
 
     ids = on_threads(parallel(4, tp=2, cp=2), rank)
     assert all(not torch.equal(ids[a], ids[b]) for a in range(4) for b in range(a))
