@@ -1,0 +1,125 @@
+"""Training steps over a split sequence give the numbers of one rank that has the whole of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.build import build_data, build_eval_loaders, build_model
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import AttentionSpec, MLASpec
+from megatron_moe.specs.model import ModelSpec, MTPSpec
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import LoopSpec
+from megatron_moe.train.evaluate import evaluate
+from megatron_moe.train.stage import Pipeline
+from tests import tiny, tiny_data, tiny_models
+from tests.ranks import on_threads
+from tests.tolerances import FP64_LAYOUT
+from tests.train.test_step import train
+
+KERNELS = reference.bundle()
+CP2 = ParallelSpec(world_size=2, cp=2)
+CP4 = ParallelSpec(world_size=4, cp=4)
+LEVELS = ParallelSpec(world_size=4, cp=4, cp_sub_axes=(2, 2))
+LOOPS = (tiny.plan().loop, replace(tiny.plan().loop, per_token_loss=True))
+
+
+def windowed() -> AttentionSpec:
+    core = replace(tiny.attention().core, window=(5, 0), sinks=True)
+    return tiny.attention(core=core, qk_norm="per_head", output_gate=True)
+
+
+MIXERS = {"gqa": tiny.attention(), "mla": tiny_models.mla_spec(num_heads=4), "window and sinks": windowed()}
+
+
+def model(mixer: AttentionSpec | MLASpec, exchange: Any, **changes: Any) -> ModelSpec:
+    """A dense layer and two MoE layers with balancing losses."""
+    spec = tiny.model(**{"vocab_size": 104, **changes})
+    mixer = replace(mixer, core=replace(mixer.core, context_exchange=exchange))
+    return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
+
+
+def check(plan: RunPlan, parallel: ParallelSpec, *, only: tuple[str, ...] = ("",)) -> None:
+    """Losses, norms, metrics and weights of three steps; `only` those whose names begin so."""
+
+    def figures(context: ParallelContext) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in train(plan, context).items() if name.startswith(only)}
+
+    single = figures(ParallelContext.single())
+    for result in on_threads(parallel, figures):
+        FP64_LAYOUT.check_all(result, single, f"cp {parallel.cp}")
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
+    """Short documents of a small file."""
+    folder = tmp_path_factory.mktemp("corpus")
+    data = replace(
+        tiny.plan().data,
+        mock=False,
+        train=(tiny_data.corpus(folder),),
+        valid=(tiny_data.corpus(folder, name="valid", seed=5),),
+        vocab_size=tiny_data.VOCAB,
+        tokenizer=tiny_data.data_spec().tokenizer,
+    )
+    return tiny.plan(data=data, model=model(tiny.attention(), "p2p"))
+
+
+def packed(plan: RunPlan) -> RunPlan:
+    """Positions and attention begin anew in each document, and its last token counts in no loss."""
+    data = replace(plan.data, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+    return replace(plan, data=data)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "mixer", "parallel"),
+    [
+        ("p2p", "mla", CP4),
+        ("allgather", "gqa", CP2),
+        ("a2a", "window and sinks", CP4),
+        ("a2a+p2p", "gqa", LEVELS),
+    ],
+)
+def test_three_steps_are_those_of_one_rank(plan: RunPlan, exchange: str, mixer: str, parallel: ParallelSpec) -> None:
+    check(replace(plan, model=model(MIXERS[mixer], exchange)), parallel)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
+def test_packed_documents_train_alike(plan: RunPlan, loop: LoopSpec) -> None:
+    """Microbatches weigh the same, or tokens do; parts of a sequence weigh by their tokens."""
+    check(replace(packed(plan), loop=loop), CP2)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
+def test_multi_token_prediction_trains_alike(plan: RunPlan, loop: LoopSpec) -> None:
+    spec = model(tiny.attention(), "p2p", mtp=MTPSpec(num_layers=2))
+    check(replace(packed(plan), model=spec, loop=loop), CP2)
+
+
+def test_data_parallel_ranks_beside_context_parallel_ones(plan: RunPlan) -> None:
+    check(plan, ParallelSpec(world_size=4, cp=2))
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
+def test_experts_over_context_parallel_ranks(plan: RunPlan, loop: LoopSpec) -> None:
+    """The ranks that split the sequence share the experts, so weights of experts are not those of one rank in shape."""
+    spec = model(tiny.attention(), "allgather", moe_spec=tiny.moe(dispatcher="alltoall"))
+    figures = ("loss", "norm", "load_balancing_loss")
+    check(replace(plan, model=spec, loop=loop), ParallelSpec(world_size=2, cp=2, ep=2), only=figures)
+
+
+def test_an_evaluation_is_that_of_one_rank(plan: RunPlan) -> None:
+    plan = replace(packed(plan), loop=replace(plan.loop, eval_iters=2))
+
+    def loss(context: ParallelContext) -> float:
+        loader = build_eval_loaders(plan, context, build_data(plan, context))["validation"]
+        pipeline = Pipeline(plan, context, build_model(plan, context, KERNELS))
+        return evaluate(pipeline, loader.batches(), num_microbatches=2)
+
+    single = loss(ParallelContext.single())
+    for parallel in (CP4, ParallelSpec(world_size=4, cp=2)):
+        FP64_LAYOUT.check(torch.tensor(on_threads(parallel, loss)), torch.full((4,), single).double())
