@@ -9,7 +9,7 @@ scalar is the text that stands in the file, so that `1e-6` is a number and `1:30
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,17 +104,18 @@ class _Reader:
     environ: Mapping[str, str]
 
     def read(self, root: yaml.Node | None) -> None:
-        if root is None or not self._is_plain(root):
+        if root is None:
             return
-        sections = dict(self._pairs(root))
+        pairs = list(self._pairs(root))
+        sections = dict(pairs)
         for name in _ENVIRONMENT:
             if name in sections:
                 self._read_environment(sections.pop(name))
         foreign = [name for name in _ARGUMENTS if name in sections]
         for name in foreign:
-            self._read_flags(sections[name], false_is_absent=True)
+            self._read_flags(self._pairs(sections[name]), false_is_absent=True)
         if not foreign:
-            self._read_flags(root, false_is_absent=False, without=_ENVIRONMENT, groups=True)
+            self._read_flags(pairs, false_is_absent=False, without=_ENVIRONMENT, groups=True)
 
     def _read_environment(self, node: yaml.Node) -> None:
         for name, value in self._pairs(node):
@@ -124,13 +125,18 @@ class _Reader:
                 continue
 
     def _read_flags(
-        self, node: yaml.Node, *, false_is_absent: bool, without: tuple[str, ...] = (), groups: bool = False
+        self,
+        pairs: Iterable[tuple[str, yaml.Node]],
+        *,
+        false_is_absent: bool,
+        without: tuple[str, ...] = (),
+        groups: bool = False,
     ) -> None:
-        for name, value in self._pairs(node):
+        for name, value in pairs:
             if name in without:
                 continue
             if groups and name in group_classes() and isinstance(value, yaml.MappingNode):
-                self._read_flags(value, false_is_absent=false_is_absent)
+                self._read_flags(self._pairs(value), false_is_absent=false_is_absent)
             else:
                 self._read_flag(name, value, false_is_absent)
 
