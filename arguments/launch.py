@@ -37,8 +37,19 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     elif _started_by_srun(environ):
         launch = _slurm(environ)
     else:
+        _alone(environ)
         launch = Launch(master_addr=environ.get("MASTER_ADDR", "127.0.0.1"), master_port=_port(environ))
     return _checked(launch)
+
+
+def _alone(environ: Mapping[str, str]) -> None:
+    """Refuses to be one process where the environment speaks of several."""
+    world_size = _number({"WORLD_SIZE": "1", **environ}, "WORLD_SIZE")
+    if world_size != 1:
+        raise LaunchProblem(
+            f"WORLD_SIZE={world_size}, but RANK is not set and no launcher is known: which rank is this process?",
+            "unset WORLD_SIZE for one process, or start with torchrun, srun or mpirun, or set RANK too",
+        )
 
 
 def allocation_note(environ: Mapping[str, str]) -> str | None:

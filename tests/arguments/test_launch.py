@@ -41,6 +41,15 @@ def test_without_a_launcher_there_is_one_process():
     assert launch_of({"MASTER_PORT": "5"}).master_port == 5
 
 
+def test_a_world_without_a_rank_is_refused():
+    with pytest.raises(LaunchProblem, match="WORLD_SIZE=8, but RANK is not set") as caught:
+        launch_of({"WORLD_SIZE": "8"})
+    assert "unset WORLD_SIZE" in caught.value.problem.remedy and "set RANK too" in caught.value.problem.remedy
+    assert launch_of({"WORLD_SIZE": "1"}) == Launch()
+    assert launch_of({"WORLD_SIZE": "8", **SRUN}).launcher == "slurm"
+    assert launch_of({"WORLD_SIZE": "8", **MPIRUN}).launcher == "openmpi"
+
+
 def test_torchrun_tells_ranks_and_master():
     assert launch_of(TORCHRUN) == Launch(
         rank=5,
