@@ -17,7 +17,7 @@ _NAME_COLUMN = 34
 _FRONT = """\
 Pretrains Mixture-of-Experts language models. One command line of Megatron-style flags describes a run.
 
-  python pretrain_moe.py --recipe quickstart --train-iters 500
+  python pretrain_moe.py --recipe quickstart --train-iters 500 --override-opt_param-scheduler
   torchrun --nproc-per-node 8 pretrain_moe.py --config my.yaml --run-dir runs/mine
   srun python pretrain_moe.py --config my.yaml --lr 3e-4
   python pretrain_moe.py --recipe quickstart --print-config > my.yaml

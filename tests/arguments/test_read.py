@@ -117,6 +117,14 @@ def test_help_fits_on_a_screen_and_names_the_essentials():
     assert answer_to("-h") == answer_to("--lr", "1", "--help") == text
 
 
+def test_the_first_example_of_the_help_trains_a_finished_quickstart_longer():
+    example = next(line.split() for line in answer_to("--help").splitlines() if "--train-iters" in line)
+    longer = read_plan(example[2:], {}, vocab_size_of=lambda spec: 1000)
+    finished = read_plan(["--recipe", "quickstart"], {}, vocab_size_of=lambda spec: 1000)
+    assert longer.loop.train_iters > finished.loop.train_iters
+    assert longer.lr.decay_samples != finished.lr.decay_samples and longer.lr.override
+
+
 def test_help_on_a_group_shows_all_its_flags():
     text = answer_to("--help", "moe")
     for flag in REGISTRY.flags.values():
