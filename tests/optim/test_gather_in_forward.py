@@ -1,0 +1,118 @@
+"""Overlapped gather of weights: whoever reads a weight waits for it first, wherever the model reads it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.init import init_parameters
+from megatron_moe.optim import sharded
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.clip import clip_coefficient, gradient_norms
+from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.collectives import Pending, part_of, start_all_gather_
+from megatron_moe.parallel.context import Group, ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.specs.model import ModelSpec, MTPSpec
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from tests.optim_parameters import FP64
+from tests.ranks import on_threads
+from tests.tiny_models import layer_spec, microbatch, mla_spec, model_spec, moe_spec
+from tests.tolerances import EXACT
+
+DENSE, MOE = layer_spec(), layer_spec(feed_forward=moe_spec())
+GATED = replace(moe_spec().shared, gate=True)
+MODELS = {
+    "dense": model_spec(DENSE, DENSE),
+    "tied": model_spec(DENSE, MOE, tied_embeddings=True),
+    "mla-moe": model_spec(layer_spec(mla_spec()), layer_spec(mla_spec(), replace(moe_spec(), dispatcher="alltoall"))),
+    "gated-shared": model_spec(DENSE, layer_spec(feed_forward=replace(moe_spec(), shared=GATED))),
+    "mtp": model_spec(DENSE, MOE, mtp=MTPSpec(num_layers=2), tied_embeddings=True),
+}
+ZERO = DataParallelSpec(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=200)
+OVERLAPPED = replace(ZERO, overlap_param_gather=True)
+
+
+def gather_when_waited_for(flat: Tensor, group: Group) -> Pending:
+    """A gather as slow as can be: it happens when it is waited for. Until then the weights are stale, and wild."""
+    mine = part_of(flat, group).clone()
+    flat.fill_(torch.nan)
+
+    def gather() -> None:
+        part_of(flat, group).copy_(mine)
+        start_all_gather_(flat, group).wait()
+
+    return Pending(None, gather)
+
+
+def train(spec: ModelSpec, context: ParallelContext, data_parallel: DataParallelSpec) -> dict[str, Tensor]:
+    model = GPT(spec, context, reference.bundle())
+    init_parameters(model, 7, spec.init)
+    buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=data_parallel)
+    optimizer = Optimizer(buffers, FP64)
+    if data_parallel.overlap_param_gather:
+        optimizer.gather_in_forward(model)
+    losses = []
+    for step in range(3):
+        buffers.begin_step(2)
+        for index in range(2):
+            batch = microbatch(seed=100 * step + 10 * index + context.rank, training=True)
+            scalar, _ = objective(model(batch), batch, mtp=spec.mtp, per_token=False)
+            scalar.backward()
+            buffers.collect()
+            losses.append(scalar.detach())
+        finish_gradients(buffers, context)
+        scale = clip_coefficient(gradient_norms(buffers, context)["all"], 1.0)
+        optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=scale, proceed=torch.ones((), dtype=torch.bool))
+    return {**model.state_dict(), "losses": torch.stack(losses)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_is_waited_for_before_it_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ParallelSpec(world_size=2, ep=2 if "moe" in name else 1)
+    expected = on_threads(ranks, lambda context: train(MODELS[name], context, ZERO))
+    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+    found = on_threads(ranks, lambda context: train(MODELS[name], context, OVERLAPPED))
+    for rank in range(2):
+        EXACT.check_all(found[rank], expected[rank], f"rank {rank}")
+
+
+def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+
+    def missing(context: ParallelContext) -> list[int]:
+        model = GPT(MODELS["dense"], context, reference.bundle())
+        init_parameters(model, 7, MODELS["dense"].init)
+        buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=OVERLAPPED)
+        optimizer = Optimizer(buffers, FP64)
+        optimizer.gather_in_forward(model)
+        counts: list[int] = []
+
+        def count(*_: object) -> None:
+            counts.append(sum(int(p.isnan().any()) for p in model.parameters()))
+
+        model.embedding.register_forward_hook(count)
+        for layer in model.decoder.layers.values():
+            layer.register_forward_hook(count)
+        one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
+        optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
+        count()
+        model(microbatch())
+        count()
+        optimizer.finish_gather()
+        return counts
+
+    for counts in on_threads(ParallelSpec(world_size=2), missing):
+        assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4] == 0, f"weights on the way: {counts}"
+
+
+def test_a_state_dict_waits_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+    for rank, state in enumerate(
+        on_threads(ParallelSpec(world_size=2), lambda c: train(MODELS["tied"], c, OVERLAPPED))
+    ):
+        assert all(tensor.isfinite().all() for tensor in state.values()), f"rank {rank} would save stale weights"
