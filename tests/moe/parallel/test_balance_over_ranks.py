@@ -60,7 +60,7 @@ def piece_of(data: Data, layout: ParallelSpec, ctx: ParallelContext, microbatch:
     return hidden.clone().requires_grad_(), None if valid is None else valid.chunk(cp.size, dim=1)[cp.rank]
 
 
-def on_one(data: Data, num_microbatches: int, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
+def on_one(data: Data, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
     """One rank takes all sequences as microbatches, one after the other."""
     router, tally = router_on(ParallelContext.single(), **fields), Tally()
     for hidden, valid in zip(data.hidden, data.valid, strict=True):
@@ -96,12 +96,25 @@ def figures(tally: Tally, ctx: ParallelContext) -> dict[str, Any]:
 def test_each_loss_has_value_and_gradient_of_one_rank(layout, padded, kind) -> None:
     """Two microbatches, so that a loss that is not scaled by accumulation shows."""
     data = Data.random(2 * layout.dp, padded=padded)
-    _, expected, gradient = on_one(data, 2, **fields_of(kind))
+    _, expected, gradient = on_one(data, **fields_of(kind))
     assert gradient.abs().max() > 1e-4
     for shown, actual, _ in over(layout, data, 2, **fields_of(kind)):
         FP64_LAYOUT.check(shown[KINDS[kind]], expected[KINDS[kind]], kind)
         FP64_LAYOUT.check(actual, gradient, f"gradient of {kind}")
         FP64_LAYOUT.check_all(shown, expected, "metrics")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
+def test_padding_over_ranks_counts_as_if_it_were_not_there(layout, kind) -> None:
+    """One rank gets the real tokens alone."""
+    data = Data.random(layout.dp, padded=True)
+    real = [hidden[valid.t()][:, None] for hidden, valid in zip(data.hidden, data.valid, strict=True)]
+    alone = Data(real, real, [None] * layout.dp)
+    _, expected, gradient = on_one(alone, **fields_of(kind))
+    for shown, actual, _ in over(layout, data, 1, **fields_of(kind)):
+        FP64_LAYOUT.check(shown[KINDS[kind]], expected[KINDS[kind]], kind)
+        FP64_LAYOUT.check(actual, gradient, f"gradient of {kind}")
 
 
 @LAYOUTS
@@ -134,7 +147,7 @@ def test_several_microbatches_of_the_global_loss_share_their_counts(layout) -> N
     """Every rank gets the same sequences, so one rank with one of them has the same shares and scores."""
     single = Data.random(2)
     data = Data(*[[x for x in part for _ in range(layout.dp)] for part in (single.hidden, single.push, single.valid)])
-    _, expected, gradient = on_one(single, 2, **fields_of("global_aux_loss"))
+    _, expected, gradient = on_one(single, **fields_of("global_aux_loss"))
     for shown, actual, _ in over(layout, data, 2, **fields_of("global_aux_loss")):
         FP64_LAYOUT.check(shown["global_load_balancing_loss"], expected["global_load_balancing_loss"], "global loss")
         FP64_LAYOUT.check(actual, gradient, "gradient")
@@ -145,7 +158,7 @@ def test_several_microbatches_of_the_global_loss_share_their_counts(layout) -> N
 def test_the_expert_bias_moves_once_by_the_load_of_all_ranks_and_microbatches(layout, padded) -> None:
     fields = {"score_function": "sigmoid", "expert_bias": True, "bias_update_rate": 0.25}
     data = Data.random(2 * layout.dp, padded=padded)
-    router, expected, _ = on_one(data, 2, **fields)
+    router, expected, _ = on_one(data, **fields)
     counts = router.tokens_since_update.clone()
     update_routers([router], router.ctx)
     assert 0 < router.expert_bias.abs().max() <= 0.25
@@ -159,7 +172,7 @@ def test_the_expert_bias_moves_once_by_the_load_of_all_ranks_and_microbatches(la
 @pytest.mark.parametrize("padded", [False, True])
 def test_quantile_thresholds_are_those_of_the_whole_microbatch(layout, padded) -> None:
     data = Data.random(2 * layout.dp, padded=padded)
-    router, _, _ = on_one(data, 2, balancing=("quantile_balancing",))
+    router, _, _ = on_one(data, balancing=("quantile_balancing",))
     update_routers([router], router.ctx)
     assert router.quantile_thresholds.abs().max() > 0
     for _, _, state in over(layout, data, 2, balancing=("quantile_balancing",)):

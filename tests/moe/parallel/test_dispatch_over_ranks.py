@@ -145,21 +145,24 @@ def test_each_expert_sees_its_tokens_of_all_ranks_once_and_in_order(fold, kind, 
 
 @BOTH
 def test_bf16_rows_of_one_token_are_added_up_in_fp32_across_ranks(kind) -> None:
-    """Expert 0 gives 1, the seven others 2^-9 each: lost step by step in bf16, not when rounded once."""
+    """1 + 3 * 2^-10 on one rank, 3 * 2^-10 on the other: rounded to bf16 before the last sum, both would be lost."""
+    values = torch.tensor([1.0, 3 * 2.0**-10, 3 * 2.0**-10, 0.0]).bfloat16()
 
     def rank(ctx: ParallelContext) -> Tensor:
-        routing = sparse([list(range(8))], torch.ones(1, 8, dtype=torch.float64), num_experts=8)
-        dispatcher = kind(8, ctx, REFERENCE)
-        tokens = torch.ones(1, 1, dtype=torch.bfloat16)
-        rows, ticket = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
-        data = torch.full_like(rows.data.data, 2.0**-9)
-        if ctx.group("ep").rank == 0:
-            data[: rows.offsets_e[0]] = 1.0
+        routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
+        dispatcher = kind(4, ctx, REFERENCE)
+        rows, ticket = dispatcher.finish_dispatch(
+            dispatcher.start_dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
+        )
+        mine = values[2 * ctx.group("ep").rank :][:2].repeat_interleave(rows.offsets_e[0])
+        data = torch.zeros_like(rows.data.data)
+        data[: len(mine), 0] = mine
         pending = dispatcher.start_combine(replace(rows, data=Operand(data=data)), ticket)
         return dispatcher.finish_combine(pending)
 
-    for out in on_threads(parallel(4, ep=4), rank):
-        EXACT.check(out, torch.tensor([[1 + 7 * 2.0**-9]]).bfloat16())
+    for out in on_threads(parallel(2, ep=2), rank):
+        EXACT.check(out, torch.tensor([[1 + 6 * 2.0**-10]]).bfloat16())
+        assert out.item() > 1
 
 
 @BOTH
