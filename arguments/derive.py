@@ -1,9 +1,14 @@
 """What follows from flags that were left out, by Megatron's rules. Used by the checks and by resolve."""
 
-from typing import Any
+from typing import Any, Final
 
 from arguments.values import LayerPattern
 from megatron_moe.specs.attention import ContextExchange
+from megatron_moe.specs.pipeline.auto import StageCosts, auto_layout
+from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout, parse_layout, virtual_stages
+
+AUTO: Final = "auto"
+"""The layout that balances what stages cost."""
 
 
 def ffn_hidden_size(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> int:
@@ -69,3 +74,42 @@ def padded_vocab_size(
         return given
     unit = divisible_by * tensor_model_parallel_size if pad else 1
     return -(-vocab_size // unit) * unit
+
+
+def pipeline_layout(
+    *,
+    num_layers: int,
+    mtp_num_layers: int | None,
+    pipeline_model_parallel_size: int,
+    pipeline_model_parallel_layout: str | None,
+    num_layers_per_virtual_pipeline_stage: int | None,
+    num_virtual_stages_per_pipeline_rank: int | None,
+    decoder_first_pipeline_num_layers: int | None,
+    decoder_last_pipeline_num_layers: int | None,
+    account_for_embedding_in_pipeline_split: bool,
+    account_for_loss_in_pipeline_split: bool,
+    costs: StageCosts | None = None,
+) -> PipelineLayout:
+    """Which layers every stage holds. `auto` balances `costs`; without them all layers cost the same.
+
+    Raises LayoutError.
+    """
+    pp, num_mtp, vpp = pipeline_model_parallel_size, mtp_num_layers or 0, num_virtual_stages_per_pipeline_rank or 1
+    counted = num_layers + account_for_embedding_in_pipeline_split + account_for_loss_in_pipeline_split
+    if num_layers_per_virtual_pipeline_stage is not None:
+        vpp = virtual_stages(counted, pp=pp, per_virtual_stage=num_layers_per_virtual_pipeline_stage)
+    if pipeline_model_parallel_layout == AUTO:
+        costs = costs or StageCosts(layers=(1.0,) * num_layers)
+        return auto_layout(costs, pp=pp, vpp=vpp, num_mtp=num_mtp)
+    if pipeline_model_parallel_layout is not None:
+        return parse_layout(pipeline_model_parallel_layout, pp=pp, num_layers=num_layers, num_mtp=num_mtp)
+    return even_layout(
+        num_layers,
+        pp=pp,
+        vpp=vpp,
+        num_mtp=num_mtp,
+        first=decoder_first_pipeline_num_layers,
+        last=decoder_last_pipeline_num_layers,
+        account_for_embedding=account_for_embedding_in_pipeline_split,
+        account_for_loss=account_for_loss_in_pipeline_split,
+    )

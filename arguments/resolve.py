@@ -1,12 +1,17 @@
 """The only place where flags become specs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from arguments import derive
 from arguments.flags import Flags
 from arguments.resolve_model import model_spec
+from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
+from megatron_moe.specs.pipeline.auto import flop_costs
+from megatron_moe.specs.pipeline.layout import PipelineLayout
+from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import (
@@ -32,9 +37,12 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     parallel = parallel_spec(flags, launch)
     batch = batch_spec(flags, parallel.dp)
     loop = _loop(flags, batch)
+    model = model_spec(flags, vocab_size)
+    layout = _layout(flags, model)
     return RunPlan(
-        model=model_spec(flags, vocab_size),
-        parallel=parallel,
+        model=model,
+        parallel=replace(parallel, virtual_stages=layout.vpp),
+        pipeline=_pipeline(flags, layout),
         data_parallel=_data_parallel(flags),
         precision=_precision(flags),
         optimizer=_optimizer(flags),
@@ -69,7 +77,6 @@ def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:
         etp=parallel.expert_tensor_parallel_size or tp,
         world_size=launch.world_size,
         sequence_parallel=parallel.sequence_parallel and tp > 1,
-        virtual_stages=pipeline.num_virtual_stages_per_pipeline_rank or 1,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         timeout_minutes=float(parallel.distributed_timeout_minutes),
     )
@@ -83,6 +90,27 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
         return None
     heads, ring = sizes
     return heads, ring
+
+
+def _layout(flags: Flags, model: ModelSpec) -> PipelineLayout:
+    pipeline = flags.pipeline
+    return derive.pipeline_layout(
+        num_layers=flags.model.num_layers,
+        mtp_num_layers=flags.model.mtp_num_layers,
+        pipeline_model_parallel_size=pipeline.pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=pipeline.pipeline_model_parallel_layout,
+        num_layers_per_virtual_pipeline_stage=pipeline.num_layers_per_virtual_pipeline_stage,
+        num_virtual_stages_per_pipeline_rank=pipeline.num_virtual_stages_per_pipeline_rank,
+        decoder_first_pipeline_num_layers=pipeline.decoder_first_pipeline_num_layers,
+        decoder_last_pipeline_num_layers=pipeline.decoder_last_pipeline_num_layers,
+        account_for_embedding_in_pipeline_split=pipeline.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=pipeline.account_for_loss_in_pipeline_split,
+        costs=flop_costs(model, flags.model.seq_length),
+    )
+
+
+def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineSpec:
+    return PipelineSpec(layout=layout, group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage)
 
 
 def _data_parallel(flags: Flags) -> DataParallelSpec:

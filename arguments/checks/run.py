@@ -11,12 +11,27 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from arguments.checks import attention, batch, context, data, hints, model, moe, moe_router, output, sharing, tensor
+from arguments import derive
+from arguments.checks import (
+    attention,
+    batch,
+    context,
+    data,
+    hints,
+    model,
+    moe,
+    moe_router,
+    output,
+    pipeline,
+    sharing,
+    tensor,
+)
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.parser import Settings
 from arguments.values import words_of
 from megatron_moe.specs.parallel import Launch
+from megatron_moe.specs.pipeline.layout import LayoutError
 
 Rule = Callable[..., tuple[str, str] | None]
 Hint = Callable[..., str | None]
@@ -30,14 +45,16 @@ RULES: tuple[Rule, ...] = (
     *batch.RULES,
     *sharing.RULES,
     *context.RULES,
+    *pipeline.RULES,
     *data.RULES,
     *output.RULES,
 )
 
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-FACTS = ("world_size", "data_parallel_size")
-"""What rules may ask for besides flags. The second is unknown when the sizes do not divide the world."""
+FACTS = ("world_size", "data_parallel_size", "virtual_stages")
+"""What rules may ask for besides flags. The second is unknown when the sizes do not divide the world, the third when
+layers do not fit the stages."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,20 @@ def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
         size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
         if launch.world_size % size == 0:
             facts["data_parallel_size"] = Fact(launch.world_size // size, "data-parallel ranks", "derived")
+    vpp = _virtual_stages(settings)
+    if vpp is not None:
+        facts["virtual_stages"] = Fact(vpp, "virtual stages per pipeline rank", "derived")
     return facts
+
+
+def _virtual_stages(settings: Settings) -> int | None:
+    names = [name for name in _parameters(derive.pipeline_layout) if name != "costs"]
+    if not all(settings.known(name) for name in names):
+        return None
+    try:
+        return derive.pipeline_layout(**{name: settings.setting(name).value for name in names}).vpp
+    except LayoutError:
+        return None
 
 
 def given_hints(settings: Settings, known: Sequence[Hint] = hints.HINTS) -> Iterator[str]:

@@ -12,26 +12,24 @@ class PipelineFlags:
 
     pipeline_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
     """Ranks that split the layers."""
-    pipeline_model_parallel_layout: str | None = flag(None, status="not yet", note="one stage has all layers")
-    """Layers of every stage, written like Et*3|(tt|)*29m|L."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, status="not yet", note="one stage has all layers")
+    pipeline_model_parallel_layout: str | None = flag(
+        None, status="close", note="`auto` besides a layout writes one that balances floating-point operations"
+    )
+    """Layers of every stage, written like Et*3|(tt|)*29m|L, or `auto`."""
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, least=1)
     """Layers of a virtual stage."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, status="not yet", works=(1,), note="one stage has all layers"
-    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, least=1)
     """Virtual stages of a rank."""
-    decoder_first_pipeline_num_layers: int | None = flag(None, status="not yet", note="one stage has all layers")
-    """Layers of the first stage."""
-    decoder_last_pipeline_num_layers: int | None = flag(None, status="not yet", note="one stage has all layers")
-    """Layers of the last stage."""
-    account_for_embedding_in_pipeline_split: bool = flag(False, status="no effect", note="one stage has all layers")
-    """Count the embedding as a layer."""
-    account_for_loss_in_pipeline_split: bool = flag(False, status="no effect", note="one stage has all layers")
-    """Count the head as a layer."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        None, status="no effect", note="one stage has all layers"
-    )
-    """Microbatches that a virtual stage takes in a row."""
+    decoder_first_pipeline_num_layers: int | None = flag(None, least=0)
+    """Layers of the first rank; the others share the rest."""
+    decoder_last_pipeline_num_layers: int | None = flag(None, least=0)
+    """Layers of the last rank; the others share the rest."""
+    account_for_embedding_in_pipeline_split: bool = flag(False)
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = flag(False)
+    """Count head and loss as a layer of the last stage."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, least=1)
+    """Microbatches that a virtual stage takes in a row. Not set: the number of pipeline ranks."""
     overlap_p2p_communication: bool = flag(
         True, names=("--overlap-p2p-comm",), status="no effect", note="concerns speed"
     )

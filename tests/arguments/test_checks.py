@@ -1,7 +1,6 @@
 """Every rule with a command line that breaks it and one that barely does not."""
 
 import inspect
-from typing import NamedTuple
 
 import pytest
 
@@ -9,25 +8,14 @@ from arguments.checks.hints import HINTS
 from arguments.checks.run import FACTS, RULES
 from arguments.flags import Registry
 from tests.command_lines import plan_of, problems_of
+from tests.rules_of_ranks import EIGHT_RANKS, FOLD_CASES, RANK_CASES, Case
 
-EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
 MLA = "--multi-latent-attention --rope-type rope"
-CP = "--global-batch-size 32 --context-parallel-size"
 GQA = "--group-query-attention --num-query-groups"
 ITERS = "--train-iters --lr-warmup-iters"
 UPCYCLE = "--moe-use-upcycling --load dense --moe-upcycling-granularity"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 KINDS = "--moe-router-load-balancing-type"
 """Names of flags; behind them a value, or, as `without`, what is left out."""
-
-
-class Case(NamedTuple):
-    rule: str
-    bad: str
-    sentence: str
-    good: str
-    without: str = ""
-    environ: dict[str, str] | None = None
 
 
 CASES = (
@@ -36,42 +24,6 @@ CASES = (
         "--seq-length 129",
         "sequences of 129 tokens have more positions than the 128 the model knows",
         "--seq-length 128",
-    ),
-    Case(
-        "weights_travel_when_shards_are_stepped",
-        "--overlap-param-gather --overlap-grad-reduce",
-        "without --use-distributed-optimizer has nothing",
-        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer",
-    ),
-    Case(
-        "weights_travel_when_shards_are_stepped",
-        "--overlap-param-gather --use-distributed-optimizer",
-        "without --overlap-grad-reduce has nothing",
-        "--overlap-grad-reduce --use-distributed-optimizer",
-    ),
-    Case(
-        "buckets_have_one_size",
-        "--ddp-bucket-size 1000 --ddp-num-buckets 2",
-        "buckets of 1000 elements and 2 of them",
-        "--ddp-num-buckets 2",
-    ),
-    Case(
-        "token_sums_are_not_averaged",
-        "--ddp-average-in-collective --calculate-per-token-loss",
-        "is not a mean over tokens",
-        "--ddp-average-in-collective",
-    ),
-    Case(
-        "fp32_sums_are_sharded",
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        "only a sharded optimizer",
-        "--ddp-reduce-scatter-with-fp32-accumulation --use-distributed-optimizer",
-    ),
-    Case(
-        "bf16_gradients_are_of_bf16_weights",
-        "--no-bf16 --grad-reduce-in-bf16",
-        "weights in a wider format",
-        "--bf16 --grad-reduce-in-bf16",
     ),
     Case("one_activation", "--squared-relu", "several activations", "--no-swiglu --squared-relu"),
     Case("offset_needs_a_gate", "--no-swiglu --glu-linear-offset 1", "offset 1 has no gated", "--glu-linear-offset 1"),
@@ -465,138 +417,15 @@ CASES = (
     ),
     Case("wandb_run_has_a_name", "--wandb-project p", "a run without a name", "--wandb-project p --wandb-exp-name n"),
     Case(
-        "attention_grid_covers_the_world",
-        "--tensor-model-parallel-size 3",
-        "the model cannot be split: 3 x 1 x 1 = 3 does not divide 8 ranks",
-        TP2,
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "heads_divide_among_tensor_ranks",
-        f"{TP2} --num-attention-heads 3 --kv-channels 64",
-        "3 heads do not divide among 2 tensor-parallel ranks",
-        TP2,
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "groups_divide_among_tensor_ranks",
-        "--tensor-model-parallel-size 4 --sequence-parallel",
-        "2 query groups do not divide among 4 tensor-parallel ranks",
-        TP2,
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "dense_width_divides_among_tensor_ranks",
-        f"{TP2} --ffn-hidden-size 511",
-        "511 feed-forward channels do not divide among 2",
-        f"{TP2} --ffn-hidden-size 510",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "shared_expert_divides_among_tensor_ranks",
-        f"{TP2} --moe-shared-expert-intermediate-size 63",
-        "63 channels of the shared experts do not divide among 2",
-        f"{TP2} --moe-shared-expert-intermediate-size 62",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "vocabulary_divides_among_tensor_ranks",
-        f"{TP2} --padded-vocab-size 1001",
-        "a vocabulary padded to 1001 rows does not divide among 2",
-        f"{TP2} --padded-vocab-size 1002",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "unpadded_vocabulary_is_on_one_rank",
-        f"{TP2} --disable-pad-vocab-size",
-        "a vocabulary without padding is not sure to divide among 2",
-        f"{TP2} --disable-pad-vocab-size --padded-vocab-size 1002",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "experts_need_sequence_parallel",
-        "--tensor-model-parallel-size 2",
-        "experts and 2 tensor-parallel ranks without sequence parallelism",
-        TP2,
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "sequence_divides_among_tensor_ranks",
-        f"{TP2} --seq-length 127",
-        "sequences of 127 tokens do not divide among 2",
-        f"{TP2} --seq-length 126",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
         "kernel_wishes_are_pairs",
         "--kernel-per-op rms_norm=reference rope=",
         "rope= is not a pair",
         "--kernel-per-op rms_norm=reference",
     ),
-    Case(
-        "chunks_share_the_sequence",
-        f"{CP} 4 --seq-length 124",
-        "a sequence of 124 tokens is not a multiple of 8, which 4 context-parallel ranks need",
-        f"{CP} 4 --seq-length 120",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "layers_exchange_in_one_way",
-        f"{CP} 2 --cp-comm-type p2p a2a",
-        "2 ways to exchange keys and values for 4 layers",
-        f"{CP} 2 --cp-comm-type p2p a2a all_gather allgather",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "two_levels_make_the_ranks",
-        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
-        "the two levels of 4 context-parallel ranks are 2 x 4",
-        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "two_levels_make_the_ranks",
-        f"{CP} 4 --cp-comm-type a2a+p2p",
-        "the two levels of 4 context-parallel ranks are not given",
-        f"{CP} 4 --cp-comm-type p2p",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "heads_divide_among_the_ranks",
-        f"{CP} 8 --cp-comm-type a2a",
-        "4 heads do not divide among 8 ranks",
-        f"{CP} 4 --cp-comm-type a2a",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "heads_divide_among_the_ranks",
-        f"{CP} 2 --cp-comm-type a2a --num-attention-heads 6 --num-query-groups 3 --kv-channels 32",
-        "3 query groups and 2 ranks that exchange heads: neither divides the other",
-        f"{CP} 2 --cp-comm-type a2a --num-attention-heads 6 --num-query-groups 2 --kv-channels 32",
-        environ=EIGHT_RANKS,
-    ),
 )
 
-FOLDS = (
-    Case(
-        "expert_grid_covers_the_world",
-        "--expert-model-parallel-size 16 --num-experts 16 --pipeline-model-parallel-size 2",
-        "experts cannot be folded: 1 x 16 x 2 = 32 does not divide 8 ranks",
-        "--expert-model-parallel-size 4 --num-experts 16 --pipeline-model-parallel-size 2",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "ranks_share_the_experts",
-        "--expert-model-parallel-size 8 --num-experts 12",
-        "8 ranks do not divide 12 experts",
-        "--expert-model-parallel-size 4 --num-experts 12 --global-batch-size 32",
-        environ=EIGHT_RANKS,
-    ),
-)
-"""Rules about sizes that are not available yet: the near miss is refused as well, but not by the rule."""
 
-
-@pytest.mark.parametrize("case", (*CASES, *FOLDS), ids=lambda case: case.rule)
+@pytest.mark.parametrize("case", (*CASES, *RANK_CASES, *FOLD_CASES), ids=lambda case: case.rule)
 def test_a_rule_that_is_broken_says_so_with_its_reason(case):
     (rule,) = [rule for rule in RULES if rule.__name__ == case.rule]
     problems = [
@@ -608,12 +437,12 @@ def test_a_rule_that_is_broken_says_so_with_its_reason(case):
     assert len(problems[0].given) == len(inspect.signature(rule).parameters)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
+@pytest.mark.parametrize("case", (*CASES, *RANK_CASES), ids=lambda case: case.rule)
 def test_a_near_miss_is_legal(case):
     assert problems_of(case.good, case.without, case.environ) == ()
 
 
-@pytest.mark.parametrize("case", FOLDS, ids=lambda case: case.rule)
+@pytest.mark.parametrize("case", FOLD_CASES, ids=lambda case: case.rule)
 def test_a_near_miss_is_only_not_available_yet(case):
     problems = problems_of(case.good, case.without, case.environ)
     assert problems
@@ -621,7 +450,7 @@ def test_a_near_miss_is_only_not_available_yet(case):
 
 
 def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in RULES} == {case.rule for case in (*CASES, *FOLDS)}
+    assert {rule.__name__ for rule in RULES} == {case.rule for case in (*CASES, *RANK_CASES, *FOLD_CASES)}
 
 
 def test_rules_ask_only_for_flags_and_facts_and_give_a_reason():

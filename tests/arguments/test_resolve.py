@@ -443,3 +443,16 @@ def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
     )
     assert plan.precision.grads == "bf16"
     assert plan_of("--ddp-num-buckets 3").data_parallel.num_buckets == 3
+
+
+def test_layers_are_placed_by_a_layout_or_evenly():
+    assert str(plan_of().layout) == "Et*4L"
+    assert plan_of("--pipeline-model-parallel-layout E,t*2,ttL").layout == plan_of().layout
+    assert plan_of("--pipeline-model-parallel-layout auto").layout == plan_of().layout
+    assert plan_of("--mtp-num-layers 1").layout.stages[0].num_mtp == 1
+
+
+def test_the_schedule_of_a_step_follows_from_the_flags():
+    schedule = plan_of("--microbatch-group-size-per-virtual-pipeline-stage 3").schedule(7)
+    assert (schedule.num_microbatches, schedule.pp, schedule.vpp, schedule.group) == (7, 1, 1, 3)
+    assert plan_of().schedule(4, forward_only=True).forward_only

@@ -1,0 +1,109 @@
+"""Rules about pipeline stages: which layers they hold, and in which order microbatches pass them."""
+
+from arguments import derive
+from arguments.checks.complaint import Complaint
+from megatron_moe.specs.pipeline.layout import LayoutError
+from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, check_schedule
+
+
+def layers_are_placed_once(
+    pipeline_model_parallel_layout: str | None,
+    num_layers_per_virtual_pipeline_stage: int | None,
+    num_virtual_stages_per_pipeline_rank: int | None,
+    decoder_first_pipeline_num_layers: int | None,
+    decoder_last_pipeline_num_layers: int | None,
+    account_for_embedding_in_pipeline_split: bool,
+    account_for_loss_in_pipeline_split: bool,
+) -> Complaint:
+    """A layout says all of it; without one, either the ends are given or embedding and loss count as layers."""
+    ends = decoder_first_pipeline_num_layers is not None or decoder_last_pipeline_num_layers is not None
+    counted = account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split
+    virtual = num_layers_per_virtual_pipeline_stage is not None, num_virtual_stages_per_pipeline_rank is not None
+    if all(virtual):
+        return "virtual stages are given by their number and by their layers", "leave out one of the two"
+    if pipeline_model_parallel_layout is not None:
+        written = pipeline_model_parallel_layout != derive.AUTO and virtual[1]
+        if ends or counted or virtual[0] or written:
+            return (
+                f"the layout {pipeline_model_parallel_layout} places the layers, and so do other flags",
+                "leave out the other flags, or the layout",
+            )
+    elif ends and (counted or virtual[0]):
+        return (
+            "layers of the first or last rank are given, and other flags share them out too",
+            "give --num-virtual-stages-per-pipeline-rank at most, or a layout",
+        )
+    return None
+
+
+def layers_fit_the_stages(
+    num_layers: int,
+    mtp_num_layers: int | None,
+    pipeline_model_parallel_size: int,
+    pipeline_model_parallel_layout: str | None,
+    num_layers_per_virtual_pipeline_stage: int | None,
+    num_virtual_stages_per_pipeline_rank: int | None,
+    decoder_first_pipeline_num_layers: int | None,
+    decoder_last_pipeline_num_layers: int | None,
+    account_for_embedding_in_pipeline_split: bool,
+    account_for_loss_in_pipeline_split: bool,
+) -> Complaint:
+    """Every layer stands on one stage. Without a layout stages have the same number of layers but for the ends."""
+    try:
+        derive.pipeline_layout(
+            num_layers=num_layers,
+            mtp_num_layers=mtp_num_layers,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            pipeline_model_parallel_layout=pipeline_model_parallel_layout,
+            num_layers_per_virtual_pipeline_stage=num_layers_per_virtual_pipeline_stage,
+            num_virtual_stages_per_pipeline_rank=num_virtual_stages_per_pipeline_rank,
+            decoder_first_pipeline_num_layers=decoder_first_pipeline_num_layers,
+            decoder_last_pipeline_num_layers=decoder_last_pipeline_num_layers,
+            account_for_embedding_in_pipeline_split=account_for_embedding_in_pipeline_split,
+            account_for_loss_in_pipeline_split=account_for_loss_in_pipeline_split,
+        )
+    except LayoutError as error:
+        if pipeline_model_parallel_layout not in (None, derive.AUTO):
+            return str(error), "mend the layout (docs/schedule.md has the language), or let `auto` write one"
+        return str(error), "--pipeline-model-parallel-layout auto places any number of layers"
+    return None
+
+
+def microbatches_fill_the_stages(
+    data_parallel_size: int,
+    virtual_stages: int,
+    pipeline_model_parallel_size: int,
+    microbatch_group_size_per_virtual_pipeline_stage: int | None,
+    micro_batch_size: int,
+    global_batch_size: int | None,
+    rampup_batch_size: tuple[int, int, int] | None,
+) -> Complaint:
+    """A rank with virtual stages takes microbatches in groups; a group smaller than the pipeline would stop it."""
+    last = derive.global_batch_size(global_batch_size, micro_batch_size, data_parallel_size)
+    start, increment, _ = rampup_batch_size or (last, 1, 0)
+    for size in (*range(start, last, max(increment, 1)), last):
+        spec = ScheduleSpec(
+            num_microbatches=size // (micro_batch_size * data_parallel_size),
+            pp=pipeline_model_parallel_size,
+            vpp=virtual_stages,
+            group_size=microbatch_group_size_per_virtual_pipeline_stage,
+        )
+        try:
+            check_schedule(spec)
+        except ScheduleError as error:
+            return str(error), _mended(spec, micro_batch_size * data_parallel_size)
+    return None
+
+
+def _mended(spec: ScheduleSpec, unit: int) -> str:
+    if spec.pp == 1:
+        return "leave out virtual stages, or raise --pipeline-model-parallel-size"
+    more = -(-spec.num_microbatches // spec.pp) * spec.pp
+    return f"{more} microbatches fit groups of {spec.pp}: --global-batch-size {more * unit}"
+
+
+RULES = (
+    layers_are_placed_once,
+    layers_fit_the_stages,
+    microbatches_fill_the_stages,
+)

@@ -1,0 +1,244 @@
+"""Command lines that break a rule about ranks, and ones that barely do not."""
+
+from typing import NamedTuple
+
+EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+CP = "--global-batch-size 32 --context-parallel-size"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+class Case(NamedTuple):
+    rule: str
+    bad: str
+    sentence: str
+    good: str
+    without: str = ""
+    environ: dict[str, str] | None = None
+
+
+RANK_CASES = (
+    Case(
+        "weights_travel_when_shards_are_stepped",
+        "--overlap-param-gather --overlap-grad-reduce",
+        "without --use-distributed-optimizer has nothing",
+        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer",
+    ),
+    Case(
+        "weights_travel_when_shards_are_stepped",
+        "--overlap-param-gather --use-distributed-optimizer",
+        "without --overlap-grad-reduce has nothing",
+        "--overlap-grad-reduce --use-distributed-optimizer",
+    ),
+    Case(
+        "buckets_have_one_size",
+        "--ddp-bucket-size 1000 --ddp-num-buckets 2",
+        "buckets of 1000 elements and 2 of them",
+        "--ddp-num-buckets 2",
+    ),
+    Case(
+        "token_sums_are_not_averaged",
+        "--ddp-average-in-collective --calculate-per-token-loss",
+        "is not a mean over tokens",
+        "--ddp-average-in-collective",
+    ),
+    Case(
+        "fp32_sums_are_sharded",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "only a sharded optimizer",
+        "--ddp-reduce-scatter-with-fp32-accumulation --use-distributed-optimizer",
+    ),
+    Case(
+        "bf16_gradients_are_of_bf16_weights",
+        "--no-bf16 --grad-reduce-in-bf16",
+        "weights in a wider format",
+        "--bf16 --grad-reduce-in-bf16",
+    ),
+    Case(
+        "attention_grid_covers_the_world",
+        "--tensor-model-parallel-size 3",
+        "the model cannot be split: 3 x 1 x 1 = 3 does not divide 8 ranks",
+        TP2,
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "heads_divide_among_tensor_ranks",
+        f"{TP2} --num-attention-heads 3 --kv-channels 64",
+        "3 heads do not divide among 2 tensor-parallel ranks",
+        TP2,
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "groups_divide_among_tensor_ranks",
+        "--tensor-model-parallel-size 4 --sequence-parallel",
+        "2 query groups do not divide among 4 tensor-parallel ranks",
+        TP2,
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "dense_width_divides_among_tensor_ranks",
+        f"{TP2} --ffn-hidden-size 511",
+        "511 feed-forward channels do not divide among 2",
+        f"{TP2} --ffn-hidden-size 510",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "shared_expert_divides_among_tensor_ranks",
+        f"{TP2} --moe-shared-expert-intermediate-size 63",
+        "63 channels of the shared experts do not divide among 2",
+        f"{TP2} --moe-shared-expert-intermediate-size 62",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "vocabulary_divides_among_tensor_ranks",
+        f"{TP2} --padded-vocab-size 1001",
+        "a vocabulary padded to 1001 rows does not divide among 2",
+        f"{TP2} --padded-vocab-size 1002",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "unpadded_vocabulary_is_on_one_rank",
+        f"{TP2} --disable-pad-vocab-size",
+        "a vocabulary without padding is not sure to divide among 2",
+        f"{TP2} --disable-pad-vocab-size --padded-vocab-size 1002",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "experts_need_sequence_parallel",
+        "--tensor-model-parallel-size 2",
+        "experts and 2 tensor-parallel ranks without sequence parallelism",
+        TP2,
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "sequence_divides_among_tensor_ranks",
+        f"{TP2} --seq-length 127",
+        "sequences of 127 tokens do not divide among 2",
+        f"{TP2} --seq-length 126",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "chunks_share_the_sequence",
+        f"{CP} 4 --seq-length 124",
+        "a sequence of 124 tokens is not a multiple of 8, which 4 context-parallel ranks need",
+        f"{CP} 4 --seq-length 120",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "layers_exchange_in_one_way",
+        f"{CP} 2 --cp-comm-type p2p a2a",
+        "2 ways to exchange keys and values for 4 layers",
+        f"{CP} 2 --cp-comm-type p2p a2a all_gather allgather",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "two_levels_make_the_ranks",
+        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
+        "the two levels of 4 context-parallel ranks are 2 x 4",
+        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "two_levels_make_the_ranks",
+        f"{CP} 4 --cp-comm-type a2a+p2p",
+        "the two levels of 4 context-parallel ranks are not given",
+        f"{CP} 4 --cp-comm-type p2p",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "heads_divide_among_the_ranks",
+        f"{CP} 8 --cp-comm-type a2a",
+        "4 heads do not divide among 8 ranks",
+        f"{CP} 4 --cp-comm-type a2a",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "heads_divide_among_the_ranks",
+        f"{CP} 2 --cp-comm-type a2a --num-attention-heads 6 --num-query-groups 3 --kv-channels 32",
+        "3 query groups and 2 ranks that exchange heads: neither divides the other",
+        f"{CP} 2 --cp-comm-type a2a --num-attention-heads 6 --num-query-groups 2 --kv-channels 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "layers_are_placed_once",
+        f"{LAYOUT} Et*4L --account-for-loss-in-pipeline-split",
+        "the layout Et*4L places the layers, and so do other flags",
+        f"{LAYOUT} Et*4L",
+    ),
+    Case(
+        "layers_are_placed_once",
+        f"{LAYOUT} Et*4L --num-virtual-stages-per-pipeline-rank 1",
+        "the layout Et*4L places the layers",
+        f"{LAYOUT} auto --num-virtual-stages-per-pipeline-rank 1",
+    ),
+    Case(
+        "layers_are_placed_once",
+        "--num-layers-per-virtual-pipeline-stage 4 --num-virtual-stages-per-pipeline-rank 1",
+        "by their number and by their layers",
+        "--num-layers-per-virtual-pipeline-stage 4",
+    ),
+    Case(
+        "layers_are_placed_once",
+        "--decoder-first-pipeline-num-layers 4 --account-for-embedding-in-pipeline-split",
+        "layers of the first or last rank are given, and other flags share them out too",
+        "--decoder-first-pipeline-num-layers 4 --num-virtual-stages-per-pipeline-rank 1",
+    ),
+    Case(
+        "layers_fit_the_stages",
+        f"{LAYOUT} Et*3L",
+        "Et*3L has 3 decoder layers (t); the model has 4",
+        f"{LAYOUT} 'E(tt)*2L'",
+    ),
+    Case(
+        "layers_fit_the_stages",
+        "--num-layers-per-virtual-pipeline-stage 3",
+        "4 layers over 1 pipeline ranks are 4 per rank, which do not divide into virtual stages of 3 layers",
+        "--num-layers-per-virtual-pipeline-stage 4",
+    ),
+    Case(
+        "microbatches_fill_the_stages",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "2 virtual stages per rank need at least 2 pipeline ranks, not 1",
+        "--num-virtual-stages-per-pipeline-rank 1",
+    ),
+)
+
+FOLD_CASES = (
+    Case(
+        "expert_grid_covers_the_world",
+        "--expert-model-parallel-size 16 --num-experts 16 --pipeline-model-parallel-size 2",
+        "experts cannot be folded: 1 x 16 x 2 = 32 does not divide 8 ranks",
+        "--expert-model-parallel-size 4 --num-experts 16 --pipeline-model-parallel-size 2",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "ranks_share_the_experts",
+        "--expert-model-parallel-size 8 --num-experts 12",
+        "8 ranks do not divide 12 experts",
+        "--expert-model-parallel-size 4 --num-experts 12 --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "layers_fit_the_stages",
+        f"{PP2} --account-for-loss-in-pipeline-split",
+        "4 layers and 1 for embedding and loss do not divide among 2 pipeline ranks",
+        f"{PP2} --decoder-last-pipeline-num-layers 1",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "microbatches_fill_the_stages",
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1",
+        "groups of 2 microbatches must be at least as large as the pipeline (2 ranks) and at most the 1 microbatches",
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "microbatches_fill_the_stages",
+        f"{PP2} {LAYOUT} Et|t|t|tL --global-batch-size 80",
+        "5 microbatches leave 1 after groups of 2",
+        f"{PP2} {LAYOUT} Et|t|t|tL --global-batch-size 80 --microbatch-group-size-per-virtual-pipeline-stage 3",
+        environ=EIGHT_RANKS,
+    ),
+)
+"""Rules about sizes that are not available yet: the near miss is refused as well, but not by the rule."""
