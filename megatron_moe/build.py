@@ -1,6 +1,7 @@
 """The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -32,8 +33,13 @@ def build_context(plan: RunPlan) -> ParallelContext:
     if plan.precision.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     return ParallelContext.start(
-        plan.parallel, plan.launch, device=plan.device, dtype=plan.precision.params, seed=plan.loop.seed
+        replace(plan.parallel, embedding_ranks=holders),
+        plan.launch,
+        device=plan.device,
+        dtype=plan.precision.params,
+        seed=plan.loop.seed,
     )
 
 

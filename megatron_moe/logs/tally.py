@@ -4,19 +4,21 @@ Recording adds to tensors on the device and never waits for the host. `take` mak
 reduction and one host read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 Reduction = Literal["mean", "sum", "max"]
 Figure = float | list[float]
 """What a metric reads: a number, or one number per element of a recorded vector (e.g. per expert)."""
+Key = tuple[str, int | None]
+"""(name, layer)."""
 
 
 @dataclass
@@ -24,6 +26,14 @@ class _Entry:
     reduction: Reduction
     value: Tensor
     count: Tensor
+
+
+@dataclass(frozen=True)
+class _Total:
+    """An entry over all ranks, on the host."""
+
+    reduction: Reduction
+    figure: Figure
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Metric:
 class Tally:
     """Sums and counts of named metrics, each optionally per layer."""
 
-    entries: dict[tuple[str, int | None], _Entry] = field(default_factory=dict)
+    entries: dict[Key, _Entry] = field(default_factory=dict)
 
     def record(
         self,
@@ -77,24 +87,36 @@ class Tally:
         return Tally(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
-        """Reduces over the ranks of the pipeline stage, reads everything at once, and starts anew.
+        """Reduces over the ranks of the pipeline stage, reads everything at once, gathers all stages, and starts anew.
 
-        Every rank of the group must have recorded the same names with the same shapes, in any order.
+        Every rank of a stage must have recorded the same names with the same shapes, in any order. What has no layer
+        must be recorded on one stage only.
         """
         entries, self.entries = self.entries, {}
-        keys = sorted(entries, key=lambda key: (key[0], -1 if key[1] is None else key[1]))
-        added = [key for key in keys if entries[key].reduction != "max"]
-        largest = [key for key in keys if entries[key].reduction == "max"]
-        sums = _flat([tensor for key in added for tensor in (entries[key].value, entries[key].count)])
-        maxima = _flat([entries[key].value for key in largest])
-        figures = _reduce_and_read(sums, maxima, context)
-        totals: dict[tuple[str, int | None], Figure] = {}
-        for key in added:
-            value, count = _next_figure(figures, entries[key].value), figures.pop()
-            totals[key] = _divide(value, count) if entries[key].reduction == "mean" else value
-        for key in largest:
-            totals[key] = _next_figure(figures, entries[key].value)
-        return {name: _metric(name, entries, totals) for name in dict.fromkeys(name for name, _ in entries)}
+        # pp: the figures of every stage, a few kB for a hundred layers
+        stages = gather_objects(_totals(entries, context), context.group("pp"))
+        totals = {key: total for stage in stages for key, total in stage.items()}
+        assert len(totals) == sum(map(len, stages)), (
+            f"recorded on several stages: {[sorted(stage) for stage in stages]}"
+        )
+        return {name: _metric(name, totals) for name in dict.fromkeys(name for name, _ in totals)}
+
+
+def _totals(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:
+    """Every entry over the ranks of this stage, in the order of recording."""
+    keys = sorted(entries, key=lambda key: (key[0], -1 if key[1] is None else key[1]))
+    added = [key for key in keys if entries[key].reduction != "max"]
+    largest = [key for key in keys if entries[key].reduction == "max"]
+    sums = _flat([tensor for key in added for tensor in (entries[key].value, entries[key].count)])
+    maxima = _flat([entries[key].value for key in largest])
+    figures = _reduce_and_read(sums, maxima, context)
+    totals: dict[Key, Figure] = {}
+    for key in added:
+        value, count = _next_figure(figures, entries[key].value), figures.pop()
+        totals[key] = _divide(value, count) if entries[key].reduction == "mean" else value
+    for key in largest:
+        totals[key] = _next_figure(figures, entries[key].value)
+    return {key: _Total(entry.reduction, totals[key]) for key, entry in entries.items()}
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -130,15 +152,13 @@ def _divide(value: Figure, count: float) -> Figure:
     return value / count if count else float("nan")
 
 
-def _metric(
-    name: str, entries: dict[tuple[str, int | None], _Entry], totals: dict[tuple[str, int | None], Figure]
-) -> Metric:
+def _metric(name: str, totals: Mapping[Key, _Total]) -> Metric:
     """Collects the layers of one metric and combines them."""
     if (name, None) in totals:
-        return Metric(totals[name, None])
-    keys = sorted((layer, key) for key in totals if key[0] == name and (layer := key[1]) is not None)
-    layers = {layer: totals[key] for layer, key in keys}
-    largest = entries[keys[0][1]].reduction == "max"
+        return Metric(totals[name, None].figure)
+    found = sorted((layer, key) for key in totals if key[0] == name and (layer := key[1]) is not None)
+    layers = {layer: totals[key].figure for layer, key in found}
+    largest = totals[found[0][1]].reduction == "max"
     return Metric(_over_layers(list(layers.values()), largest), layers)
 
 

@@ -98,7 +98,7 @@ def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
     assert sorted(groups["pp"]) == sorted(expert.groups(("pp",))), f"pipeline groups of both grids differ for {spec}"
-    groups["embedding"] = [holders for ranks in groups["pp"] for holders in _embedding_holders(ranks)]
+    groups["embedding"] = [group for ranks in groups["pp"] for group in _embedding_groups(spec, ranks)]
     if spec.cp_sub_axes is not None:
         levels = tuple(zip(("cp_a2a", "cp_p2p"), spec.cp_sub_axes, strict=True))
         groups |= {name: attention.cut("cp", levels).groups((name,)) for name, _ in levels}
@@ -106,8 +106,8 @@ def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
     return groups
 
 
-def _embedding_holders(pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """First and last stage share the copies of the embedding; a stage between them is by itself."""
-    if len(pipeline) < 2:
-        return [pipeline]
-    return [(pipeline[0], pipeline[-1]), *((rank,) for rank in pipeline[1:-1])]
+def _embedding_groups(spec: ParallelSpec, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The stages that hold a copy of the embedding share a group; every other one is by itself."""
+    indices = (0, spec.pp - 1) if spec.embedding_ranks is None else spec.embedding_ranks
+    holders = tuple(dict.fromkeys(pipeline[index] for index in indices))
+    return [holders, *((rank,) for rank in pipeline if rank not in holders)]

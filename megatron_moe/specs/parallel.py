@@ -30,6 +30,8 @@ class ParallelSpec:
     world_size: int = 1
     sequence_parallel: bool = False
     virtual_stages: int = 1
+    embedding_ranks: tuple[int, ...] | None = None
+    """Pipeline ranks with a copy of the embedding, the first one first; None: the first and the last."""
     cp_split: Literal["zigzag", "contiguous"] = "zigzag"
     """Which places of a sequence a context-parallel rank holds; see `parallel/sequence_split.py`."""
     cp_sub_axes: tuple[int, int] | None = None

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+from torch import Tensor, nn
+
 from megatron_moe.checkpoint.huggingface import load_hf
 from megatron_moe.checkpoint.load import HUGGING_FACE, Source, find, load
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
-from megatron_moe.optim.adamw import StateRange
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter, named_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem, SaveProblem
 from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
@@ -148,17 +150,24 @@ class Checkpoints:
 
 
 def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
-    """All tensors of a checkpoint by key: weights, buffers, and the optimizer's state. Views, nothing is copied."""
-    values = {tensor_key("model", name): value for name, value in trainer.model.state_dict().items()}
+    """What this rank holds of a checkpoint, by key: weights, buffers, and the optimizer's state. Views, nothing is
+    copied."""
+    tensors = model_tensors(trainer.model)
     if optimizer:
-        values[tensor_key("optimizer", "step_count")] = trainer.optimizer.step_count
-    tensors = {key: SavedTensor.whole(value.detach()) for key, value in values.items()}
-    if optimizer:
-        tensors |= {tensor_key(state.kind, state.name): _saved(state) for state in trainer.optimizer.named_state()}
+        tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(trainer.optimizer.step_count)
+        for state in trainer.optimizer.named_state():
+            tensors[tensor_key(state.kind, state.name)] = _saved(state.parameter, state.data, state.start)
     return tensors
 
 
-def _saved(state: StateRange) -> SavedTensor:
-    parameter = state.parameter
-    dim = sharded_dim(parameter.meta) or 0
-    return SavedTensor.part(parameter.global_shape, parameter.boxes, dim, state.data, state.start)
+def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
+    """What this rank holds of the weights, and the buffers, which are whole on every rank that has them."""
+    tensors = {name: SavedTensor.whole(value.detach()) for name, value in model.state_dict().items()}
+    for name, parameter in named_parameters(model):
+        tensors[name] = _saved(parameter, parameter.detach().view(-1))
+    return {tensor_key("model", name): tensor for name, tensor in tensors.items()}
+
+
+def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> SavedTensor:
+    """Elements of this rank's part of a parameter, from `start` on, at their place in the whole."""
+    return SavedTensor.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

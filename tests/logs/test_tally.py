@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_moe.logs.tally import Tally
+from megatron_moe.logs.tally import Metric, Tally
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.parallel import ParallelSpec
 from tests.ranks import on_threads
@@ -111,3 +111,28 @@ def test_ranks_are_reduced_with_their_counts_whatever_the_order_of_recording():
         FP64_REF.check(result["mean"], 1.0, "mean")
         EXACT.check(result["total"], 10.0, "sum")
         EXACT.check(result["worst"], 4.0, "max")
+
+
+def test_every_rank_gets_the_layers_of_all_stages():
+    def rank(context: ParallelContext) -> dict[str, Metric]:
+        tally, stage = Tally(), context.group("pp").rank
+        tally.record("loss", scalar(2.0 * stage + context.group("dp").rank), layer=stage)
+        tally.record("worst", scalar(float(stage)), layer=stage, reduction="max")
+        if stage == 1:
+            tally.record("mtp_1 loss", scalar(5.0))
+        return tally.take(context)
+
+    for metrics in on_threads(ParallelSpec(world_size=4, pp=2), rank):
+        assert metrics["loss"] == Metric(1.5, {0: 0.5, 1: 2.5})
+        assert metrics["worst"] == Metric(1.0, {0: 0.0, 1: 1.0})
+        assert metrics["mtp_1 loss"] == Metric(5.0)
+
+
+def test_a_layer_that_two_stages_report_is_a_bug():
+    def rank(context: ParallelContext) -> None:
+        tally = Tally()
+        tally.record("loss", scalar(1.0), layer=3)
+        tally.take(context)
+
+    with pytest.raises(AssertionError, match="recorded on several stages"):
+        on_threads(ParallelSpec(world_size=2, pp=2), rank)
