@@ -129,7 +129,9 @@ def make_optimizer(
     return Optimizer(buffers, precision)
 
 
-def step_with(optimizer: Optimizer, gradients: dict[str, Tensor], *, proceed: bool = True) -> dict[str, Tensor]:
+def step_with(
+    optimizer: Optimizer, gradients: dict[str, Tensor], *, proceed: bool = True, clip: float = 1.0
+) -> dict[str, Tensor]:
     """One clipped step from these gradients of this rank; the norms."""
     buffers = optimizer.buffers
     buffers.begin_step(1)
@@ -141,7 +143,7 @@ def step_with(optimizer: Optimizer, gradients: dict[str, Tensor], *, proceed: bo
     optimizer.step(
         lr=3e-2,
         weight_decay=0.1,
-        grad_scale=clip_coefficient(norms["all"], SPEC.clip_grad),
+        grad_scale=clip_coefficient(norms["all"], clip),
         proceed=torch.tensor(proceed),
     )
     return norms

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from megatron_moe.optim.clip import gradient_norms
+from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.optim.ownership import check_ownership
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import local_part
 from megatron_moe.specs.exitcodes import RunError
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from tests.optim_parameters import BF16
@@ -63,6 +66,48 @@ def test_the_mean_may_be_taken_in_the_collective() -> None:
             spec = DataParallelSpec(sharded_optimizer=sharded, average_in_collective=True)
             found = joined(on_ranks(LAYOUTS[name], spec))
             FP64_LAYOUT.check_all(found, joined([run_alone(LAYOUTS[name])]), f"weights of {name}")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sharded: bool) -> None:
+    """Expert parallel ranks too: edp is 2 here, but the tokens of all four ranks count."""
+    spec, num_tokens = ParallelSpec(world_size=4, ep=2), (5, 0, 12, 1)
+
+    def summed(name: str, rank: int) -> torch.Tensor:
+        return num_tokens[rank] * total_gradient(name, rank, ParallelSpec())
+
+    def steps(context: ParallelContext) -> Run:
+        optimizer = make_optimizer(context, DataParallelSpec(sharded_optimizer=sharded, bucket_size=100))
+        buffers = optimizer.buffers
+        buffers.begin_step(1)
+        for slot in buffers.slots:
+            if num_tokens[context.rank]:
+                slot.parameter.grad = local_part(
+                    summed(slot.name, context.rank), slot.parameter.boxes, slot.parameter.meta
+                )
+        buffers.collect()
+        finish_gradients(buffers, context, token_count=torch.tensor(sum(num_tokens), dtype=torch.float64))
+        norms = gradient_norms(buffers, context)
+        one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
+        optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
+        weights = {slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in buffers.slots}
+        return Run(weights, [norms])
+
+    def mean(name: str) -> torch.Tensor:
+        # the experts of ep rank 0 get the rows of ranks 0 and 2, those of ep rank 1 the rows of ranks 1 and 3
+        total = sum(summed(name, rank) for rank in range(4))
+        if KINDS[name][1].grid == "expert":
+            halves = [summed(name, 0) + summed(name, 2), summed(name, 1) + summed(name, 3)]
+            total = torch.cat([half[4 * ep : 4 * ep + 4] for ep, half in enumerate(halves)])
+        return total / sum(num_tokens)
+
+    means = {name: mean(name) for name in KINDS}
+    alone = make_optimizer(ParallelContext.single(), DataParallelSpec())
+    norms = step_with(alone, means, clip=0.0)
+    found = on_threads(spec, steps)
+    FP64_LAYOUT.check_all(found[0].norms[0], norms, "norms")
+    weights = {slot.name: slot.parameter.data for slot in alone.buffers.slots}
+    FP64_LAYOUT.check_all(joined(found), weights, "weights")
 
 
 def test_each_rank_keeps_state_of_its_shards_alone() -> None:

@@ -1,0 +1,125 @@
+"""State of shards through a checkpoint: any layout reads what any other wrote, to the bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.params import sharded_dim
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.train import CheckpointSpec
+from tests.optim_parameters import BF16, FP64
+from tests.optim_ranks import KINDS, joined, make_optimizer, run, run_alone, step_with, total_gradient
+from tests.optim_ranks import Run as RankRun
+from tests.ranks import on_threads
+from tests.tolerances import EXACT
+
+ZERO = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
+PLAIN = DataParallelSpec()
+DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+def tensors(optimizer: Optimizer) -> dict[str, SavedTensor]:
+    """Weights and state as a checkpoint takes them."""
+
+    def saved(parameter: Parameter, data: Tensor, start: int = 0) -> SavedTensor:
+        dim = sharded_dim(parameter.meta) or 0
+        return SavedTensor.part(parameter.global_shape, parameter.boxes, dim, data, start)
+
+    slots = optimizer.buffers.slots
+    found = {tensor_key("model", slot.name): saved(slot.parameter, slot.parameter.data.view(-1)) for slot in slots}
+    for state in optimizer.named_state():
+        found[tensor_key(state.kind, state.name)] = saved(state.parameter, state.data, state.start)
+    found[tensor_key("optimizer", "step_count")] = SavedTensor.whole(optimizer.step_count)
+    return found
+
+
+def save(optimizer: Optimizer, folder: Path) -> None:
+    saver = Saver(folder, optimizer.buffers.context, say=lambda _: None)
+    assert saver.save(1, tensors(optimizer), {}) is not None
+    saver.close()
+
+
+def restored(context: ParallelContext, spec: DataParallelSpec, precision: PrecisionSpec, folder: Path) -> Optimizer:
+    optimizer = make_optimizer(context, spec, precision)
+    for buffer in optimizer.buffers.buffers:
+        for _, weight in buffer.views(buffer.weights):
+            weight.fill_(9.0)
+    source = find(CheckpointSpec(save=folder), context)
+    load(source, tensors(optimizer), context)
+    optimizer.weights_from_masters()
+    return optimizer
+
+
+def all_state(optimizers: list[Optimizer]) -> dict[str, Tensor]:
+    """Moments and masters of all ranks, put together."""
+    wholes: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        for key, tensor in tensors(optimizer).items():
+            whole = wholes.setdefault(key, torch.full(tensor.shape, 77, dtype=tensor.dtype))
+            for box in tensor.boxes:
+                whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True))] = box.data
+    return wholes
+
+
+LAYOUTS = (
+    (ParallelSpec(world_size=2), ZERO),
+    (ParallelSpec(), PLAIN),
+    (ParallelSpec(world_size=4), ZERO),
+    (ParallelSpec(world_size=4, tp=2, ep=2), ZERO),
+    (ParallelSpec(world_size=8, tp=2, pp=2, ep=2, etp=2), ZERO),
+    (ParallelSpec(world_size=3), PLAIN),
+)
+
+
+@pytest.mark.parametrize("precision", [FP64, BF16], ids=["fp64", "bf16"])
+def test_state_goes_from_layout_to_layout_without_changing_a_bit(precision: PrecisionSpec, tmp_path: Path) -> None:
+    dtype = DTYPES[precision.params]
+    first, spec = LAYOUTS[0]
+
+    def write(context: ParallelContext) -> Optimizer:
+        optimizer = run(context, spec, num_steps=2, precision=precision).optimizer
+        assert optimizer is not None
+        save(optimizer, tmp_path / "0")
+        return optimizer
+
+    expected = all_state(on_threads(first, write, dtype=dtype))
+    assert not any((whole == 77).any() for whole in expected.values()), "a piece of state is saved by nobody"
+    for number, (layout, data_parallel) in enumerate(LAYOUTS[1:], start=1):
+
+        def pass_on(
+            context: ParallelContext, data_parallel: DataParallelSpec = data_parallel, number: int = number
+        ) -> Optimizer:
+            optimizer = restored(context, data_parallel, precision, tmp_path / str(number - 1))
+            save(optimizer, tmp_path / str(number))
+            return optimizer
+
+        EXACT.check_all(all_state(on_threads(layout, pass_on, dtype=dtype)), expected, f"state in {layout}")
+
+
+def test_training_goes_on_under_another_layout_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    gradients = [{name: total_gradient(name, step, ParallelSpec()) for name in KINDS} for step in range(4)]
+
+    def begin(context: ParallelContext) -> None:
+        optimizer = make_optimizer(context, ZERO)
+        for step in range(2):
+            step_with(optimizer, gradients[step])
+        save(optimizer, tmp_path)
+
+    def go_on(context: ParallelContext) -> RankRun:
+        optimizer = restored(context, ZERO, FP64, tmp_path)
+        for step in range(2, 4):
+            step_with(optimizer, gradients[step])
+        return RankRun({s.name: (s.parameter.data.clone(), s.parameter) for s in optimizer.buffers.slots})
+
+    on_threads(ParallelSpec(world_size=2), begin)
+    found = joined(on_threads(ParallelSpec(world_size=4), go_on))
+    EXACT.check_all(found, joined([run_alone(ParallelSpec(), num_steps=4)]), "weights after four steps")
