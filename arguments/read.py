@@ -34,7 +34,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
     Args:
         argv: the words behind the program's name.
         environ: the environment: who started this process, and the variables that files name.
-        vocab_size_of: how to ask a tokenizer for its vocabulary size; only called when `--vocab-size` is not given.
+        vocab_size_of: how to ask a tokenizer for its vocabulary size. Without it `--vocab-size` is not checked.
 
     Raises:
         FlagErrors: everything that is wrong with it, at once.
@@ -49,7 +49,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
         _refuse(told.settings.problems)
         raise Finished(yaml_text(told.settings, told.environment))
     flags, launch = _checked(told, environ)
-    vocab_size = _vocab_size(flags, vocab_size_of)
+    vocab_size = _vocab_size(flags, vocab_size_of, told.settings)
     return _plan(flags, launch, vocab_size, told, environ, argv)
 
 
@@ -128,12 +128,24 @@ def _refuse(problems: Sequence[Problem]) -> None:
         raise FlagErrors(problems)
 
 
-def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None) -> int:
-    if flags.data.vocab_size is not None:
-        return flags.data.vocab_size
+def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Settings) -> int:
+    """The size given, which must hold the tokenizer's vocabulary, or else the tokenizer's."""
+    given = flags.data.vocab_size
     if vocab_size_of is None:
-        raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
-    return vocab_size_of(tokenizer_spec(flags))
+        if given is None:
+            raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
+        return given
+    spoken = vocab_size_of(tokenizer_spec(flags))
+    if given is None or given == spoken:
+        return spoken
+    if given < spoken:
+        what = f"--vocab-size {given} is smaller than the tokenizer's vocabulary of {spoken} tokens"
+        origin = settings.setting("vocab_size").origin
+        reason = "Every token that the tokenizer can make needs a row of the embedding."
+        row = ("--vocab-size", str(given), origin)
+        raise FlagErrors([Problem(what=what, remedy="leave out --vocab-size", reason=reason, given=(row,))])
+    settings.notes.append(f"--vocab-size {given} is larger than the tokenizer's vocabulary of {spoken} tokens")
+    return given
 
 
 def _plan(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from arguments.errors import FlagErrors, Problem
 from arguments.read import read_plan
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import TokenizerSpec
 
 SMALL = """
     --num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -22,6 +23,11 @@ SMALL = """
 VOCAB_SIZE = 1000
 
 
+def vocab_size_of(spec: TokenizerSpec) -> int:
+    """What the tokenizer would answer."""
+    return VOCAB_SIZE if spec.vocab_size is None or spec.kind != "NullTokenizer" else spec.vocab_size
+
+
 def words(text: str, without: str = "") -> list[str]:
     """The words of a command line, less some flags (given by name, with the words that belong to them)."""
     found, leave_out = [], False
@@ -36,7 +42,7 @@ def words(text: str, without: str = "") -> list[str]:
 def plan_of(more: str = "", without: str = "", environ: Mapping[str, str] | None = None) -> RunPlan:
     """The plan of the small command line with some flags more or less."""
     argv = [*words(SMALL, without), *shlex.split(more)]
-    return read_plan(argv, environ or {}, vocab_size_of=lambda spec: VOCAB_SIZE)
+    return read_plan(argv, environ or {}, vocab_size_of=vocab_size_of)
 
 
 def problems_of(more: str = "", without: str = "", environ: Mapping[str, str] | None = None) -> tuple[Problem, ...]:

@@ -15,7 +15,7 @@ from megatron_moe.specs.moe import ActivationSpec, CapacitySpec, ExpertsSpec, Ro
 from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import BatchSpec, TokenizerSpec
-from tests.command_lines import SMALL, plan_of, words
+from tests.command_lines import SMALL, plan_of, texts_of, words
 from tests.zoo import ZooRow, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
@@ -242,7 +242,7 @@ def test_the_vocabulary_is_padded():
     assert plan_of("--vocab-size 1000").data.vocab_size == 1000
 
 
-def test_the_tokenizer_is_asked_only_when_the_size_is_not_given():
+def test_the_tokenizer_is_asked_for_its_vocabulary():
     asked = []
 
     def ask(spec: TokenizerSpec) -> int:
@@ -251,10 +251,19 @@ def test_the_tokenizer_is_asked_only_when_the_size_is_not_given():
 
     assert read_plan(words(SMALL), {}, ask).data.vocab_size == 77
     assert asked == [TokenizerSpec(kind="SentencePieceTokenizer", model=Path("x.model"))]
-    assert read_plan([*words(SMALL), "--vocab-size", "9"], {}, ask).data.vocab_size == 9
-    assert len(asked) == 1
+    assert read_plan([*words(SMALL), "--vocab-size", "9"], {}).data.vocab_size == 9
     with pytest.raises(FlagErrors, match="the vocabulary size is not known"):
         read_plan(words(SMALL), {})
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_and_a_larger_one_is_noted():
+    assert texts_of("--vocab-size 999") == [
+        "--vocab-size 999 is smaller than the tokenizer's vocabulary of 1000 tokens"
+    ]
+    plan = plan_of("--vocab-size 2000")
+    assert (plan.data.vocab_size, plan.model.vocab_size) == (2000, 2048)
+    assert "--vocab-size 2000 is larger than the tokenizer's vocabulary of 1000 tokens" in plan.notes
+    assert not any("vocab" in note for note in (*plan_of("--vocab-size 1000").notes, *plan_of().notes))
 
 
 @pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer"])
