@@ -38,7 +38,7 @@ class Case:
     def spec(self) -> CoreAttentionSpec:
         return replace(CoreAttentionSpec(softmax_scale=0.4, sinks=self.sinks), **dict(self.core))
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """Inputs of the whole sequence, and the gradient of the output."""
         shapes = {
             "q": (self.seq, BATCH, self.heads, self.width),
@@ -47,7 +47,8 @@ class Case:
             "grad": (self.seq, BATCH, self.heads, self.value_width),
         }
         drawn = {name: randn(*shape, seed=number) for number, (name, shape) in enumerate(shapes.items())}
-        return drawn | ({"sinks": randn(self.heads, seed=9)} if self.sinks else {})
+        drawn |= {"sinks": randn(self.heads, seed=9)} if self.sinks else {}
+        return {name: x.to(dtype) for name, x in drawn.items()}
 
     def segments_BS(self) -> Tensor | None:
         if self.segments is None:
@@ -66,13 +67,13 @@ def _attend(case: Case, tensors: dict[str, Tensor], meta: Any, ctx: ParallelCont
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def whole(case: Case) -> dict[str, Tensor]:
+def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """On one rank."""
     meta = token_meta(BATCH, case.seq, segments_BS=case.segments_BS())
-    return _attend(case, case.tensors(), meta, ParallelContext.single(), case.spec)
+    return _attend(case, case.tensors(dtype), meta, ParallelContext.single(), case.spec)
 
 
-def split(case: Case, parallel: ParallelSpec, exchange: Any) -> dict[str, Tensor]:
+def split(case: Case, parallel: ParallelSpec, exchange: Any, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """On `parallel.cp` ranks, put together again; gradients of sinks are summed."""
     segments_BS = case.segments_BS()
     parts = split_places(parallel.cp_split, case.seq, parallel.cp)
@@ -82,7 +83,7 @@ def split(case: Case, parallel: ParallelSpec, exchange: Any) -> dict[str, Tensor
         chunks = parts[rank]
         mine = {
             name: x if name == "sinks" else torch.cat([x[chunk.start : chunk.stop] for chunk in chunks])
-            for name, x in case.tensors().items()
+            for name, x in case.tensors(dtype).items()
         }
         meta = token_meta(
             BATCH,

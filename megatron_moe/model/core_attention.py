@@ -130,8 +130,8 @@ class _SplitSequence:
             sinks_N = sinks_N.chunk(inner.size)[inner.rank]
         q_SBND, k_SBGD, v_SBGE = heads.q_SBND, *(_enough_groups(x, inner.size) for x in heads[1:3])
         # inner group: S * B * (N * D + G * (D + E)) elements here, S * B * N * E back; backward: the same
-        shares = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
-        share = Heads(*shares, sinks_N)
+        q_SBND, k_SBGD, v_SBGE = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
+        share = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
         if outer is None:
             out_SBNE = _whole(share, self.spec, self.segments_BS, self.dropout_key, self.ctx, self.kernels)
         else:

@@ -13,7 +13,7 @@ from megatron_moe.parallel.sequence_split import SequencePart, split_places
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.parallel import ParallelSpec
 from tests.ranks import on_threads
-from tests.split_attention import KERNELS, SEQ, Case, check_equal, split
+from tests.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
 from tests.tiny_models import randn, token_meta
 from tests.tolerances import EXACT, FP64_REF
 
@@ -146,3 +146,15 @@ def test_a_block_is_attention_when_it_is_all_there_is() -> None:
     out, lse = KERNELS.attention_block(q, k, v, spec, everything, everything, None)
     FP64_REF.check(out, KERNELS.attention(q, k, v, spec, None, None, None))
     FP64_REF.check(lse[0], 0.3 * (q[0].unflatten(1, (2, 2)) * k[0][:, :, None]).sum(-1).flatten(1))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bf16_is_merged_in_fp32(exchange: str) -> None:
+    """Two ranks in bf16 are as close to fp64 as one rank is, and give bf16."""
+    case = CASES["documents, window, sinks"]
+    exact, one = whole(case), whole(case, torch.bfloat16)
+    two = split(case, ParallelSpec(world_size=2, cp=2), exchange, torch.bfloat16)
+    for name, value in two.items():
+        assert value.dtype is torch.bfloat16, name
+        errors = [float((x[name].double() - exact[name]).abs().max()) for x in (two, one)]
+        assert errors[0] <= 2 * errors[1] + 1e-3, (name, errors)
