@@ -1,0 +1,119 @@
+"""A pipeline of any shape gives the numbers of one rank: losses, metrics, gradients, norms, weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_moe.build import build_data, build_eval_loaders, build_train_loader
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.model import MTPSpec
+from megatron_moe.specs.train import BatchSpec
+from megatron_moe.train.evaluate import evaluate
+from megatron_moe.train.state import TrainState
+from tests import tiny
+from tests.pipelines import laid_out, make_trainer, train, train_on_ranks
+from tests.ranks import on_threads
+from tests.tolerances import EXACT, FP64_LAYOUT
+
+
+def model(num_layers=4, *, noisy=False, **changes):
+    """One dense layer, then MoE layers with expert bias; with dropout everywhere when noisy."""
+    biased = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.01)
+    spec = tiny.model(num_layers=num_layers, moe_spec=tiny.moe(biased), **changes)
+    if not noisy:
+        return spec
+    core = CoreAttentionSpec(softmax_scale=8**-0.5, dropout=0.1)
+    layers = tuple(replace(layer, hidden_dropout=0.1, mixer=replace(layer.mixer, core=core)) for layer in spec.layers)
+    return replace(spec, layers=layers, embedding_dropout=0.1)
+
+
+def plan(spec=None, *, num_microbatches=4, **changes):
+    short = replace(tiny.plan().data, seq_length=12)
+    return tiny.plan(
+        model=spec or model(), data=short, batch=BatchSpec(micro=1, global_size=num_microbatches), **changes
+    )
+
+
+PER_TOKEN = replace(tiny.plan().loop, per_token_loss=True)
+MTP = MTPSpec(num_layers=2, loss_scaling_factor=0.3)
+CASES = {
+    "two stages": (plan(), "Ett|ttL", 2, {}),
+    "four uneven stages, one empty, loss alone": (plan(), "Et|ttt||L", 4, {}),
+    "two chunks per rank": (plan(), "Et|t|t|tL", 2, {}),
+    "four ranks with two chunks each, dropout": (plan(model(7, noisy=True)), "E|t|t|t|t|t|t|tL", 4, {}),
+    "tied embeddings": (plan(model(tied_embeddings=True)), "Ett|ttL", 2, {}),
+    "tied embeddings, chunks": (plan(model(tied_embeddings=True)), "Et|t|t|tL", 2, {}),
+    "learned positions, multi-token prediction": (
+        plan(model(mtp=MTP, position_embedding="learned_absolute")), "Et|tttmmL", 2, {},
+    ),
+    "prediction before the loss stage, tied": (plan(model(mtp=MTP, tied_embeddings=True)), "Et|tt|tmm|L", 4, {}),
+    "loss per token, prediction in a chunk": (plan(model(mtp=MTP), loop=PER_TOKEN), "Et|t|t|tmmL", 2, {}),
+    "one microbatch": (plan(num_microbatches=1), "Et|t|t|tL", 4, {}),
+    "two microbatches": (plan(num_microbatches=2), "Et|t|t|tL", 4, {}),
+    "eight microbatches, groups of four": (plan(num_microbatches=8), "Et|t|t|tL", 2, {"group_size": 4}),
+    "split backward": (plan(model(noisy=True)), "Et|t|t|tL", 2, {"split_backward": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_gives_the_numbers_of_one_rank(case):
+    single_plan, layout, pp, pipeline = CASES[case]
+    single = train(single_plan, ParallelContext.single(dtype=torch.float64))
+    ranks = train_on_ranks(laid_out(single_plan, layout, pp, **pipeline))
+    assert len(single) > 100
+    FP64_LAYOUT.check_all(ranks, single, case)
+
+
+@pytest.mark.parametrize("layout, pp", [("Ett|tmmL", 2), ("Et|t|t|mmL", 2)])
+def test_processes_give_the_numbers_of_one_rank(layout, pp):
+    single_plan = plan(model(3, mtp=MTP, tied_embeddings=True, noisy=True))
+    single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps=2)
+    ranks = train_on_ranks(laid_out(single_plan, layout, pp), processes=True, steps=2)
+    FP64_LAYOUT.check_all(ranks, single, layout)
+
+
+def test_pipelines_beside_each_other_share_the_batch():
+    single_plan = plan(num_microbatches=4)
+    single = train(single_plan, ParallelContext.single(dtype=torch.float64))
+    halves = laid_out(single_plan, "Ett|ttL", 2)
+    ranks = train_on_ranks(replace(halves, parallel=replace(halves.parallel, world_size=4)))
+    FP64_LAYOUT.check_all(ranks, single, "dp 2 x pp 2")
+
+
+def test_a_split_backward_changes_no_bit():
+    plain = laid_out(plan(model(noisy=True)), "Et|t|t|tL", 2)
+    split = replace(plain, pipeline=replace(plain.pipeline, split_backward=True))
+    EXACT.check_all(train_on_ranks(split), train_on_ranks(plain), "split against whole backward")
+
+
+@pytest.mark.parametrize("layout, pp", [("Ett|tt|mm|L", 4), ("Et|t|t|tmmL", 2)])
+def test_evaluation_through_a_pipeline_has_the_loss_of_one_rank(layout, pp):
+    single_plan = plan(model(mtp=MTP, noisy=True), num_microbatches=4)
+    single_plan = replace(single_plan, loop=replace(single_plan.loop, eval_iters=2))
+
+    def validation_loss(each, context):
+        (loader,) = build_eval_loaders(each, context, build_data(each, context)).values()
+        return evaluate(make_trainer(each, context).pipeline, loader.batches(), num_microbatches=4)
+
+    expected = validation_loss(single_plan, ParallelContext.single(dtype=torch.float64))
+    ranks_plan = laid_out(single_plan, layout, pp)
+    losses = on_threads(ranks_plan.parallel, lambda context: validation_loss(ranks_plan, context))
+    FP64_LAYOUT.check(torch.tensor(losses), torch.full((pp,), expected), "validation loss")
+
+
+def test_a_bad_number_on_one_stage_stops_the_update_on_all():
+    ranks_plan = laid_out(plan(), "Ett|ttL", 2)
+
+    def main(context):
+        trainer = make_trainer(ranks_plan, context)
+        before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+        if context.rank == 0:
+            block = trainer.model.decoder.layers["1"]
+            block.pre_mlp_layernorm.register_forward_hook(lambda module, args, out: out * float("inf"))
+        loader = build_train_loader(ranks_plan, context, build_data(ranks_plan, context))
+        outcome = trainer.step(loader.next_step(), TrainState())
+        return bool(outcome.proceed), all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
+
+    assert on_threads(ranks_plan.parallel, main) == [(False, True), (False, True)]
