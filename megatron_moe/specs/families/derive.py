@@ -29,7 +29,7 @@ _TRAINING_CHOICES = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "init", "max_positions", "mtp", "vocab_size"),
         *("balancing", "aux_loss_coeffs", "z_loss_coeff", "input_jitter_eps", "dtype", "bias_update_rate"),
-        *("force_balancing", "force_biased", "quantile_ema", "capacity", "dispatcher", "grouped"),
+        *("force_balancing", "force_biased", "quantile_ema", "capacity", "dispatcher", "shared_overlap", "grouped"),
     )
 )
 """Fields that do not change what weights mean. The vocabulary may be padded, and is checked when weights are loaded."""
