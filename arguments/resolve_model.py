@@ -237,7 +237,7 @@ def moe_spec(flags: Flags) -> MoESpec:
         capacity=capacity,
         shared=_shared(flags),
         latent_size=moe.moe_latent_size,
-        dispatcher="local",
+        dispatcher=moe.moe_token_dispatcher_type,
     )
 
 

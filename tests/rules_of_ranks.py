@@ -202,6 +202,27 @@ RANK_CASES = (
         "2 virtual stages per rank need at least 2 pipeline ranks, not 1",
         "--num-virtual-stages-per-pipeline-rank 1",
     ),
+    Case(
+        "ranks_share_the_experts",
+        "--expert-model-parallel-size 8 --num-experts 12",
+        "8 ranks do not divide 12 experts",
+        "--expert-model-parallel-size 4 --num-experts 12 --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "expert_width_divides_among_tensor_ranks",
+        f"{TP2} --moe-ffn-hidden-size 127",
+        "127 channels of an expert do not divide among 2",
+        f"{TP2} --moe-ffn-hidden-size 127 --expert-tensor-parallel-size 1",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "flex_stays_on_one_rank",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type flex --global-batch-size 32",
+        "flex over 2 expert-parallel x 1 expert-tensor-parallel ranks is not available yet",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
 )
 
 FOLD_CASES = (
@@ -210,13 +231,6 @@ FOLD_CASES = (
         "--expert-model-parallel-size 16 --num-experts 16 --pipeline-model-parallel-size 2",
         "experts cannot be folded: 1 x 16 x 2 = 32 does not divide 8 ranks",
         "--expert-model-parallel-size 4 --num-experts 16 --pipeline-model-parallel-size 2",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "ranks_share_the_experts",
-        "--expert-model-parallel-size 8 --num-experts 12",
-        "8 ranks do not divide 12 experts",
-        "--expert-model-parallel-size 4 --num-experts 12 --global-batch-size 32",
         environ=EIGHT_RANKS,
     ),
     Case(

@@ -119,6 +119,40 @@ def slices_make_whole_groups(
     )
 
 
+def expert_width_divides_among_tensor_ranks(
+    num_experts: int | None,
+    moe_ffn_hidden_size: int | None,
+    expert_tensor_parallel_size: int | None,
+    tensor_model_parallel_size: int,
+) -> Complaint:
+    """A rank computes an equal share of the channels of its experts."""
+    etp = expert_tensor_parallel_size or tensor_model_parallel_size
+    if not num_experts or moe_ffn_hidden_size is None or moe_ffn_hidden_size % etp == 0:
+        return None
+    return (
+        f"{moe_ffn_hidden_size} channels of an expert do not divide among {etp} expert-tensor-parallel ranks",
+        f"use a divisor of {moe_ffn_hidden_size} for --expert-tensor-parallel-size, for example 1",
+    )
+
+
+def flex_stays_on_one_rank(
+    num_experts: int | None,
+    moe_token_dispatcher_type: str,
+    expert_model_parallel_size: int,
+    expert_tensor_parallel_size: int | None,
+    tensor_model_parallel_size: int,
+) -> Complaint:
+    """Its libraries are not used yet. Where one rank has all experts nothing travels, and all dispatchers are the same."""
+    etp = expert_tensor_parallel_size or tensor_model_parallel_size
+    if not num_experts or moe_token_dispatcher_type != "flex" or expert_model_parallel_size * etp == 1:
+        return None
+    return (
+        f"--moe-token-dispatcher-type flex over {expert_model_parallel_size} expert-parallel x {etp} "
+        f"expert-tensor-parallel ranks is not available yet",
+        "use --moe-token-dispatcher-type alltoall",
+    )
+
+
 RULES = (
     expert_layers_fit,
     shared_experts_have_no_bias,
@@ -130,4 +164,6 @@ RULES = (
     upcycling_needs_a_dense_checkpoint,
     slices_make_the_dense_width,
     slices_make_whole_groups,
+    expert_width_divides_among_tensor_ranks,
+    flex_stays_on_one_rank,
 )

@@ -16,11 +16,9 @@ class ParallelFlags:
     """Split the residual stream, its norms and its dropout along the sequence over tensor-parallel ranks."""
     context_parallel_size: int = flag(1, least=1)
     """Ranks that split the sequence."""
-    expert_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
+    expert_model_parallel_size: int = flag(1, least=1)
     """Ranks over which the experts are spread."""
-    expert_tensor_parallel_size: int | None = flag(
-        None, least=1, status="not yet", works=(1,), note="use data-parallel ranks"
-    )
+    expert_tensor_parallel_size: int | None = flag(None, least=1)
     """Ranks that split one expert. Not set: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Pipeline stages before data-parallel ranks in the order of ranks."""
