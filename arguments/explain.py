@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from arguments.deprecated import old_names
+from arguments.errors import FlagErrors, Problem
 from arguments.files import recipe_folders
 from arguments.flag import Flag, docstrings
 from arguments.flags import Registry, group_classes, normal
-from arguments.parser import unknown_flag
-from arguments.values import describe, words_of
+from arguments.parser import near, unknown_flag
+from arguments.values import choices, describe, words_of
 from megatron_moe.specs.run import RunPlan
 
 _WIDTH = 120
@@ -44,7 +45,11 @@ _STATUS: Mapping[str, str] = MappingProxyType(
 
 
 def answer(words: Sequence[str], registry: Registry) -> str | None:
-    """The text that the words ask for; None if they ask for none."""
+    """The text that the words ask for; None if they ask for none.
+
+    Raises:
+        FlagErrors: they ask for help on something that does not exist.
+    """
     for place, word in enumerate(words):
         following = words[place + 1] if place + 1 < len(words) else ""
         if word in ("--help", "-h"):
@@ -77,9 +82,18 @@ def _help(topic: str, registry: Registry) -> str:
         return "\n\n".join(_group_page(group, registry) for group in group_classes())
     if topic in group_classes():
         return _group_page(topic, registry)
+    if registry.find(f"--{topic}"):
+        return _flag_page(f"--{topic}", registry)
     if topic and not topic.startswith("-"):
-        return f"There is no group {topic!r}. Groups: {', '.join(group_classes())}."
+        raise FlagErrors([_unknown_topic(topic, registry)])
     return _front_page(registry)
+
+
+def _unknown_topic(topic: str, registry: Registry) -> Problem:
+    close = near(topic, [*group_classes(), *registry.spellings])
+    known = f"groups: {', '.join(group_classes())}"
+    remedy = f"did you mean {' or '.join(close)}? ({known})" if close else f"{known}; --find WORD searches the flags"
+    return Problem(what=f"there is no group and no flag {topic!r}", remedy=remedy)
 
 
 def _front_page(registry: Registry) -> str:
@@ -109,8 +123,7 @@ def _flag_page(option: str, registry: Registry) -> str:
         today = old_names().get(normal(option))
         if today:
             return f"{option} is an old name. Today: {today}"
-        problem = unknown_flag(option, registry)
-        return f"{problem.what}; {problem.remedy}"
+        raise FlagErrors([unknown_flag(option, registry)])
     flag = found[0]
     text = docstrings(group_classes()[flag.group]).get(flag.name, "")
     recipes = recipes_with(flag)
@@ -132,10 +145,16 @@ def _find(word: str, registry: Registry) -> str:
     hits = [
         _one_line(flag, text)
         for flag, text in _documented(registry)
-        if any(wanted in normal(place.lower()) for place in (*flag.on_options, *flag.off_options, text))
+        if any(wanted in normal(place.lower()) for place in _searched(flag, text))
     ]
     hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if wanted in old]
-    return "\n".join(hits) if word and hits else f"No flag has {word!r} in its name or its text."
+    return "\n".join(hits) if word and hits else f"No flag has {word!r} in its name, text, choices or default."
+
+
+def _searched(flag: Flag, text: str) -> list[str]:
+    """Names, help, choices, and the default where it says more than on, off or not set."""
+    default = () if flag.is_switch or flag.required or flag.default is None else words_of(flag.type, flag.default)
+    return [*flag.on_options, *flag.off_options, text, *choices(flag.type), *default]
 
 
 def recipes_with(flag: Flag) -> list[str]:

@@ -12,6 +12,9 @@ from arguments.flags import Registry, normal
 from arguments.values import BadValue, cut, is_list, is_optional, parse, within, words_of
 
 COMMAND_LINE = "command line"
+_MAX_NEAR = 3
+_ALIKE = 0.7
+"""Names with a smaller share of letters in common have nothing to do with each other: learning-rate, te-rng-tracker."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,19 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
 
 
 def unknown_flag(option: str, registry: Registry) -> Problem:
-    """That an option is not known, with the three nearest that are."""
-    near = difflib.get_close_matches(normal(option), registry.spellings, n=3, cutoff=0.5)
-    remedy = f"did you mean {' or '.join(near)}?" if near else "--find WORD searches the flags"
+    """That an option is not known, with the nearest that are, if any are near."""
+    close = near(normal(option).lstrip("-"), [spelling.lstrip("-") for spelling in registry.spellings])
+    remedy = (
+        f"did you mean {' or '.join(f'--{name}' for name in close)}?" if close else "--find WORD searches the flags"
+    )
     return Problem(what=f"{option} is not a flag", remedy=remedy)
+
+
+def near(word: str, names: Sequence[str]) -> list[str]:
+    """Up to three names that `word` may be meant to be: spelt alike, or with the word among their parts."""
+    alike = difflib.get_close_matches(word, names, n=_MAX_NEAR, cutoff=_ALIKE)
+    holding = [name for name in names if f"-{word}-" in f"-{name}-"]
+    return list(dict.fromkeys((*alike, *holding)))[:_MAX_NEAR]
 
 
 def _row(given: Given) -> tuple[str, str, str]:

@@ -97,6 +97,14 @@ def describe(annotation: Any) -> str:
     return "text" if kind is str else str(kind.__name__)
 
 
+def choices(annotation: Any) -> tuple[str, ...]:
+    """The values there are, where they can be listed: of the flag, or of each of its words."""
+    kind = without_none(annotation)
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+
+
 def is_optional(annotation: Any) -> bool:
     """May the value be None, that is: not set?"""
     return types.NoneType in get_args(annotation)

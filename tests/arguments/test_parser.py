@@ -106,6 +106,21 @@ def test_an_unknown_flag_is_answered_with_the_nearest_names():
     assert problem.remedy.count("--") <= 3
 
 
+@pytest.mark.parametrize(
+    ("option", "names"),
+    [
+        ("--numlayers", "--num-layers or --mtp-num-layers"),
+        ("--dropout", "--hidden-dropout"),
+        ("--learning-rate", ""),
+        ("--epochs", ""),
+        ("--b", ""),
+    ],
+)
+def test_only_names_that_are_near_are_offered(option, names):
+    (problem,) = settings_of(f"{option} 2").problems
+    assert problem.remedy.startswith(f"did you mean {names}" if names else "--find WORD searches"), problem.remedy
+
+
 def test_an_abbreviation_is_not_a_flag():
     assert settings_of("--num-exp 8").problems
 

@@ -129,7 +129,6 @@ def test_help_on_a_group_shows_all_its_flags():
     text = answer_to("--help", "moe")
     for flag in REGISTRY.flags.values():
         assert (f"  {flag.option} " in text) == (flag.group == "moe"), flag.option
-    assert "There is no group 'mow'" in answer_to("--help", "mow")
 
 
 def test_help_on_everything_shows_every_flag():
@@ -143,12 +142,31 @@ def test_help_on_a_flag_is_a_page():
         assert part in page
     assert "--disable-bias-linear" in answer_to("--help", "--add-bias-linear")
     assert "Today: --micro-batch-size" in answer_to("--help", "--batch-size")
-    assert "did you mean --num-layers" in answer_to("--help", "--num-layer")
+    assert answer_to("--help", "moe-router-dtype") == page
 
 
-def test_find_searches_names_texts_and_old_names():
+@pytest.mark.parametrize(
+    ("topic", "sentence", "remedy"),
+    [
+        ("modle", "there is no group and no flag 'modle'", "did you mean model"),
+        ("num-layer", "there is no group and no flag 'num-layer'", "did you mean --num-layers"),
+        ("nosuch", "there is no group and no flag 'nosuch'", "groups: start, model, "),
+        ("--num-layer", "--num-layer is not a flag", "did you mean --num-layers"),
+    ],
+)
+def test_help_on_what_does_not_exist_is_refused_with_the_nearest_names(topic, sentence, remedy):
+    with pytest.raises(FlagErrors) as caught:
+        read_plan(["--help", topic], {})
+    (problem,) = caught.value.problems
+    assert problem.what == sentence and problem.remedy.startswith(remedy)
+
+
+def test_find_searches_names_texts_choices_defaults_and_old_names():
     text = answer_to("--find", "aux")
-    assert "--moe-aux-loss-coeff" in text
+    assert "--moe-aux-loss-coeff" in text and "--moe-router-load-balancing-type" in text
+    assert "--lr-decay-style" in answer_to("--find", "inverse-square-root")
+    assert "--adam-beta2" in answer_to("--find", "0.999")
+    assert "--bf16" not in answer_to("--find", "not set")
     assert "--moe-router-padding-for-fp8" in answer_to("--find", "padding-for-fp8")
     assert "--untie-embeddings-and-output-weights" in answer_to("--find", "output head")
     assert "No flag has 'zzz'" in answer_to("--find", "zzz")
