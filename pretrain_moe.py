@@ -25,8 +25,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
     except Finished as answer:  # --help and its kin
-        print(answer.text)
-        return int(ExitCode.OK)
+        return tell(answer.text)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
@@ -97,6 +96,15 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     reporter.note(leave.reason)
     checkpoints.save_last(state, loader)
     validation.final(state)
+
+
+def tell(text: str) -> int:
+    """Prints an answer; a reader that has seen enough of it (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+    return int(ExitCode.OK)
 
 
 def command() -> None:

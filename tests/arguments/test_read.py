@@ -202,6 +202,14 @@ def test_help_answers_in_half_a_second_of_computing():
     assert min(times) < 0.5, f"seconds: {times}"
 
 
+@pytest.mark.parametrize("question", [["--help", "all"], ["--find", "moe"]])
+def test_a_reader_that_leaves_early_sees_no_traceback(question):
+    command = [sys.executable, str(ROOT / "pretrain_moe.py"), *question]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 0)
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_no_words_whatever_give_a_traceback(data):
