@@ -68,6 +68,8 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     trainer = build.build_trainer(plan, context, model, kernels, reporter.timers)
     datasets = build.build_data(plan, context)
     loader = build.build_train_loader(plan, context, datasets)
+    if loader:
+        goodbye.callback(loader.close)
     validation = Validation(plan, trainer.pipeline, build.build_eval_loaders(plan, context, datasets), reporter)
     for line in build.introduction(plan, context, kernels, model, datasets):
         reporter.note(line)

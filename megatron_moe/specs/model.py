@@ -61,9 +61,3 @@ class ModelSpec:
     embedding_dropout: float = 0.0
     mtp: MTPSpec | None = None
     init: InitSpec = InitSpec()
-
-    @property
-    def num_moe_layers(self) -> int:
-        """MoE layers including those of multi-token prediction, which follow the last layer's kind."""
-        mtp = self.mtp.num_layers if self.mtp and self.layers[-1].is_moe else 0
-        return sum(layer.is_moe for layer in self.layers) + mtp

@@ -1,0 +1,45 @@
+"""The story of `pretrain_moe.py` in this process: what it opens it closes, what is asked for is switched on."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.build import build_context
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.specs.run import RunPlan
+from pretrain_moe import pretrain
+from tests import tiny
+
+
+def plan_of(tmp_path: Path) -> RunPlan:
+    """One iteration, evaluated once."""
+    plan = tiny.plan()
+    return replace(
+        plan,
+        loop=replace(plan.loop, train_iters=1, eval_iters=1),
+        logging=replace(plan.logging, run_dir=tmp_path / "run", plots=False, progress_bar=False),
+    )
+
+
+def test_the_loader_of_the_training_data_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[TrainLoader] = []
+    monkeypatch.setattr(TrainLoader, "close", lambda loader: closed.append(loader))
+    with ExitStack() as goodbye:
+        pretrain(plan_of(tmp_path), goodbye)
+        assert not closed
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_deterministic_mode_is_switched_on_in_torch(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    plan = tiny.plan(precision=replace(tiny.plan().precision, deterministic=wanted))
+    try:
+        build_context(plan).stop()
+        assert torch.are_deterministic_algorithms_enabled() is wanted
+        assert torch.backends.cudnn.benchmark is not wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
