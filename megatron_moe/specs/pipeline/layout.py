@@ -97,13 +97,16 @@ def _counted(letter: str, count: int) -> str:
     return letter * count if count <= 2 else f"{letter}*{count}"
 
 
-def parse_layout(text: str, *, pp: int, num_layers: int, num_mtp: int = 0) -> PipelineLayout:
+def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | None = 0) -> PipelineLayout:
     """The layout that Megatron reads in a text such as `Et*3|(tt|)*29m|L`.
 
     E embedding, t decoder layer, m layer of multi-token prediction, L loss; `|` ends a stage; commas mean nothing.
-    `(...)*N` repeats a group, `t*N` one letter. Raises LayoutError.
+    `(...)*N` repeats a group, `t*N` one letter. Numbers that are None are those of the text. Raises LayoutError.
     """
-    stages = _expand(text).split("|")
+    expanded = _expand(text)
+    num_layers = expanded.count("t") if num_layers is None else num_layers
+    num_mtp = expanded.count("m") if num_mtp is None else num_mtp
+    stages = expanded.split("|")
     _check_letters(text, stages, num_layers, num_mtp)
     if len(stages) % pp:
         below = len(stages) - len(stages) % pp

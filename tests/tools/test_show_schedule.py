@@ -1,0 +1,112 @@
+"""The tool that shows schedules."""
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.specs.pipeline.actions import Action
+from megatron_moe.specs.pipeline.simulate import simulate
+from megatron_moe.specs.pipeline.stages import StageMap
+from tools.schedule_drawing import draw, text_chart
+from tools.show_schedule import main, verdict
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def shown(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    assert main([*words.split(), "--width", "150"]) == ExitCode.OK
+    return capsys.readouterr().out
+
+
+def test_1f1b_is_drawn_with_its_bubble_and_verdict(capsys):
+    out = shown(capsys, "--pp 4 --microbatches 6")
+    assert out.splitlines() == [
+        "1F1B: PP 4, 6 microbatches",
+        "",
+        "rank 0 0-1-2-3-............0===4-1===5-2===..3===..4===..5===",
+        "rank 1 ..0-1-2-........0===3-1===4-2===5-3===..4===..5===....",
+        "rank 2 ....0-1-....0===2-1===3-2===4-3===5-4===..5===........",
+        "rank 3 ......0-0===1-1===2-2===3-3===4-4===5-5===............",
+        "",
+        "numbers are microbatches; - forward, = backward (of inputs), ~ of weights, # both at once, . idle",
+        "no deadlock when sends wait for their receives; every microbatch once, in order",
+        "bubble 33.3% of time 27; most in flight per rank: 4 3 2 1",
+    ]
+
+
+def test_chunks_have_letters_and_pairs_two_numbers(capsys):
+    out = shown(capsys, "--pp 2 --vpp 2 --microbatches 4 --overlap --split-backward")
+    assert "rank 1 ...0a-1a-0b-1b|0b####2a|1b####3a|0a####2b|1a####3b|2b####3b=3b~2a=2a~3a=3a~......" in out
+    assert "overlapped, backward split: PP 2, VPP 2 in groups of 2, 4 microbatches" in out
+
+
+def test_lists_have_sends_and_receives(capsys):
+    out = shown(capsys, "--pp 2 --microbatches 1 --lists")
+    assert "rank 0: F0.0 sf0.0>1 rb0.0<1 B0.0" in out
+    assert "rank 1: rf0.0<0 F0.0 B0.0 sb0.0>0" in out
+
+
+def test_a_layout_says_virtual_stages_and_is_shown_as_a_table(capsys):
+    out = shown(capsys, "--pp 2 --microbatches 4 --layout Ett|tt|t|tmL")
+    assert "VPP 2" in out
+    assert "    3    1     1  layer 5, final norm, MTP x1, loss" in out
+
+
+def test_long_charts_are_cut_into_blocks():
+    stages = StageMap()
+    actions = tuple(Action(kind, m) for m in range(40) for kind in ("forward", "backward"))
+    report = simulate(stages, (actions,))
+    blocks = text_chart(report, 1, width=80).split("\n\n")
+    assert len(blocks) > 3
+    assert all(len(line) <= 80 for block in blocks for line in block.splitlines())
+    whole = "".join(block.removeprefix("rank 0 ") for block in blocks)
+    assert len(whole) == 3 * 40 * 3
+
+
+def test_sizes_without_a_schedule_end_with_one_sentence_and_code_2(capsys):
+    assert main("--pp 4 --vpp 2 --microbatches 3".split()) == ExitCode.CONFIG
+    captured = capsys.readouterr()
+    assert captured.err.startswith("groups of 4 microbatches") and captured.out == ""
+    assert main("--pp 2 --layout Ett|tt|L".split()) == ExitCode.CONFIG
+    assert "3 stages, which do not divide among 2" in capsys.readouterr().err
+
+
+def test_a_wrong_schedule_is_called_wrong():
+    lists = ((Action("receive_backward", 0, peer=1),), (Action("receive_forward", 0, peer=0),))
+    report = simulate(StageMap(2), lists)
+    assert verdict(report, report).startswith("WRONG:\n  deadlock: rank 0 waits in rb0.0<1 for rank 1")
+
+
+def test_charts_are_written_as_png_and_svg(tmp_path, capsys):
+    png, svg = tmp_path / "a.png", tmp_path / "charts" / "a.svg"
+    out = shown(capsys, f"--pp 2 --vpp 2 --microbatches 4 --overlap --draw {png} --draw {svg}")
+    assert f"wrote {png}" in out
+    head = png.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
+    assert width > 1500 and 150 < height < 600
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+
+
+def test_a_chart_of_a_schedule_that_stops_can_be_drawn(tmp_path):
+    lists = ((Action("forward", 0), Action("receive_backward", 0, peer=1)), (Action("receive_forward", 0, peer=0),))
+    draw(simulate(StageMap(2), lists), 1, "stopped", tmp_path / "stopped.png")
+    assert (tmp_path / "stopped.png").stat().st_size > 1000
+
+
+def test_it_runs_as_a_script_without_torch(tmp_path):
+    """Half a second, from any folder."""
+    code = (
+        "import runpy, sys; sys.argv = ['show', '--pp', '2']\n"
+        "try: runpy.run_path(sys.orig_argv[-1], run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0 and 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "tools" / "show_schedule.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "no deadlock" in done.stdout

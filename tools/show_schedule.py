@@ -1,0 +1,116 @@
+"""Shows a pipeline schedule: `python tools/show_schedule.py --pp 4 --vpp 2 --microbatches 8 [--draw chart.png]`.
+
+Prints who computes what and when, the idle part of the time (bubble), how many microbatches every rank holds at most,
+and whether the lists of all ranks can deadlock when every send waits for its receive. With --layout also which stage
+holds which layers. Exit code 0: a good schedule; 1: it deadlocks or is wrong; 2: there is none with these sizes.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # started as a script, from any folder
+
+from megatron_moe.specs.exitcodes import ExitCode  # noqa: E402
+from megatron_moe.specs.pipeline.layout import LayoutError, PipelineLayout, parse_layout  # noqa: E402
+from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, build_schedule  # noqa: E402
+from megatron_moe.specs.pipeline.simulate import Durations, Report, simulate  # noqa: E402
+from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
+    parser.add_argument("--vpp", type=int, default=1, help="virtual stages per rank")
+    parser.add_argument("--microbatches", type=int, default=8, help="per step")
+    parser.add_argument("--group-size", type=int, help="microbatches that a virtual stage takes in a row (default: pp)")
+    parser.add_argument("--overlap", action="store_true", help="forwards interleaved with backwards, in pairs")
+    parser.add_argument("--split-backward", action="store_true", help="gradients of inputs before those of weights")
+    parser.add_argument("--forward-only", action="store_true", help="evaluation")
+    parser.add_argument("--forward-time", type=float, default=1.0, help="of one microbatch through a whole rank")
+    parser.add_argument("--backward-time", type=float, default=2.0, help="half of it for inputs, half for weights")
+    parser.add_argument("--transfer-time", type=float, default=0.0, help="of one message")
+    parser.add_argument("--queue", type=int, help="messages a sender may be ahead (default: any number; 0: none)")
+    parser.add_argument("--layout", help="layers of the stages, such as 'Ett|(ttt|)*2tL'; says --vpp as well")
+    parser.add_argument("--lists", action="store_true", help="print every rank's list, sends and receives included")
+    parser.add_argument(
+        "--draw", type=Path, action="append", default=[], metavar="FILE", help="chart: .svg, .png, .pdf"
+    )
+    parser.add_argument("--width", type=int, default=shutil.get_terminal_size((120, 40)).columns, help="of the text")
+    return parser.parse_args(argv)
+
+
+def schedule_spec(options: argparse.Namespace, vpp: int) -> ScheduleSpec:
+    return ScheduleSpec(
+        num_microbatches=options.microbatches,
+        pp=options.pp,
+        vpp=vpp,
+        group_size=options.group_size,
+        overlap=options.overlap,
+        split_backward=options.split_backward,
+        forward_only=options.forward_only,
+    )
+
+
+def layout_of(options: argparse.Namespace) -> PipelineLayout | None:
+    """The layout; it has as many layers as it says."""
+    if options.layout is None:
+        return None
+    return parse_layout(options.layout, pp=options.pp, num_layers=None, num_mtp=None)
+
+
+def name(spec: ScheduleSpec) -> str:
+    """What kind of schedule it is, with its sizes."""
+    kind = "one stage" if spec.pp == 1 else "1F1B" if spec.vpp == 1 else "interleaved 1F1B"
+    extras = (
+        ", overlapped" * spec.overlap + ", backward split" * spec.split_backward + ", forward only" * spec.forward_only
+    )
+    virtual = f", VPP {spec.vpp} in groups of {spec.group}" if spec.vpp > 1 else ""
+    return f"{kind}{extras}: PP {spec.pp}{virtual}, {spec.num_microbatches} microbatches"
+
+
+def verdict(strict: Report, loose: Report) -> str:
+    """Two lines: is it right, what does it cost."""
+    right = "no deadlock when sends wait for their receives; every microbatch once, in order"
+    found = [*strict.problems, *(problem for problem in loose.problems if problem not in strict.problems)]
+    lines = [right] if not found else ["WRONG:", *(f"  {problem}" for problem in found)]
+    in_flight = " ".join(map(str, loose.in_flight))
+    return "\n".join(
+        [*lines, f"bubble {loose.bubble:.1%} of time {loose.time:g}; most in flight per rank: {in_flight}"]
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    try:
+        layout = layout_of(options)
+        spec = schedule_spec(options, layout.vpp if layout else options.vpp)
+        schedule = build_schedule(spec)
+    except (ScheduleError, LayoutError) as error:
+        print(error, file=sys.stderr)
+        return int(ExitCode.CONFIG)
+    half = options.backward_time / 2
+    durations = Durations(
+        forward=options.forward_time, backward_input=half, backward_weight=half, transfer=options.transfer_time
+    )
+    strict = simulate(spec.stages, schedule, durations=durations, depth=0)
+    loose = simulate(spec.stages, schedule, durations=durations, depth=options.queue)
+    print(name(spec))
+    if layout:
+        print("", layout.table(), "", sep="\n")
+    if options.lists:
+        for rank, entries in enumerate(schedule):
+            print(f"rank {rank}: {' '.join(map(str, entries))}")
+    print("", text_chart(loose, spec.vpp, options.width), "", text_legend(spec.vpp), sep="\n")
+    print(verdict(strict, loose))
+    for path in options.draw:
+        deadlock = "no deadlock" if not strict.problems else strict.problems[0]
+        draw(loose, spec.vpp, f"{name(spec)}     bubble {loose.bubble:.1%}, {deadlock}", path)
+        print(f"wrote {path}")
+    return int(ExitCode.BUG if strict.problems or loose.problems else ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
