@@ -238,6 +238,7 @@ def moe_spec(flags: Flags) -> MoESpec:
         shared=_shared(flags),
         latent_size=moe.moe_latent_size,
         dispatcher=moe.moe_token_dispatcher_type,
+        shared_overlap=moe.moe_shared_expert_overlap,
     )
 
 

@@ -7,6 +7,7 @@ CP = "--global-batch-size 32 --context-parallel-size"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 LAYOUT = "--pipeline-model-parallel-layout"
+SHARED = "--moe-shared-expert-intermediate-size 64"
 
 
 class Case(NamedTuple):
@@ -222,6 +223,18 @@ RANK_CASES = (
         "flex over 2 expert-parallel x 1 expert-tensor-parallel ranks is not available yet",
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32",
         environ=EIGHT_RANKS,
+    ),
+    Case(
+        "shared_experts_overlap_with_nothing_else",
+        f"{SHARED} --moe-shared-expert-overlap --moe-latent-size 64",
+        "with experts in a latent space of 64",
+        f"{SHARED} --moe-latent-size 64",
+    ),
+    Case(
+        "shared_experts_overlap_with_nothing_else",
+        f"{SHARED} --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm",
+        "both fill the time in which rows travel",
+        f"{SHARED} --moe-shared-expert-overlap",
     ),
 )
 

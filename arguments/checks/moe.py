@@ -142,7 +142,7 @@ def flex_stays_on_one_rank(
     expert_tensor_parallel_size: int | None,
     tensor_model_parallel_size: int,
 ) -> Complaint:
-    """Its libraries are not used yet. Where one rank has all experts nothing travels, and all dispatchers are the same."""
+    """Its libraries are not used yet. Where one rank has all experts nothing travels: all dispatchers are the same."""
     etp = expert_tensor_parallel_size or tensor_model_parallel_size
     if not num_experts or moe_token_dispatcher_type != "flex" or expert_model_parallel_size * etp == 1:
         return None
@@ -151,6 +151,29 @@ def flex_stays_on_one_rank(
         f"expert-tensor-parallel ranks is not available yet",
         "use --moe-token-dispatcher-type alltoall",
     )
+
+
+def shared_experts_overlap_with_nothing_else(
+    num_experts: int | None,
+    moe_shared_expert_overlap: bool,
+    moe_latent_size: int | None,
+    overlap_moe_expert_parallel_comm: bool,
+) -> Complaint:
+    """Shared experts can work while rows travel when rows are tokens, and when no other microbatch works then."""
+    if not num_experts or not moe_shared_expert_overlap:
+        return None
+    if moe_latent_size:
+        return (
+            f"--moe-shared-expert-overlap with experts in a latent space of {moe_latent_size}",
+            "leave out --moe-shared-expert-overlap",
+        )
+    if overlap_moe_expert_parallel_comm:
+        return (
+            "--moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm both fill the time in which rows "
+            "travel",
+            "choose one of them",
+        )
+    return None
 
 
 RULES = (
@@ -166,4 +189,5 @@ RULES = (
     slices_make_whole_groups,
     expert_width_divides_among_tensor_ranks,
     flex_stays_on_one_rank,
+    shared_experts_overlap_with_nothing_else,
 )

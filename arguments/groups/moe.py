@@ -77,7 +77,7 @@ class MoEFlags:
     """Width of all shared experts together, which every token visits. Not set or 0: none."""
     moe_shared_expert_gate: bool = flag(False)
     """A sigmoid gate per token on the shared experts."""
-    moe_shared_expert_overlap: bool = flag(False, status="no effect", note="concerns speed")
+    moe_shared_expert_overlap: bool = flag(False, status="close", note="with every dispatcher")
     """Run shared experts while rows travel."""
     moe_latent_size: int | None = flag(None, least=1)
     """Width of the space in which routed experts work; tokens are projected into it and back."""
