@@ -15,6 +15,7 @@ from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import (
+    OTHER_TOKENIZER_NAMES,
     BatchSpec,
     CheckpointSpec,
     DataSpec,
@@ -25,10 +26,6 @@ from megatron_moe.specs.train import (
     TokenizerSpec,
 )
 
-_TOKENIZER_KINDS = (
-    ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
-    ("Llama2Tokenizer", "SentencePieceTokenizer"),
-)
 _DETERMINISTIC_CUBLAS = ":4096:8"
 
 
@@ -141,7 +138,7 @@ def tokenizer_spec(flags: Flags) -> TokenizerSpec:
     """Which tokenizer."""
     data = flags.data
     assert data.tokenizer_type is not None
-    kind: Any = dict(_TOKENIZER_KINDS).get(data.tokenizer_type, data.tokenizer_type)
+    kind: Any = OTHER_TOKENIZER_NAMES.get(data.tokenizer_type, data.tokenizer_type)
     return TokenizerSpec(
         kind=kind,
         model=_path(data.tokenizer_model),

@@ -29,7 +29,7 @@ from megatron_moe.data.indexed import IndexedWriter, token_dtype
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
-from megatron_moe.specs.train import TokenizerSpec
+from megatron_moe.specs.train import OTHER_TOKENIZER_NAMES, TokenizerSpec
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -161,7 +161,7 @@ def write_documents(
 def preprocess(args: argparse.Namespace) -> Progress:
     """The whole work of the tool."""
     spec = TokenizerSpec(
-        kind=args.tokenizer_type,
+        kind=OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type),
         model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,
@@ -199,7 +199,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
     add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files each")
-    add("--tokenizer-type", choices=kinds, required=True)
+    add("--tokenizer-type", choices=(*kinds, *OTHER_TOKENIZER_NAMES), required=True)
     add("--tokenizer-model", type=Path, help="file, or for HuggingFaceTokenizer the folder, of the tokenizer")
     add("--vocab-size", type=int, help="of NullTokenizer; for TikTokenizer the size to cut to")
     add("--tiktoken-pattern", choices=("v1", "v2"))

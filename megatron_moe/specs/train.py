@@ -1,7 +1,9 @@
 """What a training run does: optimizer, learning rate, data, loop, checkpoints and logs as narrow frozen specs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 
@@ -72,6 +74,12 @@ class BatchSpec:
             consumed += self.size_at(consumed)
             steps += 1
         return steps + (samples - consumed) // self.global_size
+
+
+OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
+    {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
+)
+"""Megatron's other names -> the kind of a `TokenizerSpec`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from arguments.flags import Registry
+from arguments.values import choices
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.specs.train import TokenizerSpec
-from tools.preprocess_data import main
+from tools.preprocess_data import main, parse
 from tools.train_tokenizer import main as train_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -123,6 +125,17 @@ def test_program_runs_with_a_trained_tokenizer_and_workers(tmp_path: Path) -> No
         ids = tokens.get(number).tolist()
         assert ids[-1] == tokenizer.eod
         assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_every_tokenizer_of_the_program_has_the_same_name_here(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    flag = Registry.declared().flags["tokenizer_type"]
+    names = [name for name in choices(flag.type) if flag.available(name)]
+    for name in names:
+        assert parse(["--input", "x", "--output-prefix", "y", "--tokenizer-type", name]).tokenizer_type == name
+    assert {"Llama2Tokenizer", "GPTSentencePieceTokenizer"} < set(names)
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]))
+    assert run(tmp_path, "--tokenizer-type", "Llama2Tokenizer") == 4
+    assert "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
