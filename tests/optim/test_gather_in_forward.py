@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, objective
@@ -16,9 +16,10 @@ from megatron_moe.optim.clip import clip_coefficient, gradient_norms
 from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.parallel.collectives import Pending, part_of, start_all_gather_
 from megatron_moe.parallel.context import Group, ParallelContext
-from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.parallel.parameter import named_parameters, new_parameter
 from megatron_moe.specs.model import ModelSpec, MTPSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.params import ParamMeta
 from tests.optim_parameters import FP64
 from tests.ranks import on_threads
 from tests.tiny_models import layer_spec, microbatch, mla_spec, model_spec, moe_spec
@@ -116,3 +117,40 @@ def test_a_state_dict_waits_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> 
         on_threads(ParallelSpec(world_size=2), lambda c: train(MODELS["tied"], c, OVERLAPPED))
     ):
         assert all(tensor.isfinite().all() for tensor in state.values()), f"rank {rank} would save stale weights"
+
+
+class LastStage(nn.Module):
+    """Layers and a head that is tied to an embedding nobody calls."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__()
+        self.embedding = self._holder("embedding", context)
+        self.layers = nn.ModuleDict({"7": self._holder("matrix", context)})
+
+    @staticmethod
+    def _holder(role: str, context: ParallelContext) -> nn.Module:
+        module = nn.Linear(1, 1, bias=False)
+        module.weight = new_parameter((8, 8), ParamMeta(role=role), context)
+        module.weight.data.fill_(0.5)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers["7"](x) @ self.embedding.weight
+
+
+def test_an_embedding_that_another_module_reads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+
+    def out(context: ParallelContext) -> Tensor:
+        model = LastStage(context)
+        buffers = GradBuffers(
+            named_parameters(model), FP64, context, reference.bundle(), data_parallel=replace(OVERLAPPED, bucket_size=1)
+        )
+        optimizer = Optimizer(buffers, FP64)
+        optimizer.gather_in_forward(model)
+        one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
+        optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
+        return model(torch.ones(8, dtype=torch.float64)).detach()
+
+    for found in on_threads(ParallelSpec(world_size=2), out):
+        EXACT.check(found, torch.full((8,), 16.0, dtype=torch.float64), "output of the tied head")

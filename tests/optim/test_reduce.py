@@ -151,11 +151,11 @@ def test_a_deferred_weight_gradient_counts_when_it_is_computed() -> None:
         EXACT.check_all(grads, expected, "gradients")
 
 
-def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early() -> None:
-    spec = DataParallelSpec(overlap_grad_reduce=True, bucket_size=10**6)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early(sharded: bool) -> None:
+    spec = DataParallelSpec(overlap_grad_reduce=True, bucket_size=10**6, sharded_optimizer=sharded)
 
     def run(chain: Chain) -> Tensor:
-        unused = f"layers.{DEPTH - 1}.weight"
         for step in range(3):
             for buffer in chain.buffers.buffers:
                 buffer.grads.fill_(7.0)
@@ -167,7 +167,14 @@ def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early() -> No
             chain.buffers.collect()
             assert chain.buffers.reducer.num_started == (0 if step == 0 else 2)
             finish_gradients(chain.buffers, chain.context)
-        return main_grads(chain.buffers)[unused]
+        found = []
+        for buffer in chain.buffers.buffers:
+            unused = torch.zeros(buffer.layout.size, dtype=torch.bool)
+            dict(buffer.views(unused)).get(f"layers.{DEPTH - 1}.weight", unused[:0]).fill_(True)
+            parts = zip(buffer.owned_parts(buffer.grads), buffer.owned_parts(unused), strict=True)
+            found += [grads[where] for grads, where in parts]
+        return torch.cat(found)
 
-    for found in on_two(run, spec):
-        assert not found.any(), "left-overs of another step count"
+    found = torch.cat(on_two(run, spec))
+    assert len(found) == (1 if sharded else 2) * WIDTH * WIDTH
+    assert not found.any(), "left-overs of another step count"
