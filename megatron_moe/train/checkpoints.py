@@ -103,7 +103,7 @@ class Checkpoints:
         trainer, say = self._trainer, self._reporter.note
         if self._upcycles(source):
             granularity = self._plan.checkpoint.upcycle_granularity
-            load_upcycled(source, granularity, trainer.model, self._context, trainer.kernels, say=say)
+            load_upcycled(source, granularity, trainer.model, self._context, say=say)
             trainer.restored(with_optimizer=False)
             return TrainState()
         if source.is_hugging_face:

@@ -1,6 +1,7 @@
-"""Starts an MoE from a dense checkpoint: loads the dense model that it descends from and converts its MLPs."""
+"""Starts an MoE from a dense checkpoint: loads the weights of the dense model that it descends from, and converts its
+MLPs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -8,29 +9,22 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.load import Source, load
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
-from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.upcycle import upcycle
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter, local_part, named_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.moe import MLPSpec, MoESpec
+from megatron_moe.specs.params import sharded_dim
 
 
 def dense_ancestor(spec: ModelSpec, granularity: int) -> ModelSpec:
     """The dense model an MoE is upcycled from: every MoE layer has one MLP of `granularity` experts' width instead."""
-
-    def mlp(moe: MoESpec) -> MLPSpec:
-        experts = moe.experts
-        return MLPSpec(
-            hidden_size=experts.hidden_size,
-            ffn_hidden_size=experts.ffn_hidden_size * granularity,
-            activation=experts.activation,
-            bias=experts.bias,
-        )
-
     layers = tuple(
-        replace(layer, feed_forward=mlp(layer.feed_forward)) if isinstance(layer.feed_forward, MoESpec) else layer
+        replace(layer, feed_forward=_dense_mlp(layer.feed_forward, granularity))
+        if isinstance(layer.feed_forward, MoESpec)
+        else layer
         for layer in spec.layers
     )
     return replace(spec, layers=layers)
@@ -42,12 +36,13 @@ def load_upcycled(
     granularity: int,
     model: GPT,
     context: ParallelContext,
-    kernels: Kernels,
     *,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Fills `model` from a dense checkpoint. Says when the conversion does not keep the function, and why.
+    """Fills this rank's part of a model from a dense checkpoint. Says when the conversion does not keep the function,
+    and why.
 
+    Dense MLPs are read whole, into host memory, by every rank that has a part of the layer; all else by its boxes.
     Raises CheckpointProblem when the checkpoint is not that of the dense ancestor.
     """
     if source.is_hugging_face:
@@ -55,47 +50,65 @@ def load_upcycled(
             f"--moe-use-upcycling needs a dense checkpoint of this program, --load {source.location} is a Hugging Face "
             f"folder; give a folder of iter_NNNNNNN"
         )
-    dense = GPT(dense_ancestor(model.spec, granularity), context, kernels)
-    weights = dict(dense.state_dict())
-    wanted = {tensor_key("model", name): SavedTensor.whole(value) for name, value in weights.items()}
-    loaded = load(replace(source, optimizer=False), wanted, context, say=say)
-    reasons = convert(weights, model)
+    parameters = dict(named_parameters(model))
+    layers = dict(_moe_layers(model))
+    dense = {prefix: _empty_mlp(_dense_mlp(spec, granularity), context.dtype) for prefix, spec in layers.items()}
+    wanted = {
+        f"{prefix}{name}": SavedTensor.whole(value) for prefix, mlp in dense.items() for name, value in mlp.items()
+    }
+    for name, p in parameters.items():
+        if not name.startswith(tuple(layers)):
+            part = p.detach().view(-1)
+            wanted[name] = SavedTensor.part(p.global_shape, p.boxes, sharded_dim(p.meta) or 0, part)
+    tensors = {tensor_key("model", name): tensor for name, tensor in wanted.items()}
+    loaded = load(replace(source, optimizer=False), tensors, context, say=say)
+    reasons = {_convert(dense[prefix], spec, _below(prefix, parameters)) for prefix, spec in layers.items()}
     say(f"upcycled the dense checkpoint {loaded.path} with granularity {granularity}; training starts at iteration 0")
-    for reason in sorted(reasons):
+    for reason in sorted(reason for reason in reasons if reason is not None):
         say(f"warning: the upcycled model does not start with the dense model's function: {reason}")
 
 
-@torch.no_grad()
-def convert(dense: dict[str, Tensor], model: GPT) -> set[str]:
-    """Writes dense weights, by name, into an MoE model; the reasons why the function is not kept, if any."""
-    targets = dict(model.state_dict())
-    reasons = set()
-    for prefix, spec in _moe_layers(model.spec):
-        mlp = {name.removeprefix(prefix): value for name, value in dense.items() if name.startswith(prefix)}
-        router = {
-            name.removeprefix(f"{prefix}router."): value
-            for name, value in targets.items()
-            if name in (f"{prefix}router.weight", f"{prefix}router.bias")
-        }
-        upcycled = upcycle(mlp, router, spec)
-        for name, value in upcycled.weights.items():
-            targets[prefix + name].copy_(value)
-        if upcycled.inexact is not None:
-            reasons.add(upcycled.inexact)
-    for name in dense.keys() & targets.keys():
-        targets[name].copy_(dense[name])
-    return reasons
+def _convert(dense: Mapping[str, Tensor], spec: MoESpec, layer: Mapping[str, Parameter]) -> str | None:
+    """Writes this rank's part of an MoE layer from a whole dense MLP; why the function is not kept, if it is not."""
+    upcycled = upcycle(dense, _below("router.", layer), spec)
+    for name, value in upcycled.weights.items():
+        parameter = layer[name]
+        parameter.copy_(local_part(value, parameter.boxes, parameter.meta))
+    return upcycled.inexact
 
 
-def _moe_layers(spec: ModelSpec) -> list[tuple[str, MoESpec]]:
-    """(name prefix of the feed-forward block, its spec) of every MoE layer, multi-token prediction included."""
-    found = [
-        (f"decoder.layers.{i}.mlp.", layer.feed_forward)
-        for i, layer in enumerate(spec.layers)
-        if isinstance(layer.feed_forward, MoESpec)
-    ]
+def _below(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    return {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
+
+
+def _dense_mlp(moe: MoESpec, granularity: int) -> MLPSpec:
+    experts = moe.experts
+    return MLPSpec(
+        hidden_size=experts.hidden_size,
+        ffn_hidden_size=experts.ffn_hidden_size * granularity,
+        activation=experts.activation,
+        bias=experts.bias,
+    )
+
+
+def _empty_mlp(spec: MLPSpec, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Room for a whole dense MLP in host memory, by the names of its parameters."""
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    first = ffn * spec.activation.fan
+    shapes: dict[str, tuple[int, ...]] = {"linear_fc1.weight": (first, hidden), "linear_fc2.weight": (hidden, ffn)}
+    if spec.bias:
+        shapes |= {"linear_fc1.bias": (first,), "linear_fc2.bias": (hidden,)}
+    return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def _moe_layers(model: GPT) -> Iterator[tuple[str, MoESpec]]:
+    """(name prefix of the feed-forward block, its spec) of every MoE layer that this rank holds."""
+    spec = model.spec
+    for layer in sorted(index for chunk in model.chunks for index in chunk.layers):
+        feed_forward = spec.layers[layer].feed_forward
+        if isinstance(feed_forward, MoESpec):
+            yield f"decoder.layers.{layer}.mlp.", feed_forward
     last = spec.layers[-1].feed_forward
-    if spec.mtp is not None and isinstance(last, MoESpec):
-        count = 1 if spec.mtp.repeated_layer else spec.mtp.num_layers
-        found += [(f"mtp.layers.{depth}.transformer_layer.mlp.", last) for depth in range(count)]
-    return found
+    if model.mtp is not None and isinstance(last, MoESpec):
+        for depth in range(model.mtp.num_layers):
+            yield f"mtp.layers.{depth}.transformer_layer.mlp.", last

@@ -9,13 +9,16 @@ from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import local_part, named_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.train import CheckpointSpec
 from megatron_moe.train.evaluate import evaluate
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.upcycle import dense_ancestor, load_upcycled
 from tests import tiny
-from tests.tolerances import FP64_REF
+from tests.ranks import on_threads
+from tests.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
 CONTEXT = ParallelContext.single(dtype=torch.float64)
@@ -38,7 +41,7 @@ def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
     sparse = build_model(tiny.plan(model=spec), CONTEXT, KERNELS)
     source = find(CheckpointSpec(load=str(tmp_path)), CONTEXT)
     lines = []
-    load_upcycled(source, granularity, sparse, CONTEXT, KERNELS, say=lines.append)
+    load_upcycled(source, granularity, sparse, CONTEXT, say=lines.append)
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
     pipelines = [Pipeline(tiny.plan(model=model.spec), CONTEXT, model) for model in (sparse, dense)]
@@ -52,7 +55,7 @@ def test_an_inexact_conversion_says_why(tmp_path):
     dense_checkpoint(dense_ancestor(spec, 1), tmp_path)
     lines = []
     source = find(CheckpointSpec(load=str(tmp_path)), CONTEXT)
-    load_upcycled(source, 1, build_model(tiny.plan(model=spec), CONTEXT, KERNELS), CONTEXT, KERNELS, say=lines.append)
+    load_upcycled(source, 1, build_model(tiny.plan(model=spec), CONTEXT, KERNELS), CONTEXT, say=lines.append)
     assert any("softmax before top-k" in line for line in lines), lines
 
 
@@ -61,4 +64,30 @@ def test_another_dense_model_is_refused(tmp_path):
     dense_checkpoint(dense_ancestor(spec, 2), tmp_path)
     source = find(CheckpointSpec(load=str(tmp_path)), CONTEXT)
     with pytest.raises(CheckpointProblem, match="does not fit this run"):
-        load_upcycled(source, 1, build_model(tiny.plan(model=spec), CONTEXT, KERNELS), CONTEXT, KERNELS)
+        load_upcycled(source, 1, build_model(tiny.plan(model=spec), CONTEXT, KERNELS), CONTEXT)
+
+
+LAYOUTS = {
+    "tp2": ParallelSpec(world_size=2, tp=2, etp=2, sequence_parallel=True),
+    "ep4": ParallelSpec(world_size=4, ep=4),
+    "tp2-ep2-etp1": ParallelSpec(world_size=4, tp=2, ep=2, sequence_parallel=True),
+    "pp2": ParallelSpec(world_size=2, pp=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("granularity", [1, 2])
+def test_every_layout_gets_its_part_of_the_upcycled_model(tmp_path, granularity, layout):
+    spec = tiny.model(num_layers=4, moe_spec=tiny.moe(tiny.router(topk=2), dispatcher="alltoall"))
+    dense_checkpoint(dense_ancestor(spec, granularity), tmp_path)
+
+    def upcycled(context):
+        model = build_model(tiny.plan(model=spec, parallel=context.spec), context, KERNELS)
+        source = find(CheckpointSpec(load=str(tmp_path)), context)
+        load_upcycled(source, granularity, model, context, say=lambda line: None)
+        return dict(named_parameters(model))
+
+    whole = {name: parameter.detach() for name, parameter in upcycled(CONTEXT).items()}
+    for held in on_threads(layout, upcycled):
+        for name, parameter in held.items():
+            EXACT.check(parameter, local_part(whole[name], parameter.boxes, parameter.meta), name)
