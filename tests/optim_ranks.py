@@ -136,7 +136,7 @@ def step_with(
     buffers = optimizer.buffers
     buffers.begin_step(1)
     for slot in buffers.slots:
-        slot.parameter.grad = gradients[slot.name].to(slot.parameter.dtype)
+        slot.parameter.grad = gradients[slot.name].to(slot.parameter)
     buffers.collect()
     finish_gradients(buffers, buffers.context)
     norms = gradient_norms(buffers, buffers.context)
@@ -144,7 +144,7 @@ def step_with(
         lr=3e-2,
         weight_decay=0.1,
         grad_scale=clip_coefficient(norms["all"], clip),
-        proceed=torch.tensor(proceed),
+        proceed=torch.tensor(proceed, device=buffers.device),
     )
     return norms
 

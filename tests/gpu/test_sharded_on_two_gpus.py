@@ -1,0 +1,80 @@
+"""ZeRO-1 under NCCL: reductions in place, means in the collective, gathers on their own stream."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.clip import clip_coefficient, gradient_norms
+from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
+from tests.optim_parameters import FP64
+from tests.optim_ranks import SPEC, make_parameters, my_gradient, run_alone
+from tests.ranks import free_port
+from tests.tolerances import EXACT, FP64_LAYOUT
+
+pytestmark = pytest.mark.gpu2
+
+NUM_RANKS = 2
+NUM_STEPS = 4
+MODES = {
+    "plain": DataParallelSpec(bucket_size=100),
+    "zero": DataParallelSpec(sharded_optimizer=True, bucket_size=100),
+    "zero-padded": DataParallelSpec(sharded_optimizer=True, pad_buckets=True),
+    "zero-early": DataParallelSpec(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=100),
+    "plain-early": DataParallelSpec(overlap_grad_reduce=True, bucket_size=100),
+    "zero-mean": DataParallelSpec(sharded_optimizer=True, average_in_collective=True, bucket_size=100),
+    "zero-fp32-sums": DataParallelSpec(sharded_optimizer=True, fp32_sums=True, bucket_size=100),
+}
+
+
+def train(context: ParallelContext, mode: DataParallelSpec) -> dict[str, Tensor]:
+    """Clipped steps; after the first ones, in which NCCL and the allocator warm up, nothing waits for the device."""
+    parameters = make_parameters(context)
+    buffers = GradBuffers(parameters.items(), FP64, context, reference.bundle(), optimizer=SPEC, data_parallel=mode)
+    optimizer = Optimizer(buffers, FP64)
+    gradients = [
+        {name: my_gradient(name, step, p, context).to(context.device) for name, p in parameters.items()}
+        for step in range(NUM_STEPS)
+    ]
+    yes = torch.ones((), dtype=torch.bool, device=context.device)
+    for step in range(NUM_STEPS):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        buffers.begin_step(1)
+        # a backward pass whose gradients are the given ones
+        sum((p * gradients[step][name]).sum() for name, p in parameters.items()).backward()
+        buffers.collect()
+        if mode.overlap_grad_reduce and step:
+            assert buffers.reducer.num_started == len(buffers.reducer.buckets), "nothing began early"
+        finish_gradients(buffers, context)
+        norms = gradient_norms(buffers, context)
+        optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=clip_coefficient(norms["all"], 1.0), proceed=yes)
+        torch.cuda.set_sync_debug_mode("default")
+    return {**{name: p.detach().cpu() for name, p in parameters.items()}, "norm": norms["all"].cpu()}
+
+
+def rank_main(rank: int, port: int, folder: str) -> None:
+    launch = Launch(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
+    context = ParallelContext.start(ParallelSpec(world_size=NUM_RANKS), launch, device="cuda", dtype="fp64")
+    found = {name: train(context, mode) for name, mode in MODES.items()}
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    context.stop()
+
+
+def test_every_way_to_reduce_and_gather_gives_the_weights_of_one_rank(tmp_path: Path) -> None:
+    mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=NUM_RANKS)
+    alone = run_alone(ParallelSpec(world_size=NUM_RANKS), num_steps=NUM_STEPS)
+    expected = {name: data for name, (data, _) in alone.weights.items()} | {"norm": alone.norms[-1]["all"]}
+    for rank in range(NUM_RANKS):
+        found = pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes())
+        for name, values in found.items():
+            FP64_LAYOUT.check_all(values, expected, f"{name} on rank {rank}")
+            EXACT.check_all(values, found["plain"], f"{name} on rank {rank}, against the plain one")
