@@ -171,9 +171,9 @@ def on_this_rank(
     """What one rank has to say; see `gathered`."""
     layer, tally = make_layer(spec, ctx, change), Tally()
     out, hidden, place = forward_backward(layer, ctx, parallel, data, tally)
-    parts = {name: (p.grad, p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
+    parts = {name: (p.grad.cpu(), p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
     metrics = {n: m.value for n, m in tally.take(ctx).items()}
-    return place, out.detach(), hidden.grad / parallel.cp, parts, metrics, _state(layer)
+    return place, out.detach().cpu(), hidden.grad.cpu() / parallel.cp, parts, metrics, _state(layer)
 
 
 def forward_backward(
@@ -181,7 +181,7 @@ def forward_backward(
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Output and input of this rank's tokens, and its place in (dp, cp, tp)."""
     place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
-    hidden, push, _ = data.piece(parallel, *place)
+    hidden, push, _ = (part if part is None else part.to(ctx.device) for part in data.piece(parallel, *place))
     hidden = hidden.clone().requires_grad_()
     out = layer(hidden, _meta_on_rank(hidden, ctx, data.valid[place[0]], tally))
     (out * push).sum().mul(parallel.cp).backward()
@@ -204,7 +204,7 @@ def _meta_on_rank(hidden: Tensor, ctx: ParallelContext, valid: Tensor | None, ta
     """Validity is given for all positions of the context-parallel rank; the router takes those of its tp rank."""
     cp = ctx.group("cp")
     if valid is not None:
-        valid = valid.chunk(cp.size, dim=1)[cp.rank]
+        valid = valid.chunk(cp.size, dim=1)[cp.rank].to(ctx.device)
     return meta_of(hidden, valid, tally=tally, aux_scale=float(cp.size))
 
 
@@ -228,4 +228,4 @@ def _pieces(shape: ParallelSpec, dp: int) -> list[tuple[int, int, int]]:
 
 def _state(layer: MoELayer) -> dict[str, Tensor]:
     router = layer.router
-    return {} if router.expert_bias is None else {"tokens_since_update": router.tokens_since_update.clone()}
+    return {} if router.expert_bias is None else {"tokens_since_update": router.tokens_since_update.cpu().clone()}

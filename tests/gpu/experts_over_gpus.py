@@ -1,0 +1,88 @@
+"""What every rank of the tests of experts over GPUs runs."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from megatron_moe.kernels.choose import choose
+from megatron_moe.model.init import init_parameters
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.model import InitSpec
+from megatron_moe.specs.moe import CapacitySpec, MoESpec
+from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.run import KernelSpec
+from tests.moe.parallel.folded import HIDDEN, Data, folds, meta_of, moe_spec, on_this_rank
+from tests.ranks import free_port
+
+BALANCED = {
+    "score_function": "sigmoid",
+    "expert_bias": True,
+    "balancing": ("aux_loss", "seq_aux_loss"),
+    "aux_loss_coeffs": (0.3, 0.2),
+    "z_loss_coeff": 0.1,
+}
+CAPACITIES = (None, CapacitySpec(factor=0.75), CapacitySpec(factor=1.0, pad=True))
+
+
+def cases(num_ranks: int) -> list[tuple[ParallelSpec, MoESpec, Data]]:
+    """Every fold and dispatcher, with features in turn."""
+    found = []
+    for place, fold in enumerate(folds(num_ranks)):
+        for dispatcher in ("allgather", "alltoall"):
+            capacity = CAPACITIES[(place + (dispatcher == "alltoall")) % 3]
+            router = BALANCED if capacity is None else {}
+            spec = moe_spec(
+                dispatcher=dispatcher, router=router, capacity=capacity, bias=True, shared=True, overlap=True
+            )
+            found.append((fold, spec, Data.random(fold.dp, padded=True)))
+    return found
+
+
+def every_case(context_of: Callable[[ParallelSpec, str], ParallelContext], num_ranks: int) -> list[Any]:
+    results = []
+    for fold, spec, data in cases(num_ranks):
+        ctx = context_of(fold, "fp64")
+        results.append(on_this_rank(ctx, spec, fold, data))
+        ctx.stop()
+    return results
+
+
+def without_waiting(context_of: Callable[[ParallelSpec, str], ParallelContext], num_ranks: int) -> list[Any]:
+    """Two steps of what declares no host read; the second one fails if anything waits for the device."""
+    fold = ParallelSpec(world_size=num_ranks, ep=num_ranks)
+    ctx = context_of(fold, "bf16")
+    kernels = choose(KernelSpec(), ctx.device, ctx.dtype)
+    done = []
+    for dispatcher, capacity in (("allgather", None), ("alltoall", CapacitySpec(factor=1.0, pad=True))):
+        spec = moe_spec(dispatcher=dispatcher, router={"dtype": "fp32"}, capacity=capacity, shared=True, overlap=True)
+        layer = MoELayer(spec, 0, ctx, kernels)
+        init_parameters(layer, 5, InitSpec(method="unit_gain"))
+        hidden = torch.randn(64, 2, HIDDEN, device=ctx.device).bfloat16()
+        for mode in ("default", "error"):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            leaf = hidden.detach().requires_grad_()
+            layer(leaf, meta_of(leaf, None)).sum().backward()
+            torch.cuda.set_sync_debug_mode("default")
+        done.append((dispatcher, bool(leaf.grad.isfinite().all())))
+    ctx.stop()
+    return done
+
+
+def rank_main(rank: int, num_ranks: int, port: int, job: Callable[..., list[Any]], folder: str) -> None:
+    def context_of(spec: ParallelSpec, dtype: str) -> ParallelContext:
+        launch = Launch(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, master_port=port)
+        return ParallelContext.start(spec, launch, device="cuda", dtype=dtype)
+
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(job(context_of, num_ranks)))
+
+
+def on_gpus(num_ranks: int, job: Callable[..., list[Any]], folder: Path) -> list[list[Any]]:
+    """What `job` returns on every rank, one process per GPU."""
+    mp.spawn(rank_main, args=(num_ranks, free_port(), job, str(folder)), nprocs=num_ranks)
+    return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
