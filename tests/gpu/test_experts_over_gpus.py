@@ -1,4 +1,4 @@
-"""The MoE layer over ranks under NCCL: the numbers of one rank, and no waiting for the device where none is declared."""
+"""Experts over ranks under NCCL: the numbers of one rank, and no waiting for the device where none is declared."""
 
 from pathlib import Path
 
