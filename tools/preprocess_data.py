@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
@@ -160,8 +160,9 @@ def write_documents(
 
 def preprocess(args: argparse.Namespace) -> Progress:
     """The whole work of the tool."""
+    kind: Any = OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type)
     spec = TokenizerSpec(
-        kind=OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type),
+        kind=kind,
         model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,

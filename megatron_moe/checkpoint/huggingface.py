@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_moe.checkpoint import names
-from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 from megatron_moe.specs.families.derive import differences, model_spec_from_hf
 from megatron_moe.specs.model import ModelSpec
 
@@ -67,7 +67,7 @@ def load_hf(folder: Path, model: nn.Module, spec: ModelSpec) -> list[str]:
         if problems:
             raise CheckpointProblem(
                 f"{folder} does not fit this model in {len(problems)} places; compare the model flags with its "
-                "config.json:\n  " + "\n  ".join(problems)
+                f"config.json:\n  {listed(problems)}"
             )
         for counterpart in counterparts:
             tensors = [source.tensor(name) for name in counterpart.theirs]
@@ -119,10 +119,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
         absent = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
         if absent or not files:
-            listed = ", ".join(absent) or "no file at all"
-            raise CheckpointProblem(
-                f"{folder / _INDEX} names {listed}, not found beside it; download the folder again."
-            )
+            named = ", ".join(absent) or "no file at all"
+            raise CheckpointProblem(f"{folder / _INDEX} names {named}, not found beside it; download the folder again.")
         return [folder / name for name in files]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
@@ -178,8 +176,8 @@ def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, 
             made = None
         expected = tuple(_slice(targets, counterpart).shape)
         if made != expected:
-            listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(counterpart.theirs, shapes, strict=True))
-            problems.append(f"another shape: {counterpart.ours} {list(expected)} from {listed}")
+            theirs = ", ".join(f"{name} {list(shape)}" for name, shape in zip(counterpart.theirs, shapes, strict=True))
+            problems.append(f"another shape: {counterpart.ours} {list(expected)} from {theirs}")
     return problems
 
 

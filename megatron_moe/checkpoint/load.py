@@ -36,12 +36,11 @@ from megatron_moe.checkpoint.shards import (
 )
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 from megatron_moe.specs.train import CheckpointSpec
 
 HUGGING_FACE = "hf:"
 RUN_FOLDER_CHECKPOINTS = "checkpoints"
-_MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -328,17 +327,16 @@ def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: 
 
 
 def _does_not_fit(path: Path, problems: list[str]) -> str:
-    listed = "\n  ".join(problems[:_MAX_LISTED])
-    more = f"\n  and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
     return (
         f"checkpoint {path} does not fit this run in {len(problems)} tensors; give the model flags it was saved with, "
-        f"or --no-load-optim when only optimizer state differs:\n  {listed}{more}"
+        f"or --no-load-optim when only optimizer state differs:\n  {listed(problems)}"
     )
 
 
 def _nothing_verifies(source: Source, reasons: list[str]) -> str:
-    listed = "\n  ".join(reasons[:_MAX_LISTED])
     if source.origin == "--ckpt-step":
-        return f"the checkpoint asked for with --ckpt-step is damaged and is not replaced by another one:\n  {listed}"
-    remedy = "--fresh to start over" if source.origin == "--save" else f"another folder than {source.location}"
-    return f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}:\n  {listed}"
+        what = "the checkpoint asked for with --ckpt-step is damaged and is not replaced by another one"
+    else:
+        remedy = "--fresh to start over" if source.origin == "--save" else f"another folder than {source.location}"
+        what = f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}"
+    return f"{what}:\n  {listed(reasons)}"

@@ -3,7 +3,10 @@
 Job scripts must read `status.json` as well, because torchrun turns every non-zero code into 1.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
+
+_MAX_LISTED = 20
 
 
 class ExitCode(IntEnum):
@@ -72,3 +75,9 @@ class SaveProblem(RunError):
     """Saving failed repeatedly."""
 
     code = ExitCode.SAVE_FAILED
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Lines for the end of a sentence, each on its own; of many the first, and how many more there are."""
+    more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return "\n  ".join([*lines[:_MAX_LISTED], *more])

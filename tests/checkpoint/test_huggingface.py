@@ -93,6 +93,15 @@ def test_every_problem_is_listed_at_once(tmp_path: Path):
     assert "not a plain floating-point tensor: model.layers.1.mlp.gate.weight is I8" in message
 
 
+def test_of_many_problems_the_first_are_listed_and_the_rest_counted(tmp_path: Path):
+    spec = written(ROUTED, tmp_path)
+    names = [name for name in tensors_in(tmp_path) if ".mlp.experts." in name]
+    rewrite(tmp_path, {name: torch.zeros(3, 3) for name in names})
+    lines = refusal(tmp_path, spec).splitlines()
+    # gate and up of an expert make up one parameter, down another
+    assert lines[-1].strip() == f"and {len(names) * 2 // 3 - 20} more" and len(lines) == 1 + 20 + 1
+
+
 @pytest.mark.parametrize(
     "field, sentence",
     [
