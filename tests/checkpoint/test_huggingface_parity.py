@@ -23,7 +23,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.families.derive import model_spec_from_hf
 from megatron_moe.specs.model import ModelSpec
 from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved, saved_gradients, tokens
-from tests.tolerances import EXACT, FP32_MODEL
+from tests.tolerances import EXACT, FP32_PARITY
 
 CONFIGS = configs()
 
@@ -59,12 +59,12 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     tokens_BS = tokens()
 
     expected, actual = published(tokens_BS).logits, our_logits(model, tokens_BS)
-    FP32_MODEL.check(actual, expected, "logits")
+    FP32_PARITY.check(actual, expected, "logits")
 
     mean_loss(expected, tokens_BS).backward()
     mean_loss(actual, tokens_BS).backward()
     gradients = ours(spec, saved_gradients(published, tmp_path / "gradients"))
-    FP32_MODEL.check_all(
+    FP32_PARITY.check_all(
         {parameter: value.grad for parameter, value in model.named_parameters()},
         {parameter: value.detach() for parameter, value in gradients.named_parameters()},
         "gradients",
@@ -120,11 +120,11 @@ def test_a_spec_that_is_wrong_in_one_field_of_one_layer_does_not_agree(
     right = dict(ours(spec, tmp_path).state_dict())
     model.load_state_dict({key: right[key] for key in model.state_dict()})
     expected = published(tokens()).logits
-    assert FP32_MODEL.problem(our_logits(model, tokens()), expected, "logits") is not None
+    assert FP32_PARITY.problem(our_logits(model, tokens()), expected, "logits") is not None
 
 
 def test_padding_the_vocabulary_leaves_the_logits_of_true_words_as_they_are(tmp_path: Path):
     published, spec = spec_of(CONFIGS["mixtral"], tmp_path)
     padded = our_logits(ours(replace(spec, vocab_size=96), tmp_path), tokens())
-    FP32_MODEL.check(padded[..., :VOCAB], published(tokens()).logits, "logits")
+    FP32_PARITY.check(padded[..., :VOCAB], published(tokens()).logits, "logits")
     EXACT.check(padded[..., VOCAB:], torch.zeros(2, 24, 96 - VOCAB), "logits of padding rows")
