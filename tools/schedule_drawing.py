@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_moe.specs.pipeline.actions import Action, Entry, Pair, parts
 from megatron_moe.specs.pipeline.simulate import Report, Span
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward_weight", "~"))
@@ -94,8 +91,8 @@ def draw(report: Report, vpp: int, title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bar(axes: "Axes", rank: int, span: Span, vpp: int, time: float) -> None:
-    """One computation; a pair has its forward above its backward."""
+def _bar(axes: Any, rank: int, span: Span, vpp: int, time: float) -> None:
+    """One computation, on matplotlib's axes; a pair has its forward above its backward."""
     actions = parts(span.entry)
     height = 0.86 / len(actions)
     long = span.end - span.start
