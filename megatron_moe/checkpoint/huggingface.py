@@ -120,13 +120,7 @@ def _weight_files(folder: Path) -> list[Path]:
         absent = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
         if absent or not files:
             named = ", ".join(absent) or "no file at all"
-<<<<<<< Updated upstream
             raise CheckpointProblem(f"{folder / _INDEX} names {named}, not found beside it; download the folder again.")
-=======
-            raise CheckpointProblem(
-                f"{folder / _INDEX} names {named}, not found beside it; download the folder again."
-            )
->>>>>>> Stashed changes
         return [folder / name for name in files]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]

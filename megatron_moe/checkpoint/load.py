@@ -335,14 +335,8 @@ def _does_not_fit(path: Path, problems: list[str]) -> str:
 
 def _nothing_verifies(source: Source, reasons: list[str]) -> str:
     if source.origin == "--ckpt-step":
-<<<<<<< Updated upstream
         what = "the checkpoint asked for with --ckpt-step is damaged and is not replaced by another one"
     else:
         remedy = "--fresh to start over" if source.origin == "--save" else f"another folder than {source.location}"
         what = f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}"
     return f"{what}:\n  {listed(reasons)}"
-=======
-        return f"the checkpoint asked for with --ckpt-step is damaged and is not replaced by another one:\n  {listed(reasons)}"
-    remedy = "--fresh to start over" if source.origin == "--save" else f"another folder than {source.location}"
-    return f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}:\n  {listed(reasons)}"
->>>>>>> Stashed changes
