@@ -70,6 +70,7 @@ def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:
         pp=pipeline.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
         cp_sub_axes=_cp_sub_axes(flags),
+        max_seqlen_per_rank=parallel.max_seqlen_per_dp_cp_rank if parallel.hybrid_context_parallel else None,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size or tp,
         world_size=launch.world_size,

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 CP = "--global-batch-size 32 --context-parallel-size"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -117,6 +118,34 @@ RANK_CASES = (
         f"{TP2} --seq-length 127",
         "sequences of 127 tokens do not divide among 2",
         f"{TP2} --seq-length 126",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "dynamic_splits_have_a_limit",
+        f"{CP} 2 --hybrid-context-parallel",
+        "does not know how much a rank may hold",
+        f"{CP} 2 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 64",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "dynamic_splits_halve_the_ranks",
+        f"--context-parallel-size 3 --seq-length 126 {DYNAMIC}",
+        "3 context-parallel ranks are not a power of two",
+        f"--context-parallel-size 4 --seq-length 128 {DYNAMIC} --global-batch-size 24",
+        environ={**EIGHT_RANKS, "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "12"},
+    ),
+    Case(
+        "dynamic_splits_have_one_level",
+        f"{CP} 4 {DYNAMIC} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "not over a changing number of them",
+        f"{CP} 4 {DYNAMIC} --cp-comm-type a2a --hierarchical-context-parallel-sizes 2 2",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "dynamic_splits_balance_over_tokens",
+        f"{CP} 4 {DYNAMIC} --moe-router-load-balancing-type seq_aux_loss",
+        "counts every sequence over all context-parallel ranks",
+        f"{CP} 4 {DYNAMIC} --moe-router-load-balancing-type aux_loss",
         environ=EIGHT_RANKS,
     ),
     Case(

@@ -77,9 +77,43 @@ def heads_divide_among_the_ranks(
     return None
 
 
+def dynamic_splits_have_a_limit(hybrid_context_parallel: bool, max_seqlen_per_dp_cp_rank: int | None) -> Complaint:
+    """How many ranks a microbatch needs follows from how much of a document one rank may hold."""
+    if not hybrid_context_parallel or max_seqlen_per_dp_cp_rank is not None:
+        return None
+    return "--hybrid-context-parallel does not know how much a rank may hold", "give --max-seqlen-per-dp-cp-rank"
+
+
+def dynamic_splits_halve_the_ranks(hybrid_context_parallel: bool, context_parallel_size: int) -> Complaint:
+    """Groups of 1, 2, 4, ... ranks are made at start, up to all context-parallel ranks."""
+    if not hybrid_context_parallel or context_parallel_size.bit_count() == 1:
+        return None
+    return f"{context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
+
+
+def dynamic_splits_have_one_level(hybrid_context_parallel: bool, cp_comm_type: tuple[str, ...]) -> Complaint:
+    """Two levels of ranks are made for one degree of splitting."""
+    if hybrid_context_parallel and "a2a+p2p" in cp_comm_type:
+        return "a2a+p2p splits over all context-parallel ranks, not over a changing number of them", "use p2p or a2a"
+    return None
+
+
+def dynamic_splits_balance_over_tokens(
+    hybrid_context_parallel: bool, moe_router_load_balancing_type: tuple[str, ...]
+) -> Complaint:
+    """Ranks that hold different sequences cannot count the tokens of one sequence together."""
+    if hybrid_context_parallel and "seq_aux_loss" in moe_router_load_balancing_type:
+        return "seq_aux_loss counts every sequence over all context-parallel ranks", "use aux_loss or global_aux_loss"
+    return None
+
+
 RULES = (
     chunks_share_the_sequence,
     layers_exchange_in_one_way,
     two_levels_make_the_ranks,
     heads_divide_among_the_ranks,
+    dynamic_splits_have_a_limit,
+    dynamic_splits_halve_the_ranks,
+    dynamic_splits_have_one_level,
+    dynamic_splits_balance_over_tokens,
 )

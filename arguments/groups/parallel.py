@@ -123,10 +123,15 @@ class ParallelFlags:
         "auto", status="no effect", note="belongs to --use-megatron-fsdp"
     )
     """Format in which gradients travel."""
-    hybrid_context_parallel: bool = flag(False, status="not yet", note="use data-parallel ranks")
-    """Split every packed sequence over as many ranks as it needs."""
-    max_seqlen_per_dp_cp_rank: int | None = flag(None, status="not yet", note="belongs to --hybrid-context-parallel")
-    """Tokens of one sequence that a rank holds at most."""
+    hybrid_context_parallel: bool = flag(
+        False,
+        names=("--dynamic-context-parallel",),
+        status="close",
+        note="among the context-parallel ranks, one degree per microbatch; smaller groups share its sequences",
+    )
+    """Split a microbatch over as few context-parallel ranks as its longest document needs."""
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
+    """Of --hybrid-context-parallel: tokens of one document that a rank holds at most."""
     overlap_dispatch_backward_with_experts_wgrad: bool = flag(False, status="no effect", note="concerns speed")
     """Compute experts' weight gradients while rows travel back."""
     ep_overlap_early_attn_memory_release: bool = flag(False, status="no effect", note="concerns memory")

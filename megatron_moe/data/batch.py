@@ -12,7 +12,7 @@ from megatron_moe.data.samples import PADDING
 from megatron_moe.logs.tally import Tally
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import Key
-from megatron_moe.parallel.sequence_split import SequencePart, split_places
+from megatron_moe.parallel.sequence_split import SequencePart, fewest_ranks, split_places
 from megatron_moe.specs.attention import RopeSpec
 from megatron_moe.specs.exitcodes import DataProblem
 
@@ -31,11 +31,11 @@ class TokenMeta:
     """Which places of the sequence this context-parallel rank holds: the tensors here have its places only. None: all
     of them."""
     whole_segments_BS: Tensor | None = None
-    """`segments_BS` of the whole sequence where this is a part."""
+    """`segments_BS` of whole sequences, where this rank holds parts of them."""
     cu_seqlens: Tensor | None = None
     """int32 [documents + 1] boundaries of packed sequences, B = 1."""
     max_seqlen: int | None = None
-    """Longest packed sequence, known to the host."""
+    """Longest document in whose bounds attention stays, known to the host; None: nothing bounds it."""
     aux_scale: Tensor | float = 1.0
     """Weight with which balancing losses of this microbatch enter the gradient: 1 / number of microbatches, or the
     number of valid tokens of the microbatch when the loss is divided once by the tokens of the global batch."""
@@ -125,6 +125,7 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskSpec, loss
         meta=TokenMeta(
             positions_BS=torch.from_numpy(_positions(starts, masks.reset_position_ids)),
             segments_BS=torch.from_numpy(np.cumsum(starts, axis=1)) if masks.reset_attention_mask else None,
+            max_seqlen=_longest(starts) if masks.reset_attention_mask else None,
             valid_BS=torch.from_numpy(~input_padding) if input_padding.any() else None,
         ),
     )
@@ -151,7 +152,7 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
     cp, meta = context.group("cp"), batch.meta
     if cp.size == 1:
         return batch
-    part = SequencePart(split_places(context.spec.cp_split, batch.tokens_BS.shape[1], cp.size), cp.rank)
+    part = _part(batch, context)
     return MicroBatch(
         tokens_BS=part.take(batch.tokens_BS),
         labels_BS=part.take(batch.labels_BS),
@@ -162,10 +163,33 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
             segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
             valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
             part=part,
-            whole_segments_BS=meta.segments_BS,
+            whole_segments_BS=None if meta.segments_BS is None else part.sequences(meta.segments_BS),
         ),
         whole=batch,
     )
+
+
+def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
+    """Over all context-parallel ranks; or over as few as the longest document needs, neighbours of each other, and the
+    groups share the sequences."""
+    cp, limit = context.group("cp"), context.spec.max_seqlen_per_rank
+    batch_size, seq = batch.tokens_BS.shape
+    degree = cp.size
+    if limit is not None:
+        degree = fewest_ranks(batch.meta.max_seqlen or seq, limit, batch_size, cp.size)
+    return SequencePart(
+        split_places(context.spec.cp_split, seq, degree),
+        cp.rank % degree,
+        group="cp" if limit is None else f"cp_{degree}",
+        share=(cp.rank // degree, cp.size // degree),
+    )
+
+
+def _longest(starts: np.ndarray) -> int:
+    """Tokens of the longest document, from where documents start [B, S]."""
+    edge = np.ones_like(starts[:, :1])
+    borders = np.flatnonzero(np.concatenate([edge, starts[:, 1:]], axis=1))
+    return int(np.diff(borders, append=starts.size).max())
 
 
 def _positions(starts: np.ndarray, reset: bool) -> np.ndarray:

@@ -55,8 +55,9 @@ def core_attention(
 ) -> Tensor:
     """-> [S, B, N, E]. N and G are this rank's share of the heads; `site` names the dropout."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
-    if meta.part is None:
-        assert ctx.group("cp").size == 1, "a context-parallel rank must know which part of the sequence it holds"
+    if meta.part is None or len(meta.part.of_ranks) == 1:
+        known = meta.part is not None or ctx.group("cp").size == 1
+        assert known, "a context-parallel rank must know which part of the sequence it holds"
         return _whole(heads, spec, meta.segments_BS, meta.key(site), ctx, kernels)
     return _SplitSequence(spec, meta.part, meta.whole_segments_BS, meta.key(site), ctx, kernels).attend(heads)
 
@@ -88,7 +89,7 @@ class _SplitSequence:
     kernels: Kernels
 
     def attend(self, heads: Heads) -> Tensor:
-        cp = self.ctx.group("cp")
+        cp = self.ctx.group(self.part.group)
         match self.spec.context_exchange:
             case "p2p":
                 return self._around(cp, self.part.of_ranks, heads)

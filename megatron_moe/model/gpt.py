@@ -175,7 +175,7 @@ def objective(
     mask_BS = batch.loss_mask_BS
     total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()
     tokens = own_tokens if batch.whole is None else batch.whole.loss_mask_BS.sum()
-    num_parts = 1 if batch.meta.part is None else len(batch.meta.part.of_ranks)
+    num_parts = 1 if batch.meta.part is None else batch.meta.part.num_parts
     scalar = total if per_token else total / tokens.clamp(min=1) * num_parts
     if mtp is not None:
         for depth, (loss_BS, weights_BS, num_ahead) in enumerate(output.mtp_losses, start=1):

@@ -33,13 +33,35 @@ def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
     return tuple((chunks[i], chunks[-1 - i]) for i in range(num_ranks))
 
 
+def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -> int:
+    """The smallest power of two of ranks to split sequences over.
+
+    Each then holds at most `limit` tokens of the `longest` document, and the groups of so many ranks share the
+    sequences of the microbatch equally. At most `num_ranks`, which is a power of two.
+    """
+    degree = 1
+    while degree < num_ranks and (longest > limit * degree or num_sequences % (num_ranks // degree)):
+        degree *= 2
+    return degree
+
+
 @dataclass(frozen=True)
 class SequencePart:
-    """What one context-parallel rank holds of a sequence, and what the others do."""
+    """What one context-parallel rank holds of a microbatch's sequences, and what the others of its group do."""
 
     of_ranks: tuple[Chunks, ...]
     """The chunks of every rank of the group, in group order."""
     rank: int
+    """Index in the group."""
+    group: str = "cp"
+    """Name of the ranks that split the same sequences."""
+    share: tuple[int, int] = (0, 1)
+    """(index, number): which share of the microbatch's sequences the group has."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many ranks have a part of the microbatch."""
+        return len(self.of_ranks) * self.share[1]
 
     @property
     def chunks(self) -> Chunks:
@@ -47,8 +69,13 @@ class SequencePart:
         return self.of_ranks[self.rank]
 
     def take(self, x_BS: Tensor) -> Tensor:
-        """This rank's places of a tensor over the whole sequence in dim 1."""
-        return take_places(x_BS, self.chunks)
+        """This rank's part of a tensor over the whole microbatch."""
+        return take_places(self.sequences(x_BS), self.chunks)
+
+    def sequences(self, x_BS: Tensor) -> Tensor:
+        """All places of the sequences of this rank's group."""
+        index, number = self.share
+        return x_BS if number == 1 else x_BS.chunk(number)[index]
 
 
 def take_places(x_BS: Tensor, chunks: Chunks) -> Tensor:

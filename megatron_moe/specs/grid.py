@@ -93,7 +93,7 @@ def _grid(spec: ParallelSpec, sizes: dict[str, int], product: str) -> Grid:
 
 def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
     """Name -> the groups of that name over the whole world, plus "embedding" (first and last stage) and "world";
-    with two levels of context parallelism also "cp_a2a" and "cp_p2p"."""
+    with two levels of context parallelism also "cp_a2a" and "cp_p2p", with a dynamic one "cp_1", "cp_2", "cp_4" ..."""
     attention, expert = attention_grid(spec), expert_grid(spec)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
@@ -102,8 +102,23 @@ def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
     if spec.cp_sub_axes is not None:
         levels = tuple(zip(("cp_a2a", "cp_p2p"), spec.cp_sub_axes, strict=True))
         groups |= {name: attention.cut("cp", levels).groups((name,)) for name, _ in levels}
+    if spec.max_seqlen_per_rank is not None:
+        groups |= {f"cp_{degree}": _neighbours(attention, degree) for degree in context_degrees(spec.cp)}
     groups["world"] = [tuple(range(spec.world_size))]
     return groups
+
+
+def context_degrees(cp: int) -> list[int]:
+    """Powers of two from 1 to the context-parallel size, which is one."""
+    if cp.bit_count() != 1:
+        raise FoldError(f"dynamic context parallelism over {cp} ranks: not a power of two")
+    return [1 << exponent for exponent in range(cp.bit_length())]
+
+
+def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
+    """Groups of `degree` ranks that are next to each other on the context-parallel axis."""
+    cp = dict(attention.axes)["cp"]
+    return attention.cut("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
 
 
 def _embedding_groups(spec: ParallelSpec, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:

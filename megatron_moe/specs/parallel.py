@@ -36,6 +36,9 @@ class ParallelSpec:
     """Which places of a sequence a context-parallel rank holds; see `parallel/sequence_split.py`."""
     cp_sub_axes: tuple[int, int] | None = None
     """(a2a, p2p) sizes of the two levels of "a2a+p2p", whose product is cp; neighbours exchange heads."""
+    max_seqlen_per_rank: int | None = None
+    """Dynamic context parallelism: a microbatch is split over as few of the cp ranks as keep a rank's share of its
+    longest document within so many tokens. None: over all of them."""
     order: str = "tp-cp-ep-dp-pp"
     """Axes from the fastest varying rank to the slowest."""
     timeout_minutes: float = 10.0

@@ -216,6 +216,12 @@ def test_two_levels_of_context_parallelism_are_there_where_a_layer_uses_them():
     assert plan_of("--cp-comm-type a2a+p2p").parallel.cp_sub_axes is None
 
 
+def test_dynamic_context_parallelism_has_its_limit():
+    limit = "--context-parallel-size 4 --global-batch-size 32 --max-seqlen-per-dp-cp-rank 64"
+    assert plan_of(f"{limit} --hybrid-context-parallel", environ=EIGHT_RANKS).parallel.max_seqlen_per_rank == 64
+    assert plan_of(limit, environ=EIGHT_RANKS).parallel.max_seqlen_per_rank is None
+
+
 def test_norms_initial_values_and_dropout():
     model = plan_of("--apply-layernorm-1p --norm-epsilon 1e-6 --init-method-std 0.01 --hidden-dropout 0.2").model
     assert model.norm == NormSpec(kind="RMSNorm", eps=1e-6, zero_centered=True)

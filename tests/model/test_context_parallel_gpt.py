@@ -153,6 +153,21 @@ def test_every_layer_may_exchange_in_its_own_way() -> None:
     check(spec, microbatch(2, SEQ), LEVELS)
 
 
+@pytest.mark.parametrize(("limit", "degree"), [(SEQ, 1), (7, 2), (4, 4)])
+@pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
+def test_a_degree_per_microbatch_changes_nothing(exchange: str, limit: int, degree: int) -> None:
+    """Groups of `degree` of the four ranks split the sequences of up to 13 tokens that stay together."""
+    parallel = replace(CP4, max_seqlen_per_rank=limit)
+    half, other = documents(), documents()
+    packed = {name: torch.cat([half[name], other[name].flip(0)]) for name in half}
+    batch = microbatch(4, SEQ, max_seqlen=13, **packed)
+    degrees = on_threads(parallel, lambda ctx: len(split_sequence(batch, ctx).meta.part.of_ranks))
+    assert degrees == [degree] * 4
+    spec = model(MIXERS["gqa"], exchange, mtp=MTPSpec(num_layers=2))
+    check(spec, batch, parallel)
+    check(spec, batch, parallel, per_token=True)
+
+
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
 def test_sequence_and_tensor_parallel_ranks_split_further(exchange: str) -> None:
     """Every matrix that is cut over tp has the gradient of one rank, and so has every sink."""

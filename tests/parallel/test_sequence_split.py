@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_moe.parallel.sequence_split import SequencePart, by_rank, in_order, joined, split_places
+from megatron_moe.parallel.sequence_split import SequencePart, by_rank, fewest_ranks, in_order, joined, split_places
 
 
 def test_zigzag_pairs_early_with_late_chunks() -> None:
@@ -40,6 +40,36 @@ def test_parts_come_back_in_order_and_apart(num_ranks: int, split: str) -> None:
     taken = torch.cat([SequencePart(parts, rank).take(places[None])[0] for rank in range(num_ranks)])
     assert torch.equal(in_order(taken, parts), places)
     assert torch.equal(by_rank(places, parts), taken)
+
+
+@pytest.mark.parametrize(
+    ("longest", "limit", "num_sequences", "num_ranks", "degree"),
+    [
+        (8, 8, 4, 4, 1),
+        (9, 8, 4, 4, 2),
+        (16, 8, 4, 4, 2),
+        (17, 8, 4, 4, 4),
+        (1000, 8, 4, 4, 4),  # never over more ranks than there are
+        (8, 8, 2, 4, 2),  # two sequences for four groups of one
+        (8, 8, 1, 4, 4),
+        (8, 8, 6, 4, 2),
+        (8, 8, 3, 1, 1),
+    ],
+)
+def test_the_fewest_ranks_hold_the_longest_document(
+    longest: int, limit: int, num_sequences: int, num_ranks: int, degree: int
+) -> None:
+    assert fewest_ranks(longest, limit, num_sequences, num_ranks) == degree
+
+
+def test_groups_share_the_sequences() -> None:
+    x_BS = torch.arange(4 * 8).view(4, 8)
+    parts = split_places("zigzag", 8, 2)
+    taken = [SequencePart(parts, rank, group="cp_2", share=(group, 2)) for group in (0, 1) for rank in (0, 1)]
+    assert taken[3].take(x_BS).tolist() == x_BS[2:, 2:6].tolist()
+    assert taken[0].sequences(x_BS).tolist() == x_BS[:2].tolist()
+    assert torch.equal(torch.cat([part.take(x_BS).flatten() for part in taken]).sort().values, x_BS.flatten())
+    assert taken[0].num_parts == 4
 
 
 def test_a_group_of_zigzag_neighbours_is_a_zigzag_rank() -> None:

@@ -10,6 +10,24 @@ from megatron_moe.specs.parallel import ParallelSpec
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 
+def test_dynamic_context_parallelism_has_groups_of_every_power_of_two():
+    groups = all_groups(ParallelSpec(world_size=16, tp=2, cp=4, max_seqlen_per_rank=8))
+    assert groups["cp_1"] == [(rank,) for rank in range(16)]
+    assert groups["cp_2"][:2] == [(0, 2), (1, 3)] and len(groups["cp_2"]) == 8
+    assert sorted(groups["cp_4"]) == sorted(groups["cp"])
+    assert "cp_2" not in all_groups(ParallelSpec(world_size=16, tp=2, cp=4))
+    with pytest.raises(FoldError, match="3 ranks: not a power of two"):
+        all_groups(ParallelSpec(world_size=3, cp=3, max_seqlen_per_rank=8))
+
+
+def test_levels_of_context_parallelism_are_neighbours_and_a_ring_between_them():
+    groups = all_groups(ParallelSpec(world_size=8, cp=8, cp_sub_axes=(2, 4)))
+    assert groups["cp_a2a"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups["cp_p2p"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    with pytest.raises(FoldError, match="cp_a2a 2 x cp_p2p 2 is not the size 8 of axis cp"):
+        all_groups(ParallelSpec(world_size=8, cp=8, cp_sub_axes=(2, 2)))
+
+
 def test_the_first_axis_varies_fastest():
     grid = Grid((("tp", 2), ("dp", 3)))
     assert [grid.coordinates(rank) for rank in (0, 1, 2, 5)] == [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_eval_loaders, build_model
+from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import AttentionSpec, MLASpec
@@ -19,7 +19,7 @@ from megatron_moe.train.stage import Pipeline
 from tests import tiny, tiny_data, tiny_models
 from tests.ranks import on_threads
 from tests.tolerances import FP64_LAYOUT
-from tests.train.test_step import train
+from tests.train.test_step import STEPS, train
 
 KERNELS = reference.bundle()
 CP2 = ParallelSpec(world_size=2, cp=2)
@@ -98,6 +98,18 @@ def test_packed_documents_train_alike(plan: RunPlan, loop: LoopSpec) -> None:
 def test_multi_token_prediction_trains_alike(plan: RunPlan, loop: LoopSpec) -> None:
     spec = model(tiny.attention(), "p2p", mtp=MTPSpec(num_layers=2))
     check(replace(packed(plan), model=spec, loop=loop), CP2)
+
+
+def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
+    """Documents differ in length, and so do the degrees of the microbatches."""
+    dynamic, plan = replace(CP2, max_seqlen_per_rank=24), packed(plan)
+
+    def degrees(context: ParallelContext) -> set[int]:
+        loader = build_train_loader(plan, context, build_data(plan, context))
+        return {len(batch.meta.part.of_ranks) for _ in range(STEPS) for batch in loader.next_step()}
+
+    assert on_threads(dynamic, degrees) == [{1, 2}, {1, 2}]
+    check(plan, dynamic)
 
 
 def test_data_parallel_ranks_beside_context_parallel_ones(plan: RunPlan) -> None:
