@@ -18,7 +18,15 @@ def attention_grid_covers_the_world(
         f"the model cannot be split: {tensor_model_parallel_size} x {context_parallel_size} x "
         f"{pipeline_model_parallel_size} = {product} "
         f"does not divide {world_size} ranks",
-        f"start a multiple of {product} ranks, or split the model less",
+        _nearest(
+            world_size,
+            product,
+            {
+                "--pipeline-model-parallel-size": pipeline_model_parallel_size,
+                "--context-parallel-size": context_parallel_size,
+                "--tensor-model-parallel-size": tensor_model_parallel_size,
+            },
+        ),
     )
 
 
@@ -37,8 +45,28 @@ def expert_grid_covers_the_world(
     return (
         f"experts cannot be folded: {etp} x {expert_model_parallel_size} x {pipeline_model_parallel_size} = {product} "
         f"does not divide {world_size} ranks",
-        f"start a multiple of {product} ranks, or split the experts less",
+        _nearest(
+            world_size,
+            product,
+            {
+                "--expert-model-parallel-size": expert_model_parallel_size,
+                "--pipeline-model-parallel-size": pipeline_model_parallel_size,
+                "--expert-tensor-parallel-size": etp,
+            },
+        ),
     )
+
+
+def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
+    """What comes next below each size and fits these ranks when only that size changes, and ranks that fit all."""
+    near = []
+    for option, size in sizes.items():
+        others = product // size
+        fits = [smaller for smaller in range(1, size) if world_size % (others * smaller) == 0]
+        if fits:
+            near.append(f"{option} {fits[-1]} ({others} x {fits[-1]} = {others * fits[-1]})")
+    more = -(-world_size // product) * product
+    return f"nearest: {', or '.join([*near, f'{more} ranks'])}"
 
 
 def ranks_share_the_experts(num_experts: int | None, expert_model_parallel_size: int) -> Complaint:

@@ -81,9 +81,13 @@ def microbatches_fill_the_stages(
     """A rank with virtual stages takes microbatches in groups; a group smaller than the pipeline would stop it."""
     last = derive.global_batch_size(global_batch_size, micro_batch_size, data_parallel_size)
     start, increment, _ = rampup_batch_size or (last, 1, 0)
-    for size in (*range(start, last, max(increment, 1)), last):
+    unit = micro_batch_size * data_parallel_size
+    sizes = (*range(start, last, max(increment, 1)), last)
+    if any(size % unit for size in sizes):
+        return None  # batches that are no whole microbatches have a rule of their own
+    for size in sizes:
         spec = ScheduleSpec(
-            num_microbatches=size // (micro_batch_size * data_parallel_size),
+            num_microbatches=size // unit,
             pp=pipeline_model_parallel_size,
             vpp=virtual_stages,
             group_size=microbatch_group_size_per_virtual_pipeline_stage,
@@ -91,7 +95,7 @@ def microbatches_fill_the_stages(
         try:
             check_schedule(spec)
         except ScheduleError as error:
-            return str(error), _mended(spec, micro_batch_size * data_parallel_size)
+            return str(error), _mended(spec, unit)
     return None
 
 

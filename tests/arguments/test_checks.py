@@ -449,6 +449,18 @@ def test_a_near_miss_is_only_not_available_yet(case):
     assert all("is not available yet" in problem.what for problem in problems)
 
 
+def test_an_impossible_fold_is_refused_with_what_is_near():
+    """Kimi-K2 with PP 4 and EP 64 on 128 ranks."""
+    ranks = EIGHT_RANKS | {"WORLD_SIZE": "128", "LOCAL_WORLD_SIZE": "128"}
+    more = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 64 --num-experts 384 --global-batch-size 128"
+    (fold,) = [problem for problem in problems_of(more, environ=ranks) if "folded" in problem.what]
+    assert fold.what == "experts cannot be folded: 1 x 64 x 4 = 256 does not divide 128 ranks"
+    assert fold.remedy == (
+        "nearest: --expert-model-parallel-size 32 (4 x 32 = 128), or --pipeline-model-parallel-size 2 (64 x 2 = 128), "
+        "or 256 ranks"
+    )
+
+
 def test_every_rule_has_a_case():
     assert {rule.__name__ for rule in RULES} == {case.rule for case in (*CASES, *RANK_CASES, *FOLD_CASES)}
 
