@@ -76,6 +76,19 @@ def test_everything_required_is_pinned_within_its_bounds(wheel):
     assert pinned["torch"] == "2.13.0"
 
 
+def test_pins_of_what_setup_asks_for_come_first_and_the_rest_says_who_needs_it(wheel):
+    head, *groups = CONSTRAINTS.read_text().split("\n# Needed by ")
+    direct = {line.partition("==")[0] for line in head.splitlines() if "==" in line}
+    asked = {
+        normal(each.name)
+        for each in requirements(wheel)
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("text", "test"))
+    }
+    assert direct == asked - {"setuptools"}
+    needed_by = {name for group in groups for name in group.splitlines()[0].split(", ")}
+    assert needed_by <= direct | {"several of these"}
+
+
 def test_the_images_install_torch_first_and_start_the_program():
     text = DOCKERFILE.read_text()
     stages = {part.split("\n", 1)[0].split(" AS ")[1]: part for part in text.split("\nFROM ")[1:]}
