@@ -110,13 +110,14 @@ class ParallelContext:
         rank: int,
         *,
         dtype: torch.dtype = torch.float64,
+        device: str | torch.device = "cpu",
         seed: int = 1234,
         mailbox: Mailbox | None = None,
     ) -> "ParallelContext":
         """A rank of a process group that stands already: pooled processes of a test, or threads, which share a
         mailbox."""
         launch = Launch(rank=rank, world_size=spec.world_size, local_rank=rank, local_world_size=spec.world_size)
-        context = cls._build(spec, launch, torch.device("cpu"), dtype, seed, owns=False)
+        context = cls._build(spec, launch, torch.device(device), dtype, seed, owns=False)
         context.mailbox = mailbox
         return context
 

@@ -26,6 +26,7 @@ BALANCED = {
     "aux_loss_coeffs": (0.3, 0.2),
     "z_loss_coeff": 0.1,
 }
+ContextOf = Callable[[ParallelSpec, torch.dtype], ParallelContext]
 CAPACITIES = (None, CapacitySpec(factor=0.75), CapacitySpec(factor=1.0, pad=True))
 
 
@@ -43,19 +44,18 @@ def cases(num_ranks: int) -> list[tuple[ParallelSpec, MoESpec, Data]]:
     return found
 
 
-def every_case(context_of: Callable[[ParallelSpec, str], ParallelContext], num_ranks: int) -> list[Any]:
+def every_case(context_of: ContextOf, num_ranks: int) -> list[Any]:
     results = []
     for fold, spec, data in cases(num_ranks):
-        ctx = context_of(fold, "fp64")
+        ctx = context_of(fold, torch.float64)
         results.append(on_this_rank(ctx, spec, fold, data))
-        ctx.stop()
     return results
 
 
-def without_waiting(context_of: Callable[[ParallelSpec, str], ParallelContext], num_ranks: int) -> list[Any]:
+def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Two steps of what declares no host read; the second one fails if anything waits for the device."""
     fold = ParallelSpec(world_size=num_ranks, ep=num_ranks)
-    ctx = context_of(fold, "bf16")
+    ctx = context_of(fold, torch.bfloat16)
     kernels = choose(KernelSpec(), ctx.device, ctx.dtype)
     done = []
     for dispatcher, capacity in (("allgather", None), ("alltoall", CapacitySpec(factor=1.0, pad=True))):
@@ -70,16 +70,18 @@ def without_waiting(context_of: Callable[[ParallelSpec, str], ParallelContext], 
             layer(leaf, meta_of(leaf, None)).sum().backward()
             torch.cuda.set_sync_debug_mode("default")
         done.append((dispatcher, bool(leaf.grad.isfinite().all())))
-    ctx.stop()
     return done
 
 
 def rank_main(rank: int, num_ranks: int, port: int, job: Callable[..., list[Any]], folder: str) -> None:
-    def context_of(spec: ParallelSpec, dtype: str) -> ParallelContext:
-        launch = Launch(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, master_port=port)
-        return ParallelContext.start(spec, launch, device="cuda", dtype=dtype)
+    launch = Launch(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, master_port=port)
+    world = ParallelContext.start(ParallelSpec(world_size=num_ranks), launch, device="cuda")
+
+    def context_of(spec: ParallelSpec, dtype: torch.dtype) -> ParallelContext:
+        return ParallelContext.within(spec, rank, device=world.device, dtype=dtype)
 
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(job(context_of, num_ranks)))
+    world.stop()
 
 
 def on_gpus(num_ranks: int, job: Callable[..., list[Any]], folder: Path) -> list[list[Any]]:
