@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.data.batch import MicroBatch
+from megatron_moe.data.batch import MicroBatch, to_device
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
@@ -18,6 +18,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, named_parameters, write_part
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.params import Box, ParamMeta
 from megatron_moe.specs.train import OptimizerSpec
 from tests.optim_parameters import FP64
 from tests.ranks import on_threads
@@ -47,25 +48,30 @@ class Held:
     """What one rank holds of a tensor of the shape of a parameter."""
 
     part: Tensor
-    parameter: Parameter
+    whole: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    meta: ParamMeta
 
 
 def held(tensors: Iterable[tuple[str, Tensor]], module: nn.Module) -> dict[str, Held]:
     """Copies of tensors that belong to the parameters of these names."""
     parameters = dict(named_parameters(module))
-    return {name: Held(tensor.detach().clone(), parameters[name]) for name, tensor in tensors}
+
+    def of(tensor: Tensor, p: Parameter) -> Held:
+        return Held(tensor.detach().clone().cpu(), p.global_shape, p.boxes, p.meta)
+
+    return {name: of(tensor, parameters[name]) for name, tensor in tensors}
 
 
 def whole(of_ranks: Sequence[Mapping[str, Held]]) -> dict[str, Tensor]:
     """The tensors that the ranks hold parts of. What two ranks hold must be equal; every element must be held."""
     tensors = {}
     for name, first in of_ranks[0].items():
-        shape = first.parameter.global_shape
-        joined = torch.full(shape, torch.nan, dtype=first.part.dtype)
+        joined = torch.full(first.whole, torch.nan, dtype=first.part.dtype)
         for of_rank in of_ranks:
             mine = of_rank[name]
             before = joined.clone()
-            write_part(joined, mine.part, mine.parameter.boxes, mine.parameter.meta)
+            write_part(joined, mine.part, mine.boxes, mine.meta)
             twice = before.isfinite() & (before != joined)
             FP64_LAYOUT.check(before[twice], joined[twice], f"{name} on two ranks")
         assert joined.isfinite().all(), f"{name}: {int(joined.isnan().sum())} elements are on no rank"
@@ -93,14 +99,15 @@ def train(spec: ModelSpec, batches: Sequence[Sequence[MicroBatch]], ctx: Paralle
     for step in batches:
         buffers.begin_step()
         for batch in step:
+            batch = to_device(batch, ctx.device)
             scalar, _ = objective(model(batch), batch, mtp=spec.mtp, per_token=False)
             (scalar / len(step)).backward()
             buffers.collect()
-            trained.losses.append(scalar.detach())
+            trained.losses.append(scalar.detach().cpu())
         finish_gradients(buffers, ctx)
         if not trained.gradients:
             trained.gradients = held(((slot.name, slot.main_grad) for slot in buffers.slots), model)
-        one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
+        one, yes = (torch.ones((), dtype=dtype, device=ctx.device) for dtype in (torch.float64, torch.bool))
         optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
     trained.weights = held(named_parameters(model), model)
     return trained
@@ -108,8 +115,12 @@ def train(spec: ModelSpec, batches: Sequence[Sequence[MicroBatch]], ctx: Paralle
 
 def check_training(spec: ModelSpec, batches: Sequence[Sequence[MicroBatch]], layout: ParallelSpec) -> None:
     """Losses, gradients of the first step and weights after the last are those of one rank."""
-    alone = train(spec, batches, ParallelContext.single())
-    ranks = on_threads(layout, lambda ctx: train(spec, batches, ctx))
+    check_equal(
+        on_threads(layout, lambda ctx: train(spec, batches, ctx)), train(spec, batches, ParallelContext.single())
+    )
+
+
+def check_equal(ranks: Sequence[Trained], alone: Trained) -> None:
     for rank, trained in enumerate(ranks):
         FP64_LAYOUT.check(torch.stack(trained.losses), torch.stack(alone.losses), f"losses on rank {rank}")
     FP64_LAYOUT.check_all(whole([r.gradients for r in ranks]), whole([alone.gradients]), "gradients")

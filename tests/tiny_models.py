@@ -77,7 +77,7 @@ def build(spec: ModelSpec, *, seed: int = 7, **stage: Any) -> GPT:
 def token_meta(batch: int, seq: int, *, positions_BS: Tensor | None = None, **changes: Any) -> TokenMeta:
     """Positions 0 .. S-1 unless given; no dropout, no tally."""
     if positions_BS is None:
-        positions_BS = torch.arange(seq).expand(batch, seq)
+        positions_BS = torch.arange(seq).repeat(batch, 1)
     return TokenMeta(positions_BS=positions_BS, **changes)
 
 

@@ -1,0 +1,80 @@
+"""Tensor and sequence parallelism under NCCL: the numbers of one GPU, and no waiting for the device."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from megatron_moe.data.batch import to_device
+from megatron_moe.kernels.choose import choose
+from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.clip import gradient_norms
+from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.specs.parallel import Launch
+from megatron_moe.specs.run import KernelSpec
+from tests.optim_parameters import BF16
+from tests.ranks import free_port
+from tests.sharded import LAYOUTS, check_equal, train
+from tests.sharded_models import DENSE, SPARSE, batches
+
+pytestmark = pytest.mark.gpu2
+
+NUM_RANKS = 2
+CASES = {"tp2": DENSE, "tp2-sp": DENSE | {f"sparse {name}": spec for name, spec in SPARSE.items()}}
+"""Models by layout."""
+
+
+def step_without_waiting(ctx: ParallelContext) -> bool:
+    """Forward, backward and finished gradients of a bf16 model; the last round fails if anything waits."""
+    spec, kernels = SPARSE["shared"], choose(KernelSpec(), ctx.device, ctx.dtype)
+    model = GPT(spec, ctx, kernels)
+    init_parameters(model, 7, spec.init)
+    buffers = GradBuffers(named_parameters(model), BF16, ctx, kernels)
+    batch = to_device(batches(1)[0][0], ctx.device)
+    for number in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if number == 2 else "default")
+        buffers.begin_step()
+        objective(model(batch), batch, mtp=None, per_token=False)[0].backward()
+        buffers.collect()
+        finish_gradients(buffers, ctx)
+        norm = gradient_norms(buffers, ctx)["all"]
+        torch.cuda.set_sync_debug_mode("default")
+    return bool(torch.isfinite(norm))
+
+
+def rank_main(rank: int, ports: list[int], folder: str) -> None:
+    found: dict[str, Any] = {}
+    for (layout, specs), port in zip(CASES.items(), ports, strict=False):
+        ctx = start(rank, layout, port, "fp64")
+        found[layout] = {name: train(spec, batches(2), ctx) for name, spec in specs.items()}
+        ctx.stop()
+    ctx = start(rank, "tp2-sp", ports[-1], "bf16")
+    found["finite"] = step_without_waiting(ctx)
+    ctx.stop()
+    if rank == 0:
+        alone = ParallelContext.single(device="cuda:0")
+        found["alone"] = {name: train(spec, batches(2), alone) for name, spec in CASES["tp2-sp"].items()}
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+
+
+def start(rank: int, layout: str, port: int, dtype: Any) -> ParallelContext:
+    launch = Launch(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
+    return ParallelContext.start(LAYOUTS[layout], launch, device="cuda", dtype=dtype)
+
+
+def test_every_kind_of_layer_trains_as_on_one_gpu_and_nothing_waits(tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(len(CASES) + 1)]
+    mp.spawn(rank_main, args=(ports, str(tmp_path)), nprocs=NUM_RANKS)
+    ranks = [pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes()) for rank in range(NUM_RANKS)]
+    for layout, specs in CASES.items():
+        for name in specs:
+            check_equal([found[layout][name] for found in ranks], ranks[0]["alone"][name])
+    assert all(found["finite"] for found in ranks)
