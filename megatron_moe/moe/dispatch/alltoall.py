@@ -29,7 +29,7 @@ class Plan:
     num_sent: int
     num_held: int
     """Rows that the experts of this rank get, from all ranks of etp x ep."""
-    counts_Se: Tensor
+    counts_Pe: Tensor
     """int64 rows that every source sends to every local expert, in the order in which they arrive: the ranks of ep
     within those of etp."""
 
@@ -68,7 +68,7 @@ class AllToAllDispatcher:
         self.kernels = kernels
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.num_local = num_experts // self.ep.size
-        self.places_S = torch.tensor(_arrival_order(ctx), device=ctx.device)
+        self.places_P = torch.tensor(_arrival_order(ctx), device=ctx.device)
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Departed:
         """Sorts rows by expert and sends them off."""
@@ -117,38 +117,38 @@ class AllToAllDispatcher:
         flat = torch.empty(self.etp_ep.size * len(mine_E), dtype=torch.int64, device=mine_E.device)
         # etp x ep: 8 * E bytes; no gradient flows through counts
         all_gather_flat(flat, mine_E, self.etp_ep)
-        counts_SXe = flat.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_S]
-        rows_SX = counts_SXe.sum(dim=-1).tolist()
+        counts_PQe = flat.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_P]
+        rows_PQ = counts_PQe.sum(dim=-1).tolist()
         num_ep, here = self.ep.size, self.etp.rank * self.ep.size
-        to_me = [row[self.ep.rank] for row in rows_SX]
-        send = tuple(rows_SX[here + self.ep.rank])
+        to_me = [row[self.ep.rank] for row in rows_PQ]
+        send = tuple(rows_PQ[here + self.ep.rank])
         gathered = tuple(sum(to_me[i : i + num_ep]) for i in range(0, len(to_me), num_ep))
         return Plan(
             there=AllToAll(self.ep, send, tuple(to_me[here : here + num_ep])),
             over_etp=AllGather(self.etp, gathered),
             num_sent=sum(send),
             num_held=sum(gathered),
-            counts_Se=counts_SXe[:, self.ep.rank],
+            counts_Pe=counts_PQe[:, self.ep.rank],
         )
 
     def _padded(self, capacity: int) -> Plan:
         """Every rank sends every expert exactly `capacity` rows."""
-        num_sources, device = self.etp_ep.size, self.places_S.device
+        num_sources, device = self.etp_ep.size, self.places_P.device
         return Plan(
             there=AllToAll(self.ep),
             over_etp=AllGather(self.etp),
             num_sent=self.ep.size * self.num_local * capacity,
             num_held=num_sources * self.num_local * capacity,
-            counts_Se=torch.full((num_sources, self.num_local), capacity, device=device),
+            counts_Pe=torch.full((num_sources, self.num_local), capacity, device=device),
         )
 
     def _order(self, plan: Plan) -> RowIndex | None:
         """Sorts what arrived by local expert, stably."""
-        num_sources, num_local = plan.counts_Se.shape
+        num_sources, num_local = plan.counts_Pe.shape
         if num_local == 1:
             return None
-        expert_Se = torch.arange(num_local, device=plan.counts_Se.device).expand(num_sources, num_local)
-        ids_R = expert_Se.flatten().repeat_interleave(plan.counts_Se.flatten(), output_size=plan.num_held)
+        expert_Pe = torch.arange(num_local, device=plan.counts_Pe.device).expand(num_sources, num_local)
+        ids_R = expert_Pe.flatten().repeat_interleave(plan.counts_Pe.flatten(), output_size=plan.num_held)
         return self.kernels.sort_rows(ids_R[:, None], num_local, None)
 
 

@@ -164,6 +164,26 @@ def test_shared_experts_that_work_while_rows_travel_give_the_same_bits(fold, dis
     EXACT.check_all(runs[1].tensors, runs[0].tensors)
 
 
+def test_shared_experts_work_between_the_halves_of_both_exchanges() -> None:
+    done: list[str] = []
+
+    def note_calls(layer) -> None:
+        for owner, names in (
+            (layer.dispatcher, ("start_dispatch", "finish_dispatch", "start_combine", "finish_combine")),
+            (layer.shared_experts, ("first", "second")),
+            (layer.experts, ("forward",)),
+        ):
+            for name in names:
+                call = getattr(owner, name)
+                setattr(owner, name, lambda *args, call=call, name=name: done.append(name) or call(*args))
+
+    on_one_rank(moe_spec(shared=True, overlap=True), Data.random(1), change=note_calls)
+    assert done == [
+        *("start_dispatch", "first", "finish_dispatch", "forward"),
+        *("start_combine", "second", "finish_combine"),
+    ]
+
+
 def test_specs_that_cannot_be_are_refused() -> None:
     data = Data.random(1)
     with pytest.raises(AssertionError, match="dispatcher 'local' over 2 ranks"):
