@@ -8,6 +8,8 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
+from megatron_moe.specs.exitcodes import ExitCode
+from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, records
 from tests.ranks import REPOSITORY, free_port, run_program, run_torchrun
 from tests.tolerances import FP64_LAYOUT
@@ -78,6 +80,33 @@ def test_two_ranks_give_the_losses_of_one(data, tmp_path):
         FP64_LAYOUT.check([row[key] for row in two], [row[key] for row in one], key)
 
 
+VARIANTS = {
+    "mtp, sigmoid, expert bias, z loss": """--mtp-num-layers 1 --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias --moe-z-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss""",
+    "quantile balancing": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_log_and_evaluate_what_one_does(variant, data, tmp_path):
+    common = ["--fp64", "--kernel-backend", "reference", "--train-iters", "3", "--eval-interval", "2"]
+    common += VARIANTS[variant].split()
+    assert main(arguments(data, tmp_path / "one", *common), {}) == ExitCode.OK
+    succeed(run_torchrun(2, arguments(data, tmp_path / "two", *common), cwd=tmp_path))
+    one, two = records(tmp_path / "one"), records(tmp_path / "two")
+    assert len(one) == len(two) == 3 + 2
+    names = {name for row in one for name in row}
+    expected = {"lm loss", "lm loss validation", "grad-norm"}
+    expected |= {"mtp_1 loss", "z_loss", "seq_load_balancing_loss"} if "mtp" in variant else set()
+    assert expected <= names, sorted(names)
+    losses_and_norm = [name for name in names if "loss" in name and name != "loss-scale" or name == "grad-norm"]
+    for theirs, ours in zip(two, one, strict=True):
+        assert theirs.keys() == ours.keys()
+        for name in losses_and_norm:
+            if name in ours:
+                FP64_LAYOUT.check(theirs[name], ours[name], f"{name} of iteration {ours['iteration']}")
+
+
 def test_srun_variables_make_the_ranks_meet(data, tmp_path):
     port = free_port() % 20000
     processes = []
@@ -114,6 +143,14 @@ def test_finetuning_starts_at_iteration_zero_with_the_loaded_weights(whole_run, 
     succeed(run_program(arguments(data, tmp_path / "run", *load), cwd=tmp_path))
     curve = losses(tmp_path / "run")
     assert list(curve) == [1] and curve[1] < losses(whole)[6]
+
+
+def test_finetuning_in_bf16_trains_the_loaded_weights(whole_run, data, tmp_path):
+    whole, _ = whole_run
+    load = ["--load", str(whole), "--finetune", "--bf16", "--seed", "77", "--train-iters", "3", "--eval-iters", "0"]
+    assert main(arguments(data, tmp_path / "run", *load), {}) == ExitCode.OK
+    curve = losses(tmp_path / "run")
+    assert list(curve) == [1, 2, 3] and max(curve.values()) < losses(whole)[6], curve
 
 
 def test_ckpt_step_chooses_the_checkpoint(whole_run, data, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,16 +30,16 @@ def _sources() -> str:
     return "".join((folder / name).read_text() for name in ("argparse.py", "tarfile.py"))
 
 
-def make_data(folder: Path) -> str:
-    """Writes a byte-level `.bin/.idx`; returns its prefix."""
+def make_data(folder: Path, parts: Sequence[str] = (), *, name: str = "corpus") -> str:
+    """Writes a byte-level `.bin/.idx` of these documents, or of real text; returns its prefix."""
     text = folder / "corpus.jsonl"
-    parts = _sources().split("\nclass ")
+    parts = parts or _sources().split("\nclass ")
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
     command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", str(text)]
-    command += ["--output-prefix", str(folder / "corpus"), "--tokenizer-type", "ByteTokenizer", "--append-eod"]
+    command += ["--output-prefix", str(folder / name), "--tokenizer-type", "ByteTokenizer", "--append-eod"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=120)
-    return str(folder / "corpus_text_document")
+    return str(folder / f"{name}_text_document")
 
 
 def arguments(data: str, run: Path | None, *more: str) -> list[str]:
