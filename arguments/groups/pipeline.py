@@ -10,7 +10,7 @@ from arguments.flag import flag
 class PipelineFlags:
     """How layers are spread over pipeline stages."""
 
-    pipeline_model_parallel_size: int = flag(1, least=1, status="not yet", note="use data-parallel ranks")
+    pipeline_model_parallel_size: int = flag(1, least=1)
     """Ranks that split the layers."""
     pipeline_model_parallel_layout: str | None = flag(
         None, status="close", note="`auto` besides a layout writes one that balances floating-point operations"

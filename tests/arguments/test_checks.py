@@ -437,16 +437,9 @@ def test_a_rule_that_is_broken_says_so_with_its_reason(case):
     assert len(problems[0].given) == len(inspect.signature(rule).parameters)
 
 
-@pytest.mark.parametrize("case", (*CASES, *RANK_CASES), ids=lambda case: case.rule)
+@pytest.mark.parametrize("case", (*CASES, *RANK_CASES, *FOLD_CASES), ids=lambda case: case.rule)
 def test_a_near_miss_is_legal(case):
     assert problems_of(case.good, case.without, case.environ) == ()
-
-
-@pytest.mark.parametrize("case", FOLD_CASES, ids=lambda case: case.rule)
-def test_a_near_miss_is_only_not_available_yet(case):
-    problems = problems_of(case.good, case.without, case.environ)
-    assert problems
-    assert all("is not available yet" in problem.what for problem in problems)
 
 
 def test_an_impossible_fold_is_refused_with_what_is_near():
