@@ -2,19 +2,25 @@
 
 Prints who computes what and when, the idle part of the time (bubble), how many microbatches every rank holds at most,
 and whether the lists of all ranks can deadlock when every send waits for its receive. With --layout also which stage
-holds which layers. Exit code 0: a good schedule; 1: it deadlocks or is wrong; 2: there is none with these sizes.
+holds which layers. Or give a run: `python tools/show_schedule.py --ranks 1024 -- --config my.yaml` shows the schedule
+of its steps and what its stages hold, and lets them take time by their floating-point operations.
+
+Exit code 0: a good schedule; 1: it deadlocks or is wrong; 2: there is none with these sizes.
 """
 
 import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # started as a script, from any folder
 
-from megatron_moe.specs.exitcodes import ExitCode  # noqa: E402
-from megatron_moe.specs.pipeline.layout import LayoutError, PipelineLayout, parse_layout  # noqa: E402
+from arguments.read import read_plan  # noqa: E402
+from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
+from megatron_moe.specs.pipeline.auto import cost_table, flop_costs  # noqa: E402
+from megatron_moe.specs.pipeline.layout import LayoutError, parse_layout  # noqa: E402
 from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, build_schedule  # noqa: E402
 from megatron_moe.specs.pipeline.simulate import Durations, Report, simulate  # noqa: E402
 from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
@@ -34,6 +40,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--transfer-time", type=float, default=0.0, help="of one message")
     parser.add_argument("--queue", type=int, help="messages a sender may be ahead (default: any number; 0: none)")
     parser.add_argument("--layout", help="layers of the stages, such as 'Ett|(ttt|)*2tL'; says --vpp as well")
+    parser.add_argument("--ranks", type=int, default=1, help="of the run whose command line stands behind --")
     parser.add_argument("--lists", action="store_true", help="print every rank's list, sends and receives included")
     parser.add_argument(
         "--draw", type=Path, action="append", default=[], metavar="FILE", help="chart: .svg, .png, .pdf"
@@ -42,23 +49,42 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def schedule_spec(options: argparse.Namespace, vpp: int) -> ScheduleSpec:
-    return ScheduleSpec(
+@dataclass(frozen=True)
+class Shown:
+    """What to show."""
+
+    spec: ScheduleSpec
+    table: str = ""
+    """Which stage holds what, if that is known."""
+    stage_costs: tuple[float, ...] = ()
+
+
+def of_sizes(options: argparse.Namespace) -> Shown:
+    """A schedule by its sizes; a layout has as many layers as it says."""
+    layout = None
+    if options.layout is not None:
+        layout = parse_layout(options.layout, pp=options.pp, num_layers=None, num_mtp=None)
+    spec = ScheduleSpec(
         num_microbatches=options.microbatches,
         pp=options.pp,
-        vpp=vpp,
+        vpp=layout.vpp if layout else options.vpp,
         group_size=options.group_size,
-        overlap=options.overlap,
-        split_backward=options.split_backward,
-        forward_only=options.forward_only,
     )
+    return Shown(spec, layout.table() if layout else "")
 
 
-def layout_of(options: argparse.Namespace) -> PipelineLayout | None:
-    """The layout; it has as many layers as it says."""
-    if options.layout is None:
-        return None
-    return parse_layout(options.layout, pp=options.pp, num_layers=None, num_mtp=None)
+def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
+    """The schedule of a training run. Raises FlagErrors."""
+    ranks = str(options.ranks)
+    environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}
+    plan = read_plan(words, environ)
+    costs = flop_costs(plan.model, plan.data.seq_length)
+    num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    return Shown(
+        plan.schedule(num_microbatches),
+        f"{plan.layout}\n{cost_table(plan.layout, costs)}",
+        tuple(costs.of(stage) for stage in plan.layout.stages),
+    )
 
 
 def name(spec: ScheduleSpec) -> str:
@@ -78,28 +104,39 @@ def verdict(strict: Report, loose: Report) -> str:
     lines = [right] if not found else ["WRONG:", *(f"  {problem}" for problem in found)]
     in_flight = " ".join(map(str, loose.in_flight))
     return "\n".join(
-        [*lines, f"bubble {loose.bubble:.1%} of time {loose.time:g}; most in flight per rank: {in_flight}"]
+        [*lines, f"bubble {loose.bubble:.1%} of time {loose.time:.4g}; most in flight per rank: {in_flight}"]
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
+    cut = list(argv).index("--") if "--" in argv else len(argv)
+    own, words = argv[:cut], argv[cut + 1 :]
+    options = parse(own)
     try:
-        layout = layout_of(options)
-        spec = schedule_spec(options, layout.vpp if layout else options.vpp)
+        shown = of_run(options, words) if words else of_sizes(options)
+        spec = replace(
+            shown.spec,
+            overlap=options.overlap,
+            split_backward=options.split_backward,
+            forward_only=options.forward_only,
+        )
         schedule = build_schedule(spec)
-    except (ScheduleError, LayoutError) as error:
+    except (ScheduleError, LayoutError, RunError) as error:
         print(error, file=sys.stderr)
         return int(ExitCode.CONFIG)
     half = options.backward_time / 2
     durations = Durations(
-        forward=options.forward_time, backward_input=half, backward_weight=half, transfer=options.transfer_time
+        forward=options.forward_time,
+        backward_input=half,
+        backward_weight=half,
+        transfer=options.transfer_time,
+        stage_costs=shown.stage_costs,
     )
     strict = simulate(spec.stages, schedule, durations=durations, depth=0)
     loose = simulate(spec.stages, schedule, durations=durations, depth=options.queue)
     print(name(spec))
-    if layout:
-        print("", layout.table(), "", sep="\n")
+    if shown.table:
+        print("", shown.table, "", sep="\n")
     if options.lists:
         for rank, entries in enumerate(schedule):
             print(f"rank {rank}: {' '.join(map(str, entries))}")

@@ -76,6 +76,29 @@ def test_sizes_without_a_schedule_end_with_one_sentence_and_code_2(capsys):
     assert "3 stages, which do not divide among 2" in capsys.readouterr().err
 
 
+RUN = "--recipe quickstart --vocab-size 4096 --global-batch-size 64 --pipeline-model-parallel-size 2"
+
+
+def test_the_schedule_of_a_run_takes_time_by_what_its_stages_cost(capsys):
+    assert main(["--width", "150", "--ranks", "2", "--", *RUN.split()]) == ExitCode.OK
+    even = capsys.readouterr().out
+    assert "1F1B: PP 2, 8 microbatches" in even
+    assert "layers 2-3 (2), final norm, loss" in even and "rank 1 is the dearest" in even
+    assert main(["--ranks", "2", "--", *RUN.split(), "--pipeline-model-parallel-layout", "auto"]) == ExitCode.OK
+    balanced = capsys.readouterr().out
+    assert "Et*3|tL" in balanced
+    assert bubble(balanced) < bubble(even)
+
+
+def bubble(out: str) -> float:
+    return float(out.rpartition("bubble ")[2].partition("%")[0])
+
+
+def test_a_run_that_is_refused_is_refused_here_too(capsys):
+    assert main(["--ranks", "3", "--", *RUN.split()]) == ExitCode.CONFIG
+    assert "does not divide 3 ranks" in capsys.readouterr().err
+
+
 def test_a_wrong_schedule_is_called_wrong():
     lists = ((Action("receive_backward", 0, peer=1),), (Action("receive_forward", 0, peer=0),))
     report = simulate(StageMap(2), lists)

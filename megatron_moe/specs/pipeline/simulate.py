@@ -17,22 +17,30 @@ from megatron_moe.specs.pipeline.transfers import Task, gives, needs
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Time that a whole rank (all its chunks) takes for one microbatch, in any unit."""
+    """Time that a whole rank (all its chunks) takes for one microbatch, in any unit; the mean over ranks."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
     """Of one message."""
+    stage_costs: tuple[float, ...] = ()
+    """What stages cost in relation to each other, in the order of the model; empty: all the same."""
 
-    def of(self, entry: Entry, vpp: int) -> float:
-        """A chunk takes its share of the rank's time. The halves of a pair do not hide behind each other."""
-        return sum(self._of(action) for action in parts(entry)) / vpp
+    def of(self, entry: Entry, stages: StageMap, rank: int) -> float:
+        """A chunk takes its share of a rank's time. The halves of a pair do not hide behind each other."""
+        return sum(self._of(action) * self._share(stages, rank, action.chunk) for action in parts(entry)) / stages.vpp
 
     def _of(self, action: Action) -> float:
         if action.kind == "backward":
             return self.backward_input + self.backward_weight
         return {"forward": self.forward, "backward_input": self.backward_input}.get(action.kind, self.backward_weight)
+
+    def _share(self, stages: StageMap, rank: int, chunk: int) -> float:
+        """Cost of a stage in units of the mean."""
+        if not self.stage_costs:
+            return 1.0
+        return self.stage_costs[stages.stage(rank, chunk)] * stages.num_stages / sum(self.stage_costs)
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class _Run:
             if absent:
                 self.problems.append(f"rank {rank} computes {entry} without {_task(absent[0])}")
         start = self._clock[rank]
-        self._clock[rank] += self._durations.of(entry, self._stages.vpp)
+        self._clock[rank] += self._durations.of(entry, self._stages, rank)
         self.spans[rank].append(Span(entry, start, self._clock[rank]))
         for action in parts(entry):
             self._has[rank].update(gives(self._stages, rank, action))

@@ -76,6 +76,15 @@ def test_uneven_times_cannot_make_a_schedule_wrong():
         assert report.bubble > 0
 
 
+def test_a_dear_stage_makes_the_others_wait():
+    """Two ranks, the second three times as dear: it is busy from its first forward to its last backward."""
+    spec = ScheduleSpec(num_microbatches=4, pp=2)
+    report = run(spec, depth=None, durations=Durations(stage_costs=(1.0, 3.0)))
+    busy = [sum(span.end - span.start for span in spans) for spans in report.spans]
+    assert busy == pytest.approx([6.0, 18.0])
+    assert report.time == pytest.approx(0.5 + 18.0 + 1.0)
+
+
 def test_a_split_backward_shortens_the_drain():
     """The gradient leaves a stage before the weight gradients, so the last microbatch comes back sooner."""
     plain = run(ScheduleSpec(num_microbatches=8, pp=4), depth=None)
