@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.data.batch import MicroBatch, split_sequence
+from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
@@ -52,7 +52,7 @@ def run(spec: ModelSpec, batch: MicroBatch, ctx: ParallelContext, *, per_token: 
     """What one rank differentiates and reports, and the gradients, reduced over the context-parallel ranks."""
     gpt = GPT(spec, ctx, KERNELS)
     init_parameters(gpt, 7, spec.init)
-    batch, cp = split_sequence(batch, ctx), ctx.group("cp")
+    batch, cp = split_sequence(to_device(batch, ctx.device), ctx), ctx.group("cp")
     scalar, sums = objective(gpt(batch), batch, mtp=spec.mtp, per_token=per_token)
     scalar.backward()
     share = 1.0 if per_token else 1.0 / cp.size
