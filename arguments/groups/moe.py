@@ -46,7 +46,12 @@ class MoEFlags:
             "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice", "none"
         ],
         ...,
-    ] = flag(("aux_loss",), status="close", note="expert_choice is ours")
+    ] = flag(
+        ("aux_loss",),
+        status="close",
+        note="expert_choice is ours; global_aux_loss weighs the same for any number of data-parallel ranks, in "
+        "Megatron-LM it is that number of times weaker (docs/decisions/0040)",
+    )
     """What keeps experts equally busy: a loss over the microbatch, over every sequence, over the global batch (several
     may be given), or another way to choose."""
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
