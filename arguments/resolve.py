@@ -108,7 +108,11 @@ def _layout(flags: Flags, model: ModelSpec) -> PipelineLayout:
 
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineSpec:
-    return PipelineSpec(layout=layout, group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage)
+    return PipelineSpec(
+        layout=layout,
+        group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
+        split_backward=flags.parallel.delay_wgrad_compute,
+    )
 
 
 def _data_parallel(flags: Flags) -> DataParallelSpec:

@@ -43,7 +43,9 @@ class ParallelFlags:
     """File with settings for that."""
     overlap_moe_expert_parallel_comm: bool = flag(False, status="no effect", note="concerns speed")
     """Hide expert communication behind another microbatch."""
-    delay_wgrad_compute: bool = flag(False, status="no effect", note="concerns speed")
+    delay_wgrad_compute: bool = flag(
+        False, status="close", note="needs no other flag: a stage sends its input's gradient before it computes them"
+    )
     """Compute weight gradients later than input gradients."""
     high_priority_stream_groups: tuple[str, ...] = flag((), status="no effect", note="concerns speed")
     """Groups whose communication goes first."""

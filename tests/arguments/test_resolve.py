@@ -471,3 +471,5 @@ def test_the_schedule_of_a_step_follows_from_the_flags():
     schedule = plan_of("--microbatch-group-size-per-virtual-pipeline-stage 3").schedule(7)
     assert (schedule.num_microbatches, schedule.pp, schedule.vpp, schedule.group) == (7, 1, 1, 3)
     assert plan_of().schedule(4, forward_only=True).forward_only
+    assert not plan_of().schedule(4).split_backward
+    assert plan_of("--delay-wgrad-compute").schedule(4).split_backward
