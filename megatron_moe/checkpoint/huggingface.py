@@ -6,7 +6,7 @@ file into its parameter. Pickled files (.bin) are not read and no code of the fo
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_moe.checkpoint import names
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.context import Group
+from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 from megatron_moe.specs.families.derive import differences, model_spec_from_hf
 from megatron_moe.specs.model import ModelSpec
@@ -41,9 +44,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_hf(folder: Path, model: nn.Module, spec: ModelSpec) -> list[str]:
-    """Fills every parameter and expert bias of `model`, whose spec is `spec`, from the folder.
+def load_hf(folder: Path, model: nn.Module, spec: ModelSpec, stages: Group | None = None) -> list[str]:
+    """Fills what this rank holds of every parameter and expert bias of `model`, whose spec is `spec`, from the folder.
 
+    `stages` are the pipeline ranks that hold the whole model together; None: this one holds all layers.
     Returns notes worth showing: where `spec` differs from the folder's config in what the weights mean, and what was
     left out. Raises CheckpointProblem, before anything is changed, with the full list of tensors that are missing,
     left over, of another shape or not floating point.
@@ -54,7 +58,8 @@ def load_hf(folder: Path, model: nn.Module, spec: ModelSpec) -> list[str]:
     counterparts, unknown = names.map_names(config["model_type"], targets, spec, published)
     with ExitStack() as stack:
         source = _Source(folder, stack)
-        wanted = {name for counterpart in counterparts for name in counterpart.theirs}
+        # pp: names of tensors, and further down of problems, so that all ranks come to the same end
+        wanted = set(_of_all((name for counterpart in counterparts for name in counterpart.theirs), stages))
         extra = sorted(source.names - wanted)
         ignored = [name for name in extra if _ignorable(name, spec, published)]
         problems = [
@@ -64,14 +69,14 @@ def load_hf(folder: Path, model: nn.Module, spec: ModelSpec) -> list[str]:
             *(f"left over: {name}" for name in extra if name not in ignored),
             *_misshaped(counterparts, targets, source),
         ]
+        problems = list(dict.fromkeys(_of_all(problems, stages)))
         if problems:
             raise CheckpointProblem(
                 f"{folder} does not fit this model in {len(problems)} places; compare the model flags with its "
                 f"config.json:\n  {listed(problems)}"
             )
         for counterpart in counterparts:
-            tensors = [source.tensor(name) for name in counterpart.theirs]
-            _slice(targets, counterpart).copy_(counterpart.transform.to_ours(tensors))
+            _fill(targets[counterpart.ours], counterpart, source)
     return _notes(spec, published, ignored)
 
 
@@ -150,9 +155,38 @@ def _targets(model: nn.Module) -> dict[str, Tensor]:
     return targets
 
 
+def _of_all(values: Iterable[str], stages: Group | None) -> list[str]:
+    """The values of all stages."""
+    if stages is None:
+        return list(values)
+    return [value for of_stage in gather_objects(list(values), stages) for value in of_stage]
+
+
+def _fill(target: Tensor, counterpart: names.Counterpart, source: _Source) -> None:
+    """Writes what this rank holds of the counterpart's tensor, if anything."""
+    held = held_experts(target) if counterpart.expert is not None and isinstance(target, Parameter) else None
+    if held is not None and counterpart.expert not in held:
+        return
+    whole = counterpart.transform.to_ours([source.tensor(name) for name in counterpart.theirs])
+    if not isinstance(target, Parameter):
+        target.copy_(whole)
+    elif held is not None and counterpart.expert is not None:
+        target[counterpart.expert - held.start].copy_(expert_part(whole, target))
+    else:
+        target.copy_(local_part(whole, target.boxes, target.meta))
+
+
+def _whole_shape(target: Tensor, counterpart: names.Counterpart) -> tuple[int, ...]:
+    """Of the counterpart's tensor, of which this rank may hold a part."""
+    shape = target.global_shape if isinstance(target, Parameter) else tuple(target.shape)
+    return shape if counterpart.expert is None else shape[1:]
+
+
 def _slice(targets: Mapping[str, Tensor], counterpart: names.Counterpart) -> Tensor:
-    target = targets[counterpart.ours].detach()
-    return target if counterpart.expert is None else target[counterpart.expert]
+    target = targets[counterpart.ours]
+    whole = not isinstance(target, Parameter) or target.shape == target.global_shape
+    assert whole, f"{counterpart.ours} is spread over ranks"
+    return target.detach() if counterpart.expert is None else target.detach()[counterpart.expert]
 
 
 def _vocabulary_problems(spec: ModelSpec, published: ModelSpec) -> list[str]:
@@ -174,7 +208,7 @@ def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, 
             made = tuple(counterpart.transform.to_ours([torch.empty(shape, device="meta") for shape in shapes]).shape)
         except RuntimeError:
             made = None
-        expected = tuple(_slice(targets, counterpart).shape)
+        expected = _whole_shape(targets[counterpart.ours], counterpart)
         if made != expected:
             theirs = ", ".join(f"{name} {list(shape)}" for name, shape in zip(counterpart.theirs, shapes, strict=True))
             problems.append(f"another shape: {counterpart.ours} {list(expected)} from {theirs}")

@@ -4,15 +4,14 @@ Values are drawn on the CPU in fp32 on every device and for every dtype, then co
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.parameter import Parameter, local_part
+from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 from megatron_moe.specs.model import InitSpec
-from megatron_moe.specs.params import Box, ParamMeta
+from megatron_moe.specs.params import ParamMeta
 
 SPREAD = 0.1
 """Of norm weights, biases and expert biases in unit-gain initial values."""
@@ -42,12 +41,8 @@ def _initial_part(parameter: Parameter, name: str, seed: int, spec: InitSpec) ->
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
     if meta.num_experts is None:
         return local_part(_draw(shape, meta, (seed, name), spec), boxes, meta)
-    first, num_held = boxes[0].offset[0], boxes[0].size[0]
-    of_expert = replace(meta, num_experts=None)
-    boxes = tuple(Box(box.offset[1:], box.size[1:]) for box in boxes)
-    held = range(first, first + num_held)
-    parts = [local_part(_draw(shape[1:], meta, (seed, name, expert), spec), boxes, of_expert) for expert in held]
-    return torch.stack(parts)
+    held = held_experts(parameter)
+    return torch.stack([expert_part(_draw(shape[1:], meta, (seed, name, id), spec), parameter) for id in held])
 
 
 def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, spec: InitSpec) -> Tensor:

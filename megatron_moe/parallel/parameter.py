@@ -1,6 +1,7 @@
 """Parameters that know what they are, and where their gradient goes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -59,6 +60,18 @@ def local_part(whole: Tensor, boxes: tuple[Box, ...], meta: ParamMeta) -> Tensor
     """What the boxes hold of a whole tensor: a view of it when there is one box."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
+
+
+def held_experts(parameter: Parameter) -> range:
+    """Global ids of the experts in a stack that this rank has."""
+    first, number = parameter.boxes[0].offset[0], parameter.boxes[0].size[0]
+    return range(first, first + number)
+
+
+def expert_part(whole: Tensor, parameter: Parameter) -> Tensor:
+    """As `local_part`, of one expert's whole tensor: what this rank holds of each expert that it has."""
+    boxes = tuple(Box(box.offset[1:], box.size[1:]) for box in parameter.boxes)
+    return local_part(whole, boxes, replace(parameter.meta, num_experts=None))
 
 
 def write_part(whole: Tensor, part: Tensor, boxes: tuple[Box, ...], meta: ParamMeta) -> None:

@@ -108,7 +108,7 @@ class Checkpoints:
             return TrainState()
         if source.is_hugging_face:
             folder = Path(source.location.removeprefix(HUGGING_FACE))
-            for note in load_hf(folder, trainer.model, self._plan.model):
+            for note in load_hf(folder, trainer.model, self._plan.model, self._context.group("pp")):
                 say(note)
             trainer.restored(with_optimizer=False)
             say(f"loaded the weights of {folder}; training starts at iteration 0")
@@ -152,6 +152,7 @@ class Checkpoints:
 def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
     """What this rank holds of a checkpoint, by key: weights, buffers, and the optimizer's state. Views, nothing is
     copied."""
+    trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)
     if optimizer:
         tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(trainer.optimizer.step_count)

@@ -13,10 +13,14 @@ from megatron_moe.checkpoint.huggingface import hf_tensors, load_hf, read_config
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import local_part, named_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
 from megatron_moe.specs.families.derive import model_spec_from_hf
 from megatron_moe.specs.model import ModelSpec, MTPSpec
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.pipeline.layout import place_layers
 from tests.checkpoint.hf_models import configs, hf_model, saved
+from tests.ranks import on_threads
 from tests.tolerances import EXACT
 
 CONFIGS = configs()
@@ -236,3 +240,41 @@ def test_a_model_that_the_family_cannot_hold_is_not_exported(tmp_path: Path):
     learned = replace(spec, position_embedding="learned_absolute", max_positions=8)
     with pytest.raises(CheckpointProblem, match="no place for embedding.position_embeddings.weight"):
         list(hf_tensors(new_model(learned), learned, config))
+
+
+LAYOUTS = {
+    "tp2": ParallelSpec(world_size=2, tp=2, etp=2, sequence_parallel=True),
+    "ep4": ParallelSpec(world_size=4, ep=4),
+    "tp2-ep2": ParallelSpec(world_size=4, tp=2, ep=2, sequence_parallel=True),
+    "pp2": ParallelSpec(world_size=2, pp=2),
+}
+
+
+def over_ranks(spec: ModelSpec) -> ModelSpec:
+    """With a vocabulary that divides, and a dispatcher."""
+    layers = [
+        replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
+        for layer in spec.layers
+    ]
+    return replace(spec, vocab_size=64, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2 with q latent", ROUTED, "gpt_oss, yarn", "glm4_moe"])
+def test_every_layout_reads_its_part(name: str, layout: ParallelSpec, tmp_path: Path):
+    spec = over_ranks(written(name, tmp_path))
+    whole = new_model(spec)
+    load_hf(tmp_path, whole, spec)
+    expected = {name: parameter.detach() for name, parameter in named_parameters(whole)}
+
+    def read(context: ParallelContext) -> set[str]:
+        pp = context.group("pp")
+        counts = [len(spec.layers)] if pp.size == 1 else [1, len(spec.layers) - 1]
+        model = GPT(spec, context, bundle(), chunks=place_layers(counts, pp.size, 0, 0).chunks(pp.rank))
+        load_hf(tmp_path, model, spec, pp)
+        for name, p in named_parameters(model):
+            EXACT.check(p, local_part(expected[name], p.boxes, p.meta), name)
+        return {name for name, _ in named_parameters(model)}
+
+    held = on_threads(layout, read, dtype=torch.float32)
+    assert set().union(*held) == expected.keys()
