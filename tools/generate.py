@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from arguments.errors import FlagErrors
 from arguments.read import read_plan
 from megatron_moe import build
 from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkpoints
+from megatron_moe.checkpoint.format import MANIFEST, decode
 from megatron_moe.checkpoint.load import Source, load
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.batch import TokenMeta
@@ -24,6 +26,8 @@ from megatron_moe.data.tokenizer import load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel import rng
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode, RunError
+from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
 
 
@@ -38,7 +42,11 @@ def newest(folder: Path) -> Candidate:
 def plan_of(candidate: Candidate, device: str) -> RunPlan:
     """The plan the checkpoint was trained with, on one rank of this machine."""
     arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device]
-    return read_plan(arguments, {}, vocab_size_of=vocab_size_of)
+    ranks = decode((candidate.path / MANIFEST).read_bytes()).ranks
+    world_size = str(ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
+    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    plan = read_plan(arguments, launch, vocab_size_of=vocab_size_of)
+    return replace(plan, launch=Launch(), parallel=ParallelSpec(), pipeline=PipelineSpec())
 
 
 def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
