@@ -11,6 +11,7 @@ from megatron_moe.specs.layout_params import (
     decays,
     default_bucket_size,
     place_parameters,
+    reduction_order,
 )
 from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.params import ParamMeta
@@ -100,3 +101,54 @@ def test_norms_of_q_and_k_decay_on_request_and_others_never() -> None:
     norms = [parameter(name, 4, role="norm", decay=False) for name in names]
     assert [decays(norm, decay_qk_norm=True) for norm in norms] == [True, True, False, False]
     assert not any(decays(norm, decay_qk_norm=False) for norm in norms)
+
+
+def test_buckets_of_all_buffers_come_in_the_order_of_a_backward_pass() -> None:
+    parameters = [
+        parameter("embedding.word_embeddings.weight", 8, 4, role="embedding"),
+        *(
+            parameter(f"decoder.layers.{i}.{name}", *shape, role=role)
+            for i in range(3)
+            for name, shape, role in (("norm.weight", (4,), "norm"), ("linear.weight", (16, 16), "matrix"))
+        ),
+        parameter("output_layer.weight", 8, 4, role="head"),
+    ]
+    layout = place(parameters, bucket_size=200)
+    order = reduction_order(layout)
+    assert len(order) == sum(len(buffer.buckets) for buffer in layout.buffers)
+    firsts = []
+    for number, bucket in order:
+        names = [spot.name for spot in layout.buffers[number].places if spot.bucket == bucket]
+        firsts.append(min(next(i for i, p in enumerate(parameters) if p.name == name) for name in names))
+    assert firsts == sorted(firsts, reverse=True) and len(set(firsts)) == len(firsts)
+    norms = next(i for i, buffer in enumerate(layout.buffers) if not buffer.key.decay)
+    assert order.index((norms, 0)) == len(order) - 2, (
+        "norms of all layers are one bucket, complete with the first layer"
+    )
+
+
+def test_a_number_of_buckets_gives_their_size_and_padding_is_on_request() -> None:
+    parameters = [parameter(f"p{i}", 64, 2) for i in range(8)]
+    shards = {"attention": 3, "expert": 3}
+    for spec, num_buckets, align in (
+        (DataParallelSpec(num_buckets=4), 4, 3 * BUCKET_ALIGN),
+        (DataParallelSpec(num_buckets=2, pad_buckets=True), 2, 1 << 16),
+        (DataParallelSpec(), 1, 3 * BUCKET_ALIGN),
+    ):
+        (buffer,) = place_parameters(parameters, OptimizerSpec(), num_shards=shards, spec=spec).buffers
+        assert len(buffer.buckets) == num_buckets
+        assert all(end % align == 0 and (end - start) % (3 * BUCKET_ALIGN) == 0 for start, end in buffer.buckets)
+
+
+def test_copies_over_ranks_stages_and_parts_of_gradients_are_kept_apart() -> None:
+    meta = {"role": "norm", "partial_over_tp": True}
+    kinds = (
+        ParamShape(name="a", shape=(4,), dtype="fp32", meta=ParamMeta(**meta), replicated=True),
+        ParamShape(name="b", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm"), replicated=True),
+        ParamShape(name="c", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm"), shared_stages=True),
+        ParamShape(name="d", shape=(4,), dtype="fp32", meta=ParamMeta(**meta)),
+        ParamShape(name="e", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm")),
+    )
+    found = {tuple(spot.name for spot in buffer.places): buffer.key for buffer in place(list(kinds)).buffers}
+    assert set(found) == {("a",), ("b",), ("c",), ("e", "d")}, "alone on its axis a part of a gradient is all of it"
+    assert found["a",].partial and not found["b",].partial

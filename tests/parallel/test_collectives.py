@@ -1,0 +1,95 @@
+"""Collectives that work in place and may be waited for later: against sums and joins of what the ranks gave."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.parallel.collectives import (
+    Pending,
+    part_of,
+    start_all_gather_,
+    start_all_reduce_,
+    start_reduce_scatter_,
+)
+from megatron_moe.parallel.context import Group, ParallelContext
+from megatron_moe.specs.parallel import ParallelSpec
+from tests.ranks import on_processes, on_threads
+from tests.tolerances import EXACT
+
+SIZES = (1, 2, 3, 4)
+
+
+def given(rank: int, size: int) -> Tensor:
+    """Whole numbers, so that sums are exact in any order."""
+    source = torch.Generator().manual_seed(rank)
+    return 12.0 * torch.randint(-50, 50, (6 * size,), generator=source).double()
+
+
+def total(size: int) -> Tensor:
+    return torch.stack([given(rank, size) for rank in range(size)]).sum(0)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_and_means_arrive_in_place(size: int, mean: bool) -> None:
+    def reduced(context: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
+        group = context.group("world")
+        everywhere, scattered = given(context.rank, size), given(context.rank, size)
+        wide = given(context.rank, size).float()
+        for pending in (
+            start_all_reduce_(everywhere, group, mean=mean),
+            start_reduce_scatter_(scattered, group, mean=mean),
+            start_reduce_scatter_(wide, group, mean=mean, wide=True),
+        ):
+            pending.wait()
+        return everywhere, part_of(scattered, group).clone(), part_of(wide, group).clone()
+
+    expected = total(size) / (size if mean else 1)
+    for rank, (everywhere, part, wide) in enumerate(on_threads(ParallelSpec(world_size=size), reduced)):
+        EXACT.check(everywhere, expected, f"all-reduce on rank {rank}")
+        EXACT.check(part, expected.chunk(size)[rank], f"reduce-scatter on rank {rank}")
+        EXACT.check(wide, expected.chunk(size)[rank].float(), f"reduce-scatter in fp32 on rank {rank}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_part_reaches_every_rank(size: int) -> None:
+    def gathered(context: ParallelContext) -> Tensor:
+        group = context.group("world")
+        flat = torch.full((6 * size,), torch.nan, dtype=torch.float64)
+        part_of(flat, group).copy_(given(context.rank, 1))
+        start_all_gather_(flat, group).wait()
+        return flat
+
+    expected = torch.cat([given(rank, 1) for rank in range(size)])
+    for rank, flat in enumerate(on_threads(ParallelSpec(world_size=size), gathered)):
+        EXACT.check(flat, expected, f"rank {rank}")
+
+
+def test_what_is_summed_in_fp32_keeps_what_bf16_would_lose() -> None:
+    def sums(context: ParallelContext, wide: bool) -> Tensor:
+        flat = torch.full((8,), 256.0 if context.rank == 0 else 1.0, dtype=torch.bfloat16)
+        start_reduce_scatter_(flat, context.group("world"), wide=wide).wait()
+        return part_of(flat, context.group("world"))
+
+    spec = ParallelSpec(world_size=4)
+    assert all((part == 260.0).all() for part in on_threads(spec, lambda context: sums(context, True))), "259 rounded"
+    assert all((part == 256.0).all() for part in on_threads(spec, lambda context: sums(context, False)))
+
+
+def _under_gloo(context: ParallelContext) -> list[Tensor]:
+    """Several at once, waited for in another order."""
+    group: Group = context.group("world")
+    flats = [given(context.rank, group.size) for _ in range(3)]
+    pending: list[Pending] = [start_reduce_scatter_(flat, group) for flat in flats]
+    for each in reversed(pending):
+        each.wait()
+    gathers = [start_all_gather_(flat, group) for flat in flats]
+    for each in gathers:
+        each.wait()
+    return flats
+
+
+def test_gloo_processes_have_several_under_way_at_once() -> None:
+    for rank, flats in enumerate(on_processes(ParallelSpec(world_size=2), _under_gloo)):
+        for flat in flats:
+            EXACT.check(flat, total(2), f"reduced and gathered on rank {rank}")
