@@ -23,6 +23,7 @@ from megatron_moe.optim.ownership import check_ownership
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.specs.count import count_expert_elements, count_parameters
+from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
@@ -108,5 +109,8 @@ def introduction(
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"
+    if plan.layout.pp > 1:
+        costs = flop_costs(plan.model, plan.data.seq_length)
+        yield f"pipeline layout {plan.layout}, cost in operations:\n{cost_table(plan.layout, costs)}"
     yield from datasets.notes
     yield kernels.table()
