@@ -118,5 +118,7 @@ class DataFlags:
     """Trust cached indices."""
     dataloader_defer_npy_index_mmap: bool = flag(False, status="no effect", note="concerns speed")
     """Open indices when they are needed."""
-    dataloader_inter_document_masking: bool = flag(False, status="not yet", note="use --reset-attention-mask")
-    """Pack documents so that attention stays inside of each."""
+    dataloader_inter_document_masking: bool = flag(
+        False, status="close", note="means --reset-attention-mask and --reset-position-ids"
+    )
+    """Sequences are packed documents: attention stays inside of each, and positions begin anew."""

@@ -222,6 +222,11 @@ def test_dynamic_context_parallelism_has_its_limit():
     assert plan_of(limit, environ=EIGHT_RANKS).parallel.max_seqlen_per_rank is None
 
 
+def test_masking_between_documents_means_that_positions_begin_anew_too():
+    data = plan_of("--dataloader-inter-document-masking").data
+    assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, False)
+
+
 def test_norms_initial_values_and_dropout():
     model = plan_of("--apply-layernorm-1p --norm-epsilon 1e-6 --init-method-std 0.01 --hidden-dropout 0.2").model
     assert model.norm == NormSpec(kind="RMSNorm", eps=1e-6, zero_centered=True)
