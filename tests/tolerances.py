@@ -105,8 +105,8 @@ FP32_MODEL = Tolerance(
 FP32_PARITY = Tolerance(
     1e-5,
     1e-8,
-    "A whole model and its gradients against another program in single precision, relative to the largest value of every "
-    "tensor. Measured worst: 1.6e-6, but for the gradient of GPT-OSS's sinks, a sum that cancels to 3e-3: 4.5e-6.",
+    "A whole model and its gradients against another program in single precision, relative to each tensor's largest "
+    "value. Measured worst: 1.6e-6, but for the gradient of GPT-OSS's sinks, a sum that cancels to 3e-3: 4.5e-6.",
 )
 
 GOLDEN64 = Tolerance(

@@ -1,8 +1,8 @@
 """Public MoE architectures as flag values (data_files/zoo_models.tsv), and the model specs that they mean.
 
 Left out are models with parts that this program does not have: linear attention, sparse-attention indexers, Mamba.
-Where a router is foreign (sparsemixer of Phi-3.5-MoE, corrected softmax of ERNIE, here sigmoid) its parameters are those of an
-ordinary one.
+Where a router is foreign (sparsemixer of Phi-3.5-MoE, corrected softmax of ERNIE, here sigmoid) its parameters are
+those of an ordinary one.
 """
 
 import csv
