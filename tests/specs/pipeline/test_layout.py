@@ -203,6 +203,11 @@ def test_layers_of_different_cost_are_balanced_by_cost_and_not_by_number():
     assert layers_per_stage(layout) == [3, 1, 1, 1]
 
 
+def test_the_dearest_stage_matters_more_than_evenness():
+    """Stages of 6, 2 and 3 would have the smaller sum of squares."""
+    assert layers_per_stage(auto_layout(StageCosts(layers=(1.0, 5.0, 2.0, 3.0)), pp=3)) == [1, 1, 2]
+
+
 def test_no_other_cut_has_a_cheaper_dearest_stage():
     """Against all cuts of 7 layers into 3 stages."""
     for seed in range(20):
