@@ -42,7 +42,6 @@ MTP = MTPSpec(num_layers=2, loss_scaling_factor=0.3)
 CASES = {
     "two stages": (plan(), "Ett|ttL", 2, {}),
     "four uneven stages, one empty, loss alone": (plan(), "Et|ttt||L", 4, {}),
-    "two chunks per rank": (plan(), "Et|t|t|tL", 2, {}),
     "four ranks with two chunks each, dropout": (plan(model(7, noisy=True)), "E|t|t|t|t|t|t|tL", 4, {}),
     "tied embeddings": (plan(model(tied_embeddings=True)), "Ett|ttL", 2, {}),
     "tied embeddings, chunks": (plan(model(tied_embeddings=True)), "Et|t|t|tL", 2, {}),
@@ -52,7 +51,6 @@ CASES = {
     "prediction before the loss stage, tied": (plan(model(mtp=MTP, tied_embeddings=True)), "Et|tt|tmm|L", 4, {}),
     "loss per token, prediction in a chunk": (plan(model(mtp=MTP), loop=PER_TOKEN), "Et|t|t|tmmL", 2, {}),
     "one microbatch": (plan(num_microbatches=1), "Et|t|t|tL", 4, {}),
-    "two microbatches": (plan(num_microbatches=2), "Et|t|t|tL", 4, {}),
     "eight microbatches, groups of four": (plan(num_microbatches=8), "Et|t|t|tL", 2, {"group_size": 4}),
     "split backward": (plan(model(noisy=True)), "Et|t|t|tL", 2, {"split_backward": True}),
 }  # fmt: skip
@@ -61,18 +59,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_gives_the_numbers_of_one_rank(case):
     single_plan, layout, pp, pipeline = CASES[case]
-    single = train(single_plan, ParallelContext.single(dtype=torch.float64))
-    ranks = train_on_ranks(laid_out(single_plan, layout, pp, **pipeline))
+    steps = 3 if pp == 2 else 2
+    single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps)
+    ranks = train_on_ranks(laid_out(single_plan, layout, pp, **pipeline), steps=steps)
     assert len(single) > 100
     FP64_LAYOUT.check_all(ranks, single, case)
 
 
-@pytest.mark.parametrize("layout, pp", [("Ett|tmmL", 2), ("Et|t|t|mmL", 2)])
-def test_processes_give_the_numbers_of_one_rank(layout, pp):
+def test_processes_give_the_numbers_of_one_rank():
     single_plan = plan(model(3, mtp=MTP, tied_embeddings=True, noisy=True))
-    single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps=2)
-    ranks = train_on_ranks(laid_out(single_plan, layout, pp), processes=True, steps=2)
-    FP64_LAYOUT.check_all(ranks, single, layout)
+    single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps=1)
+    ranks = train_on_ranks(laid_out(single_plan, "Et|t|t|mmL", 2), processes=True, steps=1)
+    FP64_LAYOUT.check_all(ranks, single, "two processes")
 
 
 EARLY = DataParallelSpec(overlap_grad_reduce=True, bucket_size=500)
