@@ -27,6 +27,6 @@ cat <<'NEXT'
 
 The run folder is runs/quickstart: look at plots/loss.png and plots/expert_load.png. What next:
   python pretrain_moe.py --recipe quickstart --train-iters 800 --override-opt_param-scheduler   # go on, twice as long
-  torchrun --nproc-per-node 2 pretrain_moe.py --recipe quickstart --run-dir runs/two_ranks      # data parallel
+  torchrun --nproc-per-node 2 pretrain_moe.py --recipe quickstart --micro-batch-size 4 --run-dir runs/two_ranks
   python pretrain_moe.py --help moe                                  # every flag of the Mixture-of-Experts layer
 NEXT
