@@ -21,7 +21,7 @@ from tests.tolerances import FP64_LAYOUT
 
 def model(num_layers=4, *, noisy=False, **changes):
     """One dense layer, then MoE layers with expert bias; with dropout everywhere when noisy."""
-    biased = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.01)
+    biased = tiny.router(num_experts=4, score_function="sigmoid", expert_bias=True, bias_update_rate=0.01)
     spec = tiny.model(num_layers=num_layers, moe_spec=tiny.moe(biased), **changes)
     if not noisy:
         return spec
