@@ -174,13 +174,7 @@ def preprocess(args: argparse.Namespace) -> Progress:
     with ExitStack() as stack:
         pool = None
         if args.workers > 1:
-            # Spawned, not forked: no threads and locks of this process go along. Ctrl-C is for this process alone.
-            pool = ProcessPoolExecutor(
-                args.workers,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=signal.signal,
-                initargs=(signal.SIGINT, signal.SIG_IGN),
-            )
+            pool = start_workers(args.workers)
             stack.callback(pool.shutdown, cancel_futures=True)
         progress = Progress(args.log_interval, sum(path.stat().st_size for path in args.input if path.is_file()))
         stack.callback(progress.stop)
@@ -191,6 +185,18 @@ def preprocess(args: argparse.Namespace) -> Progress:
         if progress.tokens == 0:
             raise DataProblem(f"no text in {', '.join(map(str, args.input))}; check --input and --json-keys")
     return progress
+
+
+def start_workers(count: int) -> ProcessPoolExecutor:
+    """Workers that Ctrl-C does not reach, from their first moment on: they inherit that it is blocked."""
+    # Spawned, not forked: no threads and locks of this process go along.
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pool.submit(int)  # starts all of them
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
