@@ -87,6 +87,6 @@ def _local(spec: ModelSpec) -> ModelSpec:
     def layer_here(layer: LayerSpec) -> LayerSpec:
         if not isinstance(layer.feed_forward, MoESpec):
             return layer
-        return replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="local"))
+        return replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="local", shared_overlap=False))
 
     return replace(spec, layers=tuple(layer_here(layer) for layer in spec.layers))

@@ -6,6 +6,7 @@ The record is plain data on the host, so that ranks may be threads or processes 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from megatron_moe import build
@@ -34,6 +35,7 @@ class Held:
     """A rank's part of a named tensor."""
 
     value: Tensor
+    """Not-a-number where another rank knows better."""
     global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     meta: ParamMeta
@@ -88,13 +90,24 @@ def record_run(
         record.norms.append({name: float(norm) for name, norm in outcome.norms.items()})
         record.metrics.append(dict(_figures(trainer, context)))
         if step == 0:
-            record.gradients = {slot.name: _held(slot.parameter, slot.main_grad) for slot in trainer.buffers.slots}
+            record.gradients = dict(_gradients(trainer))
     loader.close()
+    trainer.optimizer.finish_gather()
     record.weights = {slot.name: _held(slot.parameter, slot.parameter) for slot in trainer.buffers.slots}
     for router in trainer.routers:
         if router.expert_bias is not None:
             record.biases[router.layer] = router.expert_bias.detach().cpu().clone()
     return record
+
+
+def _gradients(trainer: Trainer) -> Iterator[tuple[str, Held]]:
+    """What this rank owns of every finished gradient; not-a-number where another rank does."""
+    for buffer in trainer.buffers.buffers:
+        finished = torch.full_like(buffer.grads, float("nan"))
+        for start, end in buffer.owned:
+            finished[start:end] = buffer.grads[start:end]
+        for slot, (_, value) in zip(buffer.slots, buffer.views(finished), strict=True):
+            yield slot.name, _held(slot.parameter, value)
 
 
 def place_of(context: ParallelContext) -> dict[str, int]:

@@ -155,8 +155,8 @@ def _tensor_rows(
 
 
 def assemble(parts: Sequence[tuple[int, Held]], expected: Tensor) -> tuple[Tensor, str]:
-    """The whole tensor from the parts of (rank, part), and what is to be said of copies that differ or parts that no
-    rank holds."""
+    """The whole tensor from the parts of (rank, part), and what is to be said of copies that differ or elements that no
+    rank knows."""
     first = parts[0][1]
     whole = torch.full(first.global_shape, float("nan"), dtype=first.value.dtype)
     copies: dict[tuple[Box, ...], list[tuple[int, Held]]] = {}
@@ -164,30 +164,42 @@ def assemble(parts: Sequence[tuple[int, Held]], expected: Tensor) -> tuple[Tenso
         copies.setdefault(held.boxes, []).append((rank, held))
     remarks = []
     for boxes, group in copies.items():
-        write_part(whole, group[0][1].value, boxes, first.meta)
-        if len(group) > 1:
-            remarks.append(_about_copies(group, expected))
-    if torch.isnan(whole).any() and all(torch.isfinite(held.value).all() for _, held in parts):
-        remarks.append("some elements are held by no rank")
+        write_part(whole, _merged([held.value for _, held in group]), boxes, first.meta)
+        remarks.append(_about_copies(group, expected))
+    if torch.isnan(whole).any():
+        remarks.append(f"{int(torch.isnan(whole).sum())} elements are known to no rank")
     return whole, next((remark for remark in remarks if remark), "")
 
 
+def _merged(copies: Sequence[Tensor]) -> Tensor:
+    """Element by element what the first copy that knows it says."""
+    merged = copies[0]
+    for copy in copies[1:]:
+        merged = torch.where(torch.isnan(merged), copy, merged)
+    return merged
+
+
 def _about_copies(group: Sequence[tuple[int, Held]], expected: Tensor) -> str:
-    reference = group[0][1].value
-    apart = [rank for rank, held in group if _error(held.value, reference) > COPY_TOLERANCE]
+    """What is to be said of ranks that should hold the same."""
+    (first, reference), others = group[0], group[1:]
+    apart = [rank for rank, held in others if _apart(held.value, reference.value)]
     if not apart:
         return ""
-    ranks = [rank for rank, _ in group]
-    text = f"copies on ranks {ranks} differ (rank {apart[0]} from rank {ranks[0]})"
-    target = torch.zeros_like(expected)
-    write_part(target, torch.stack([held.value for _, held in group]).sum(dim=0), group[0][1].boxes, group[0][1].meta)
-    mask = torch.zeros_like(expected, dtype=torch.bool)
-    write_part(mask, torch.ones_like(reference, dtype=torch.bool), group[0][1].boxes, group[0][1].meta)
-    ratio = constant_ratio(target[mask], expected[mask])
+    text = f"copies on ranks {[rank for rank, _ in group]} differ (rank {apart[0]} from rank {first})"
+    total, here = torch.zeros_like(expected), torch.zeros_like(expected, dtype=torch.bool)
+    write_part(total, torch.stack([held.value for _, held in group]).sum(dim=0), reference.boxes, reference.meta)
+    write_part(here, torch.ones_like(reference.value, dtype=torch.bool), reference.boxes, reference.meta)
+    ratio = constant_ratio(total[here], expected[here])
     if ratio is None:
         return f"{text}: a reduction over them is missing"
     times = "" if abs(ratio - 1) < CONSTANT else f" {ratio:.4g} times"
     return f"{text}; their sum is{times} the right value: a reduction over them is missing"
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    """Do two copies differ where both know?"""
+    both = ~torch.isnan(one) & ~torch.isnan(other)
+    return _error(one[both], other[both]) > COPY_TOLERANCE
 
 
 def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:

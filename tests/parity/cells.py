@@ -16,8 +16,11 @@ from megatron_moe.compare.table import Comparison, compare_runs
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.attention import AttentionSpec, MLASpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import CapacitySpec, MoESpec, SharedExpertsSpec
+from megatron_moe.specs.parallel import DataParallelSpec
+from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import BatchSpec
 from tests import tiny, tiny_models
@@ -30,27 +33,21 @@ PER_MICROBATCH = ("moe/max_violation", "moe/load_entropy", "moe/dead_experts")
 """Metrics that are not sums or means over tokens: they differ where the oracle takes several microbatches as one."""
 
 
-def compare_cell(name: str) -> Comparison:
+def compare_cell(name: str, *, processes: bool = False) -> Comparison:
     """Everything of the cell against its oracle."""
     cell = cell_of(name)
     ignore = PER_MICROBATCH if cell["balance"] == "global" else ()
-    return compare_runs(oracle_of(name), ranks_of(name), rtol=FP64_LAYOUT.rtol, ignore=ignore)
+    return compare_runs(oracle_of(name), ranks_of(name, processes=processes), rtol=FP64_LAYOUT.rtol, ignore=ignore)
 
 
-def ranks_of(name: str) -> list[RankRecord]:
-    """What every rank of the cell's layout saw: threads where collectives are enough, else processes."""
-    cell = cell_of(name)
-    spec = parallel_spec(cell)
+def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
+    """What every rank of the cell's layout saw. Ranks are threads, or gloo processes."""
+    spec = plan_of(cell_of(name)).parallel
     if spec.world_size == 1:
         return [run_rank(ParallelContext.single(), name)]
-    if needs_processes(cell):
+    if processes:
         return on_processes(spec, run_rank, name)
     return on_threads(spec, lambda context: run_rank(context, name))
-
-
-def needs_processes(cell: Cell) -> bool:
-    """Ranks that send to each other."""
-    return cell["pp"] != "1" or cell["cp"] != "1" and cell["cpcomm"] in ("p2p", "a2a+p2p")
 
 
 def run_rank(context: ParallelContext, name: str) -> RankRecord:
@@ -85,9 +82,18 @@ def kernels() -> Bundle:
 def plan_of(cell: Cell) -> RunPlan:
     """fp64, clipping and weight decay on; the cell's model, grids and microbatches."""
     plan = tiny.plan(model=model_of(cell), parallel=parallel_spec(cell))
+    holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     micro = GLOBAL_BATCH // (int(cell["dp"]) * int(cell["accumulation"]))
     return replace(
         plan,
+        parallel=replace(plan.parallel, embedding_ranks=holders),
+        data_parallel=DataParallelSpec(
+            sharded_optimizer=cell["zero"] == "on",
+            overlap_grad_reduce=cell["overlap"] in ("grads", "params"),
+            overlap_param_gather=cell["overlap"] == "params",
+            num_buckets=3 if cell["overlap"] in ("grads", "params") else None,
+        ),
+        pipeline=PipelineSpec(overlap=cell["overlap"] == "experts", split_backward=cell["overlap"] == "experts"),
         batch=BatchSpec(micro=micro, global_size=GLOBAL_BATCH),
         loop=replace(plan.loop, per_token_loss=cell["loss"] == "token"),
         optimizer=replace(plan.optimizer, eps=STEADY_EPS),
@@ -96,11 +102,10 @@ def plan_of(cell: Cell) -> RunPlan:
 
 def model_of(cell: Cell) -> ModelSpec:
     """One dense layer and three MoE layers, or four dense ones."""
-    mixer = (
-        tiny_models.mla_spec(num_heads=4)
-        if cell["attention"] == "mla"
-        else tiny.attention(num_query_groups=_groups(cell))
-    )
+    mixer: AttentionSpec | MLASpec = tiny.attention(num_query_groups=_groups(cell))
+    if cell["attention"] == "mla":
+        mixer = tiny_models.mla_spec(num_heads=4)
+    mixer = replace(mixer, core=replace(mixer.core, context_exchange=cell["cpcomm"]))
     dense = tiny_models.mlp_spec(ffn_hidden_size=48)
     kinds = [dense] + [moe_of(cell) if cell["layers"] == "moe" else dense] * (NUM_LAYERS - 1)
     return tiny.model(
@@ -123,6 +128,7 @@ def moe_of(cell: Cell) -> MoESpec:
     spec = tiny.moe(router, capacity=_capacity(cell), dispatcher=cell["dispatcher"])
     if cell["shared"] != "off":
         spec = replace(spec, shared=SharedExpertsSpec(mlp=tiny_models.mlp_spec(ffn_hidden_size=16), gate=True))
+    spec = replace(spec, shared_overlap=cell["shared"] == "overlap")
     return replace(spec, experts=replace(spec.experts, grouped=cell["experts"] == "grouped"))
 
 

@@ -5,6 +5,7 @@ A cell is a value for every dimension. Its name says where it differs from the f
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import combinations
 from types import MappingProxyType
 
@@ -27,7 +28,7 @@ DIMENSIONS = MappingProxyType(
         "etp": ("1", "2"),
         "dispatcher": ("local", "allgather", "alltoall"),
         "zero": ("off", "on"),
-        "overlap": ("off", "grads", "experts"),
+        "overlap": ("off", "grads", "params", "experts"),
         "balance": ("aux", "none", "seq", "global", "bias"),
         "capacity": ("none", "drop", "position", "pad"),
         "shared": ("off", "on", "overlap"),
@@ -42,22 +43,7 @@ DIMENSIONS = MappingProxyType(
 )
 """The first value is the plain one."""
 
-AVAILABLE = MappingProxyType(
-    {
-        "tp": ("1",),
-        "sp": ("off",),
-        "cp": ("1",),
-        "cpcomm": ("p2p",),
-        "pp": ("1",),
-        "vpp": ("1",),
-        "ep": ("1",),
-        "etp": ("1",),
-        "dispatcher": ("local",),
-        "zero": ("off",),
-        "overlap": ("off",),
-        "shared": ("off", "on"),
-    }
-)
+AVAILABLE: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 """Values that exist today, where that is not all of them."""
 
 Cell = Mapping[str, str]
@@ -69,21 +55,33 @@ def values_of(dimension: str) -> tuple[str, ...]:
 
 
 def parallel_spec(cell: Cell) -> ParallelSpec:
-    """The sizes of a cell's grids. Raises FoldError when they do not fit the world."""
+    """The sizes of a cell's grids."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
     world = sizes["tp"] * sizes["cp"] * sizes["pp"] * int(cell["dp"])
-    spec = ParallelSpec(
-        **sizes, world_size=world, sequence_parallel=cell["sp"] == "on", virtual_stages=int(cell["vpp"])
+    return ParallelSpec(
+        **sizes,
+        world_size=world,
+        sequence_parallel=cell["sp"] == "on",
+        virtual_stages=int(cell["vpp"]),
+        cp_sub_axes=(2, 2) if cell["cpcomm"] == "a2a+p2p" else None,
     )
-    all_groups(spec)
-    return spec
 
 
 def _folds(cell: Cell) -> bool:
+    return _fits(*(int(cell[axis]) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")))
+
+
+@cache
+def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
+    """Both grids cover the same world, which is not too large."""
+    world = tp * cp * pp * dp
+    if world > LARGEST_WORLD:
+        return False
     try:
-        return parallel_spec(cell).world_size <= LARGEST_WORLD
+        all_groups(ParallelSpec(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, world_size=world))
     except FoldError:
         return False
+    return True
 
 
 def _is_one(cell: Cell, *axes: str) -> bool:
@@ -91,7 +89,7 @@ def _is_one(cell: Cell, *axes: str) -> bool:
 
 
 RULES: tuple[tuple[tuple[str, ...], Callable[[Cell], bool]], ...] = (
-    (("tp", "sp", "cp", "pp", "vpp", "dp", "ep", "etp"), _folds),
+    (("tp", "cp", "pp", "dp", "ep", "etp"), _folds),
     # sequence parallelism is a form of tensor parallelism, and MoE layers under tensor parallelism need it
     (("tp", "sp"), lambda c: c["sp"] == "off" or c["tp"] != "1"),
     (("tp", "sp", "layers"), lambda c: c["sp"] == "on" or c["tp"] == "1" or c["layers"] == "dense"),
@@ -107,7 +105,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Cell], bool]], ...] = (
     (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "local" or _is_one(c, "ep", "etp")),
     # overlapping needs something to travel
     (("overlap", "dp"), lambda c: c["overlap"] != "grads" or c["dp"] != "1"),
-    (("overlap", "zero"), lambda c: c["overlap"] != "grads" or c["zero"] == "on"),
+    (("overlap", "dp"), lambda c: c["overlap"] != "params" or c["dp"] != "1"),
+    (("overlap", "zero"), lambda c: c["overlap"] != "params" or c["zero"] == "on"),
     (("overlap", "ep"), lambda c: c["overlap"] != "experts" or c["ep"] != "1"),
     (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
     (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),

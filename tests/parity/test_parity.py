@@ -16,8 +16,8 @@ def names(path: Path) -> list[str]:
     return [name for name in path.read_text().splitlines() if available(cell_of(name))]
 
 
-def check(name: str) -> None:
-    comparison = compare_cell(name)
+def check(name: str, *, processes: bool = False) -> None:
+    comparison = compare_cell(name, processes=processes)
     assert comparison.equal, f"{comparison.text()}\nrepeat with: {command_of(name)}"
 
 
@@ -29,6 +29,18 @@ def test_one_feature_equals_one_rank(name):
 @pytest.mark.parametrize("name", names(GOLDEN))
 def test_features_together_equal_one_rank(name):
     check(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp=4 ep=4 dispatcher=alltoall zero=on overlap=params accumulation=2",
+        "tp=2 sp=on pp=2 vpp=2 etp=2 dispatcher=allgather mtp=on head=tied accumulation=2",
+        "cp=2 pp=2 dp=2 ep=4 dispatcher=alltoall overlap=grads balance=bias accumulation=2",
+    ],
+)
+def test_ranks_that_are_processes_equal_one_rank(name):
+    check(name, processes=True)
 
 
 def test_every_value_has_a_cell_of_its_own():
