@@ -188,14 +188,11 @@ def preprocess(args: argparse.Namespace) -> Progress:
 
 
 def start_workers(count: int) -> ProcessPoolExecutor:
-    """Workers that Ctrl-C does not reach, from their first moment on: they inherit that it is blocked."""
-    # Spawned, not forked: no threads and locks of this process go along.
+    """Spawned workers (no threads and locks go along) that Ctrl-C never reaches: they inherit that it is blocked."""
     pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        pool.submit(int)  # starts all of them
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    pool.submit(int)  # starts all of them
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
 
 
