@@ -16,28 +16,29 @@ Choice = tuple[str, str]
 Pair = tuple[Choice, Choice]
 
 
-def pairwise_cover() -> list[str]:
-    """Names of the cells. Greedy: every cell starts from a pair that no cell has yet and takes, dimension by dimension,
-    the value that brings the most new pairs."""
-    wanted = list(dict.fromkeys(_all_pairs()))
+def pairwise_cover() -> tuple[list[str], set[Pair]]:
+    """Names of the cells, and the pairs that stand together in no legal cell.
+
+    Greedy: every cell starts from a pair that no cell has yet and takes, dimension by dimension, the value that brings
+    the most new pairs.
+    """
+    wanted = list(dict.fromkeys(all_pairs()))
     covered: set[Pair] = set()
-    names = []
+    names: list[str] = []
+    impossible: set[Pair] = set()
     for pair in wanted:
         if pair in covered:
             continue
         cell = _completed(dict(pair), covered)
-        if cell is not None:
+        if cell is None:
+            impossible.add(pair)
+        else:
             covered.update(pairs(cell))
             names.append(name_of(cell))
-    return names
+    return names, impossible
 
 
-def feasible_pairs() -> Iterator[Pair]:
-    """Every two values that stand together in some legal cell."""
-    return (pair for pair in _all_pairs() if _completed(dict(pair), set()) is not None)
-
-
-def _all_pairs() -> Iterator[Pair]:
+def all_pairs() -> Iterator[Pair]:
     """Rare values first, so that they meet each other in few cells."""
     for one, other in combinations(sorted(DIMENSIONS), 2):
         for value in reversed(values_of(one)):
@@ -65,7 +66,7 @@ def _completed(start: dict[str, str], covered: set[Pair]) -> dict[str, str] | No
 
 
 if __name__ == "__main__":
-    text = "".join(f"{name}\n" for name in pairwise_cover())
+    text = "".join(f"{name}\n" for name in pairwise_cover()[0])
     if "--write" in sys.argv:
         GOLDEN.write_text(text)
     else:
