@@ -8,7 +8,7 @@
 extra: the index holds other programs under their names.
 """
 
-from glob import glob
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -19,6 +19,10 @@ TEST = [
 ]  # fmt: skip
 
 PACKAGES = find_packages(include=["megatron_moe", "megatron_moe.*", "arguments", "arguments.*"])
+RECIPES = [
+    ("share/megatron_moe/" + str(folder.relative_to("scripts")), sorted(map(str, folder.glob("*.yaml"))))
+    for folder in sorted(Path("scripts").glob("recipes/**/"))
+]
 
 setup(
     name="megatron-moe",
@@ -27,7 +31,7 @@ setup(
     python_requires=">=3.11",
     packages=PACKAGES,
     py_modules=["pretrain_moe"],
-    data_files=[("share/megatron_moe/recipes", sorted(glob("scripts/recipes/*.yaml")))],
+    data_files=RECIPES,
     entry_points={"console_scripts": ["pretrain_moe = pretrain_moe:command"]},
     install_requires=[
         "torch>=2.11",

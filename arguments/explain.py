@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 from arguments.deprecated import old_names
 from arguments.errors import FlagErrors, Problem
-from arguments.files import recipe_folders
 from arguments.flag import Flag, docstrings
 from arguments.flags import Registry, group_classes, normal
 from arguments.parser import near, unknown_flag
+from arguments.recipes import recipe_files
 from arguments.values import choices, describe, words_of
 from megatron_moe.specs.run import RunPlan
 
@@ -158,13 +158,13 @@ def _searched(flag: Flag, text: str) -> list[str]:
 
 
 def recipes_with(flag: Flag) -> list[str]:
-    """Names of the recipes that set a flag."""
+    """Recipes, and parts of recipes, that set a flag."""
     spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
     names = []
-    for path in (path for folder in recipe_folders() if folder.is_dir() for path in sorted(folder.glob("*.yaml"))):
+    for name, path in recipe_files():
         keys = (line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines())
         if any(normal(key.strip()).lstrip("-") in spellings for key in keys):
-            names.append(path.stem)
+            names.append(name)
     return names
 
 

@@ -1,6 +1,7 @@
 """YAML files with flags, in three shapes.
 
-Ours: flag names, flat or nested under their group, with dashes or underscores, and an optional `environment`.
+Ours: flag names, flat or nested under their group, with dashes or underscores, and an optional `environment`; `base`
+names files to build on, relative to this one, and `about` says what the flags cannot.
 The Model Zoo's: `MODEL_ARGS` with dashed flags, and `ENV_VARS`.
 Megatron-LM dev's: `ARGS` with underscores, and `ENV_VARS`.
 `${NAME}`, `${NAME:-default}` and `$NAME` stand for environment variables, `$$` for a dollar. Nothing is executed, and a
@@ -8,7 +9,6 @@ scalar is the text that stands in the file, so that `1e-6` is a number and `1:30
 """
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,8 @@ _NULL = f"{_STANDARD}null"
 _PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge", "seq", "map")
 _ARGUMENTS = ("MODEL_ARGS", "ARGS")
 _ENVIRONMENT = ("ENV_VARS", "environment")
+_BASE, _ABOUT = "base", "about"
+_NO_FLAGS = (*_ENVIRONMENT, _BASE, _ABOUT)
 
 
 @dataclass
@@ -41,6 +43,10 @@ class FlagFile:
     flags: list[Given] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the run needs."""
+    bases: list[Path] = field(default_factory=list)
+    """Files that this one builds on."""
+    about: dict[str, str] = field(default_factory=dict)
+    """What it says about itself."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -48,24 +54,16 @@ class _Unusable(Exception):
     """A value that cannot be read; the problem is recorded already."""
 
 
-def find_recipe(name: str) -> Path | None:
-    """The file of a recipe: in the repository, or where the wheel put it."""
-    for folder in recipe_folders():
-        path = folder / f"{name}.yaml"
-        if path.is_file():
-            return path
-    return None
-
-
-def recipe_folders() -> tuple[Path, ...]:
-    """Where recipes lie: `scripts/recipes` beside this package, `share/megatron_moe/recipes` of the installation."""
-    beside = Path(__file__).resolve().parent.parent / "scripts" / "recipes"
-    return beside, Path(sys.prefix) / "share" / "megatron_moe" / "recipes"
-
-
-def recipe_names() -> list[str]:
-    """Every recipe there is."""
-    return sorted({path.stem for folder in recipe_folders() if folder.is_dir() for path in folder.glob("*.yaml")})
+def read_files(
+    path: Path, registry: Registry, environ: Mapping[str, str], above: tuple[Path, ...] = ()
+) -> list[FlagFile]:
+    """A file and those that it builds on, every one behind its bases. `above` are the files that build on this one."""
+    if path.resolve() in above:
+        problem = Problem(what=f"{shown(path)} builds on itself", remedy="take it out of its `base`")
+        return [FlagFile(path, problems=[problem])]
+    file = read_file(path, registry, environ)
+    below = (*above, path.resolve())
+    return [*(found for base in file.bases for found in read_files(base, registry, environ, below)), file]
 
 
 def read_file(path: Path, registry: Registry, environ: Mapping[str, str]) -> FlagFile:
@@ -110,17 +108,29 @@ class _Reader:
         sections = dict(pairs)
         for name in _ENVIRONMENT:
             if name in sections:
-                self._read_environment(sections.pop(name))
+                self._read_texts(sections[name], self.file.environment)
+        if _ABOUT in sections:
+            self._read_texts(sections[_ABOUT], self.file.about)
+        if _BASE in sections:
+            self._read_bases(sections[_BASE])
         foreign = [name for name in _ARGUMENTS if name in sections]
         for name in foreign:
             self._read_flags(self._pairs(sections[name]), false_is_absent=True)
         if not foreign:
-            self._read_flags(pairs, false_is_absent=False, without=_ENVIRONMENT, groups=True)
+            self._read_flags(pairs, false_is_absent=False, without=_NO_FLAGS, groups=True)
 
-    def _read_environment(self, node: yaml.Node) -> None:
+    def _read_texts(self, node: yaml.Node, texts: dict[str, str]) -> None:
         for name, value in self._pairs(node):
             try:
-                self.file.environment[name] = self._scalar(value)
+                texts[name] = self._scalar(value)
+            except _Unusable:
+                continue
+
+    def _read_bases(self, node: yaml.Node) -> None:
+        """One file or a list of them."""
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            try:
+                self.file.bases.append(self.file.path.parent / self._scalar(item))
             except _Unusable:
                 continue
 

@@ -30,7 +30,7 @@ class StartFlags:
     config: tuple[str, ...] = flag((), status="ours", essential=True)
     """YAML files with flags; later ones win over earlier ones, and the command line over all."""
     recipe: str | None = flag(None, status="ours", essential=True)
-    """Name of a file in scripts/recipes, read before `--config`."""
+    """Name of a file below scripts/recipes, read before `--config`; docs/recipes.md lists them."""
     print_config: bool = flag(False, status="ours", essential=True)
     """Print every value with its origin as a YAML file, and leave."""
     allow_ignored_flags: bool = flag(False, status="ours")

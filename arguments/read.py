@@ -16,10 +16,11 @@ from arguments.checks.run import (
 )
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import yaml_text
-from arguments.files import find_recipe, read_file, recipe_names
+from arguments.files import read_files
 from arguments.flags import Flags, Registry
 from arguments.launch import LaunchProblem, allocation_note, launch_of
-from arguments.parser import Given, Settings, settle, split
+from arguments.parser import Given, Settings, near, settle, split
+from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import needed_environment, run_plan, tokenizer_spec
 from megatron_moe.specs.parallel import Launch
 from megatron_moe.specs.run import RunPlan
@@ -65,7 +66,7 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     words, problems = split(argv)
     start = [given for given in words if _is_start_flag(given, registry)]
     paths, missing = _paths(settle(registry, [start]))
-    files = [read_file(path, registry, environ) for path in paths]
+    files = [file for path in paths for file in read_files(path, registry, environ)]
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
     settings = settle(registry, [*(file.flags for file in files), words])
     for file in files:
@@ -90,8 +91,9 @@ def _paths(start: Settings) -> tuple[list[Path], list[Problem]]:
         if recipe:
             paths.append(recipe)
         else:
-            known = ", ".join(recipe_names()) or "none"
-            problems.append(Problem(what=f"there is no recipe {name!r}", remedy=f"choose one of: {known}"))
+            close = " or ".join(near(str(name), recipe_names()))
+            remedy = f"did you mean {close}?" if close else "docs/recipes.md lists them"
+            problems.append(Problem(what=f"there is no recipe {name!r}", remedy=remedy))
     config = start.setting("config").value
     assert isinstance(config, tuple)
     return [*paths, *map(Path, config)], problems

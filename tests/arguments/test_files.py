@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments import files
+from arguments import files, recipes
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
 from arguments.parser import settle
@@ -229,18 +229,41 @@ def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch)
     folder.mkdir()
     (folder / "tiny.yaml").write_text("adam-beta1: 0.1\nadam-beta2: 0.1\n", encoding="utf-8")
     path.write_text("adam-beta2: 0.2\n", encoding="utf-8")
-    monkeypatch.setattr(files, "recipe_folders", lambda: (tmp_path / "nowhere", folder))
+    monkeypatch.setattr(recipes, "recipe_folders", lambda: (tmp_path / "nowhere", folder))
     optimizer = plan_of(f"--config {path} --recipe tiny").optimizer
     assert (optimizer.beta1, optimizer.beta2) == (0.1, 0.2)
     assert "there is no recipe 'tinny'" in texts_of("--recipe tinny")[0]
 
 
-def test_every_recipe_that_is_shipped_has_a_plan():
-    names = files.recipe_names()
-    assert "quickstart" in names
-    for name in names:
-        plan = read_plan(["--recipe", name], {}, vocab_size_of=lambda spec: 4096)
-        assert plan.model.layers
+def test_a_file_builds_on_others_that_stand_beside_it(tmp_path):
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "a.yaml").write_text("environment: {A: 1}\nadam-beta1: 0.1\nadam-beta2: 0.1\nadam-eps: 0.1\n")
+    (parts / "b.yaml").write_text("base: a.yaml\nabout: {model: M}\nadam-beta2: 0.2\nadam-eps: 0.2\n")
+    path = tmp_path / "c.yaml"
+    path.write_text("base: [parts/b.yaml]\nadam-eps: 0.3\n")
+    plan = plan_of(f"--config {path}")
+    assert (plan.optimizer.beta1, plan.optimizer.beta2, plan.optimizer.eps) == (0.1, 0.2, 0.3)
+    assert plan.environment == (("A", "1"),)
+    assert not [note for note in plan.notes if "twice" in note]
+
+
+def test_a_file_that_builds_on_itself_or_on_nothing_is_refused(tmp_path):
+    first, second, third = (tmp_path / f"{name}.yaml" for name in "abc")
+    first.write_text("base: b.yaml\n")
+    second.write_text("base: a.yaml\n")
+    third.write_text("base: nowhere.yaml\n")
+    assert any("a.yaml builds on itself" in text for text in texts_of(f"--config {first}"))
+    assert any("nowhere.yaml cannot be read" in text for text in texts_of(f"--config {third}"))
+
+
+def test_a_recipe_says_what_it_is_for(tmp_path, monkeypatch):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "model.yaml").write_text("about: {model: M, source: S}\n")
+    (tmp_path / "fast.yaml").write_text("base: parts/model.yaml\nabout: {gpu: h100, gpus: 8, source: T}\n")
+    monkeypatch.setattr(recipes, "recipe_folders", lambda: (tmp_path,))
+    assert recipes.recipe_names() == ["fast"]
+    assert recipes.about("fast", REGISTRY) == recipes.About(model="M", gpu="h100", gpus=8, source="T")
 
 
 def test_print_config_shows_every_value_with_its_origin():

@@ -51,8 +51,9 @@ def test_the_wheel_holds_program_packages_and_recipes_and_nothing_else(wheel):
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     data = {top for top in tops if top.endswith(".data")}
     assert tops - data == {"pretrain_moe.py", "megatron_moe", "arguments"}
-    shipped = {name.rsplit("/", 1)[1] for name in names if "/share/megatron_moe/recipes/" in name}
-    assert shipped == {path.name for path in (ROOT / "scripts" / "recipes").glob("*.yaml")}
+    place, recipes = "/share/megatron_moe/recipes/", ROOT / "scripts" / "recipes"
+    shipped = {name.split(place)[1] for name in names if place in name}
+    assert shipped == {path.relative_to(recipes).as_posix() for path in recipes.rglob("*.yaml")}
     ours = {file.path for file in sources("megatron_moe", "arguments")}
     report(sorted(ours - set(names)), "files missing from the wheel: is there an __init__.py in their folder?")
 
