@@ -1,13 +1,15 @@
 """Questions about flags: `--help`, `--help GROUP`, `--help all`, `--help --flag`, `--find WORD`."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 
-from arguments.deprecated import old_names
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import Flag, docstrings
 from arguments.flags import Registry, group_classes, normal
+from arguments.names.deprecated import old_names
+from arguments.names.rare import rare_name, rare_names
 from arguments.parser import near, unknown_flag
 from arguments.recipes import recipe_files
 from arguments.values import choices, describe, words_of
@@ -31,6 +33,11 @@ _DOCUMENT_HEAD = """\
 Made by `python tools/write_flags_doc.py` from `arguments/groups/`. Every switch `--x` also has `--no-x`, and
 underscores may stand for dashes. Later wins: defaults, the recipe, files from left to right, the command line.
 """
+_UNLESS_IGNORED = ", unless --allow-ignored-flags leaves it out"
+_IGNORABLE = " (ignorable)"
+_RARE_HEAD = (
+    "Flags of Megatron-LM for what this program does not do. `--allow-ignored-flags` leaves out those marked ignorable."
+)
 _TABLE_HEAD = ("| flag | type | default | status | meaning |", "|---|---|---|---|---|")
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
@@ -123,6 +130,9 @@ def _flag_page(option: str, registry: Registry) -> str:
         today = old_names().get(normal(option))
         if today:
             return f"{option} is an old name. Today: {today}"
+        rare = rare_name(normal(option))
+        if rare:
+            return f"{option} {rare.reason}. It is refused{_UNLESS_IGNORED if rare.harmless else ''}."
         raise FlagErrors([unknown_flag(option, registry)])
     flag = found[0]
     text = docstrings(group_classes()[flag.group]).get(flag.name, "")
@@ -148,6 +158,7 @@ def _find(word: str, registry: Registry) -> str:
         if any(wanted in normal(place.lower()) for place in _searched(flag, text))
     ]
     hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if wanted in old]
+    hits += [f"  {name:<{_NAME_COLUMN}} is refused: {rare.reason}" for name, rare in rare_names() if wanted in name]
     return "\n".join(hits) if word and hits else f"No flag has {word!r} in its name, text, choices or default."
 
 
@@ -210,7 +221,9 @@ def surface(registry: Registry) -> str:
         for flag in sorted(registry.flags.values(), key=lambda flag: flag.option)
     ]
     lines = [" | ".join(row).rstrip(" |") for row in rows]
-    return "\n".join([*lines, *(f"{old} -> {today}" for old, today in old_names().items())]) + "\n"
+    lines += [f"{old} -> {today}" for old, today in old_names().items()]
+    lines += [f"{name} -> refused{_IGNORABLE if rare.harmless else ''}: {rare.reason}" for name, rare in rare_names()]
+    return "\n".join(lines) + "\n"
 
 
 def document(registry: Registry) -> str:
@@ -230,7 +243,15 @@ def document(registry: Registry) -> str:
         lines.append("")
     lines += ["## Old names", "", "| name | today |", "|---|---|"]
     lines += [f"| `{old}` | {_cell(today)} |" for old, today in old_names().items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_rare_rows()]) + "\n"
+
+
+def _rare_rows() -> Iterator[str]:
+    """Names that are refused, by the sentence they share."""
+    yield from ("", "## Names that are refused", "", _RARE_HEAD, "", "| names | why |", "|---|---|")
+    for rare, same in groupby(rare_names(), key=lambda entry: entry[1]):
+        why = f"{rare.reason}{_IGNORABLE if rare.harmless else ''}"
+        yield f"| {', '.join(f'`{name}`' for name, _ in same)} | {why} |"
 
 
 def _table_row(flag: Flag, text: str) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from arguments.deprecated import translate
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Registry, normal
+from arguments.names.deprecated import translate
+from arguments.names.rare import RareName, is_rare_switch_off, rare_name
 from arguments.values import BadValue, cut, is_list, is_optional, parse, within, words_of
 
 COMMAND_LINE = "command line"
@@ -48,6 +49,8 @@ class Settings:
     """By flag name; only flags that were given."""
     failed: set[str] = field(default_factory=set)
     """Flags that were given something unusable. Rules about them are not tried."""
+    rare: list[tuple[Given, RareName]] = field(default_factory=list)
+    """Flags of Megatron-LM for what this program does not do."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -98,9 +101,19 @@ def _todays(given: Given, settings: Settings) -> list[Given]:
         settings.problems.append(Problem(what=f"{given.option} {problem}", given=(_row(given),)))
         return []
     if translated is None:
-        return [given]
+        return [given] if settings.registry.find(given.option) else _without_rare(given, settings)
     settings.notes.append(f"{given.option} ({given.origin}): {translated.note}")
     return [replace(given, option=option, words=words) for option, words in translated.flags]
+
+
+def _without_rare(given: Given, settings: Settings) -> list[Given]:
+    """Nothing for a flag that is known to have no meaning here; one that is switched off asks for nothing."""
+    option = normal(given.option)
+    rare = rare_name(option)
+    if rare:
+        settings.rare.append((given, rare))
+        return []
+    return [] if is_rare_switch_off(option) else [given]
 
 
 def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:

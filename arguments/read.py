@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from arguments import explain
+from arguments import environment, explain
 from arguments.checks.run import (
     broken_rules,
     flags_without_effect,
     given_hints,
     ignored_flags,
+    ignored_rare_names,
     missing_flags,
     unavailable_flags,
 )
@@ -21,7 +22,7 @@ from arguments.flags import Flags, Registry
 from arguments.launch import LaunchProblem, allocation_note, launch_of
 from arguments.parser import Given, Settings, near, settle, split
 from arguments.recipes import find_recipe, recipe_names
-from arguments.resolve import needed_environment, run_plan, tokenizer_spec
+from arguments.resolve import run_plan, tokenizer_spec
 from megatron_moe.specs.parallel import Launch
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import TokenizerSpec
@@ -120,7 +121,7 @@ def _checked(told: _Told, environ: Mapping[str, str]) -> tuple[Flags, Launch]:
     values = {name: settings.setting(name).value for name in settings.registry.flags}
     if ignore:
         ignored = ignored_flags(settings)
-        settings.notes += ignored.values()
+        settings.notes += [*ignored.values(), *ignored_rare_names(settings)]
         values |= {name: settings.registry.flags[name].default for name in ignored}
     return Flags.of(values), launch
 
@@ -153,14 +154,15 @@ def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Setti
 def _plan(
     flags: Flags, launch: Launch, vocab_size: int, told: _Told, environ: Mapping[str, str], argv: Sequence[str]
 ) -> RunPlan:
-    wanted = needed_environment(flags) | told.environment
-    environment = {name: value for name, value in wanted.items() if name not in environ}
+    wanted = environment.variables(flags, told.environment)
+    to_set = environment.missing(wanted, environ)
     plan = run_plan(
         flags,
         launch,
         vocab_size,
-        environment=tuple(environment.items()),
+        environment=tuple((variable.name, variable.value) for variable in to_set),
+        environment_reasons=tuple(variable.reason for variable in to_set),
         command_line=shlex.join(argv),
-        notes=tuple(told.settings.notes),
+        notes=(*told.settings.notes, *environment.notes(wanted, environ)),
     )
     return replace(plan, resolved_yaml=yaml_text(told.settings, told.environment, explain.derived(plan)))

@@ -51,6 +51,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+_LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 FACTS = ("world_size", "data_parallel_size", "virtual_stages")
 """What rules may ask for besides flags. The second is unknown when the sizes do not divide the world, the third when
@@ -121,6 +122,15 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
     for flag in _unavailable(settings):
         if not (ignore_harmless and flag.declaration.harmless):
             yield _not_available(settings, flag)
+    for given, rare in settings.rare:
+        if not (ignore_harmless and rare.harmless):
+            hint = _LEAVE_OUT if rare.harmless else ""
+            yield Problem(what=f"{given.option} {rare.reason} ({given.origin})", remedy=hint)
+
+
+def ignored_rare_names(settings: Settings) -> Iterator[str]:
+    """A line about every flag of Megatron-LM for what this program does not do, that may be ignored."""
+    return (f"ignored: {given.option} {rare.reason}" for given, rare in settings.rare if rare.harmless)
 
 
 def ignored_flags(settings: Settings) -> dict[str, str]:
@@ -167,7 +177,7 @@ def _not_available(settings: Settings, flag: Flag) -> Problem:
     ever = "not available yet" if flag.declaration.status == "not yet" else "not available"
     hints = [flag.declaration.note] if flag.declaration.note else []
     if flag.declaration.harmless:
-        hints.append("it changes no number: --allow-ignored-flags leaves it out")
+        hints.append(_LEAVE_OUT)
     return Problem(what=f"{asked} is {ever} ({origin})", remedy="; ".join(hints))
 
 

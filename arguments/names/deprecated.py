@@ -107,6 +107,11 @@ _GONE: Mapping[str, str] = MappingProxyType(
 _FOREIGN: Mapping[str, str] = MappingProxyType(
     {
         "--yaml-cfg": "use --config",
+        "--warmup": "use --lr-warmup-fraction, which is a share instead of a percentage",
+        "--checkpoint-activations": "use --recompute-granularity full",
+        "--decoder-num-layers": "there is one stack of layers; use --num-layers",
+        "--decoder-seq-length": "there is one stack of layers; use --seq-length",
+        "--loss-scale": "it belongs to fp16; use --bf16",
         "--enable-gpt-oss": "write its parts out: --position-embedding-type yarn --softmax-type learnable "
         "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 --window-size 127,0 "
         "--window-attn-skip-freq 2",
