@@ -26,8 +26,6 @@ from megatron_moe.specs.train import (
     TokenizerSpec,
 )
 
-_DETERMINISTIC_CUBLAS = ":4096:8"
-
 
 def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
     """The plan of checked flags. `provenance` are the plan's fields that say how it came about."""
@@ -54,11 +52,6 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         device=flags.kernels.device,
         **provenance,
     )
-
-
-def needed_environment(flags: Flags) -> dict[str, str]:
-    """Environment variables without which a flag would not hold what it promises."""
-    return {"CUBLAS_WORKSPACE_CONFIG": _DETERMINISTIC_CUBLAS} if flags.precision.deterministic_mode else {}
 
 
 def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:

@@ -50,6 +50,8 @@ class RunPlan:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     environment: tuple[tuple[str, str], ...] = ()
     """Environment variables to set before torch is imported: asked for by files, or needed by flags."""
+    environment_reasons: tuple[str, ...] = ()
+    """Why, one for each of them."""
     resolved_yaml: str = ""
     """Text of run.yaml: every value with its origin."""
     command_line: str = ""

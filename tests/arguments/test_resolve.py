@@ -340,11 +340,6 @@ def test_format_flags_choose_parameters_gradients_and_master_weights(more, spec)
     assert plan_of(more).precision == spec
 
 
-def test_deterministic_mode_brings_the_variable_it_needs():
-    assert plan_of("--deterministic-mode").environment == (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)
-    assert plan_of("--deterministic-mode", environ={"CUBLAS_WORKSPACE_CONFIG": ":16:8"}).environment == ()
-
-
 def test_checkpoints_go_into_the_run_folder_unless_told():
     assert plan_of().checkpoint.save == Path("runs/a/checkpoints")
     checkpoint = plan_of(

@@ -1,0 +1,80 @@
+"""Environment variables that flags need, each with its reason. No other place sets one for a flag.
+
+Who wins: the environment that the run was started in, then a file's `environment`, then what stands here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from arguments.flags import Flags
+
+FROM_A_FILE = "asked for by a file"
+
+_EXPANDABLE = "expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable to set before torch is loaded."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def variables(flags: Flags, from_files: Mapping[str, str]) -> tuple[Variable, ...]:
+    """What flags and files ask for; files win."""
+    wanted = {variable.name: variable for variable in _needed(flags)}
+    wanted |= {name: Variable(name, value, FROM_A_FILE) for name, value in from_files.items()}
+    return tuple(wanted.values())
+
+
+def missing(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[Variable, ...]:
+    """Those that the environment does not have yet."""
+    return tuple(variable for variable in wanted if variable.name not in environ)
+
+
+def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
+    """A line about each variable that this run sets, and each that stays otherwise than it would set it."""
+    for variable in wanted:
+        here = environ.get(variable.name)
+        if here is None:
+            yield f"environment: {variable.name}={variable.value} ({variable.reason})"
+        elif here != variable.value:
+            yield (
+                f"environment: {variable.name}={here} stays as it was set; this run would have set "
+                f"{variable.value} ({variable.reason})"
+            )
+
+
+def _needed(flags: Flags) -> Iterator[Variable]:
+    if flags.kernels.device != "cpu":
+        yield from _reproducible(flags)
+        yield from _connections(flags)
+        yield from _memory(flags)
+
+
+def _reproducible(flags: Flags) -> Iterator[Variable]:
+    """The three libraries that sum in an order of their own unless they are told not to."""
+    if flags.precision.deterministic_mode:
+        because = "--deterministic-mode: "
+        yield Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", because + "cuBLAS repeats its sums with fixed workspaces")
+        yield Variable("NCCL_ALGO", "^NVLS", because + "sums inside of NVLink switches have no fixed order")
+        yield Variable(
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", because + "Transformer Engine leaves out its unordered kernels"
+        )
+
+
+def _connections(flags: Flags) -> Iterator[Variable]:
+    if flags.parallel.overlap_moe_expert_parallel_comm:
+        reason = "--overlap-moe-expert-parallel-comm: work of two microbatches must not queue up behind one another"
+        yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
+
+
+def _memory(flags: Flags) -> Iterator[Variable]:
+    if flags.parallel.expert_model_parallel_size > 1:
+        reason = "--expert-model-parallel-size: ranks get other numbers of rows in every step, which fragments memory"
+        yield Variable("PYTORCH_CUDA_ALLOC_CONF", _EXPANDABLE, reason)
+        if flags.kernels.cuda_graph_impl != "none":
+            reason = f"--cuda-graph-impl: NCCL must not register buffers of graphs in memory with {_EXPANDABLE}"
+            yield Variable("NCCL_GRAPH_REGISTER", "0", reason)

@@ -1,0 +1,60 @@
+"""Variables that flags need: their values, their reasons, and who wins."""
+
+from arguments.environment import FROM_A_FILE
+from tests.command_lines import plan_of
+
+EP2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+SPREAD = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+
+
+def environment_of(more: str = "", environ: dict[str, str] | None = None) -> dict[str, str]:
+    return dict(plan_of(more, environ=environ).environment)
+
+
+def test_a_plain_run_needs_nothing():
+    assert environment_of() == {}
+
+
+def test_reproducible_numbers_need_three_libraries_to_be_told():
+    assert environment_of("--deterministic-mode") == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "^NVLS",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+    assert environment_of("--deterministic-mode --device cpu") == {}
+
+
+def test_overlap_of_expert_communication_needs_many_queues():
+    assert environment_of("--overlap-moe-expert-parallel-comm") == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def test_rows_that_change_in_every_step_need_memory_that_can_grow():
+    assert environment_of(SPREAD, EP2) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    graphs = environment_of(f"{SPREAD} --cuda-graph-impl local", EP2)
+    assert graphs["NCCL_GRAPH_REGISTER"] == "0"
+
+
+def test_each_variable_has_a_reason_that_names_its_flag():
+    plan = plan_of(f"{SPREAD} --deterministic-mode --overlap-moe-expert-parallel-comm", environ=EP2)
+    assert len(plan.environment) == len(plan.environment_reasons) == 5
+    assert all(reason.startswith("--") for reason in plan.environment_reasons)
+    assert [note for note in plan.notes if note.startswith("environment: ")] == [
+        f"environment: {name}={value} ({reason})"
+        for (name, value), reason in zip(plan.environment, plan.environment_reasons, strict=True)
+    ]
+
+
+def test_what_is_set_already_stays_and_a_difference_is_told():
+    plan = plan_of("--deterministic-mode", environ={"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "^NVLS"})
+    assert dict(plan.environment) == {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    told = [note for note in plan.notes if "stays as it was set" in note]
+    assert len(told) == 1 and told[0].startswith("environment: CUBLAS_WORKSPACE_CONFIG=:16:8 stays")
+    assert "would have set :4096:8 (--deterministic-mode" in told[0]
+
+
+def test_a_file_wins_over_what_a_flag_needs(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("environment: {CUDA_DEVICE_MAX_CONNECTIONS: 8, A: 1}\n", encoding="utf-8")
+    plan = plan_of(f"--overlap-moe-expert-parallel-comm --config {path}")
+    assert dict(plan.environment) == {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "A": "1"}
+    assert plan.environment_reasons == (FROM_A_FILE, FROM_A_FILE)
