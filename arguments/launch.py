@@ -78,7 +78,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
     """A shell inside of an allocation has most of srun's variables too; only a step of its own tells them apart."""
-    if "SLURM_PROCID" not in environ or "SLURM_NTASKS" not in environ:
+    if "SLURM_PROCID" not in environ or not environ.keys() & {"SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"}:
         return False
     step = environ.get("SLURM_STEP_ID")
     if step is None:
@@ -87,28 +87,44 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    world_size = _number(environ, "SLURM_NTASKS")
-    address = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_JOB_NODELIST", ""))
+    """srun tells its own step's numbers beside the job's; a step may have fewer tasks and hosts than the job."""
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     return Launch(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_number({"SLURM_LOCALID": "0", **environ} if world_size == 1 else environ, "SLURM_LOCALID"),
-        local_world_size=_slurm_tasks_per_node(environ, world_size),
-        master_addr=address or _missing("SLURM_JOB_NODELIST"),
+        local_world_size=_slurm_tasks_here(environ, world_size),
+        master_addr=environ.get("MASTER_ADDR") or _first_host(hosts) or _missing("SLURM_JOB_NODELIST"),
         master_port=_port(environ, 20000 + _number({"SLURM_JOB_ID": "0", **environ}, "SLURM_JOB_ID") % 20000),
         restart_count=_number({"SLURM_RESTART_COUNT": "0", **environ}, "SLURM_RESTART_COUNT"),
         launcher="slurm",
     )
 
 
-def _slurm_tasks_per_node(environ: Mapping[str, str], world_size: int) -> int:
-    if environ.get("SLURM_NTASKS_PER_NODE"):
+def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
+    """Ranks of this host: from the list of all hosts' (`8(x3),4`) and this host's place in it."""
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not counts and environ.get("SLURM_NTASKS_PER_NODE"):
         return min(_number(environ, "SLURM_NTASKS_PER_NODE"), world_size)
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    leading = re.match(r"\d+", counts)
-    if leading:
-        return int(leading[0])
-    return 1 if world_size == 1 else _missing("SLURM_NTASKS_PER_NODE")
+    per_host = _tasks_per_host(counts or environ.get("SLURM_TASKS_PER_NODE", ""))
+    if not per_host:
+        return 1 if world_size == 1 else _missing("SLURM_NTASKS_PER_NODE")
+    place = _number({"SLURM_NODEID": "0", **environ}, "SLURM_NODEID")
+    if place >= len(per_host):
+        raise LaunchProblem(f"SLURM_NODEID={place}, but SLURM counts the tasks of {len(per_host)} hosts: {counts}")
+    return per_host[place]
+
+
+def _tasks_per_host(counts: str) -> list[int]:
+    """`8(x3),4` -> [8, 8, 8, 4]; nothing if it is not of that form."""
+    found: list[int] = []
+    for piece in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        if match is None:
+            return []
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
 
 
 def _first_host(node_list: str) -> str:

@@ -84,6 +84,33 @@ def test_srun_without_the_number_of_tasks_per_node():
         launch_of(environ)
 
 
+def test_a_step_on_some_of_the_jobs_hosts_has_its_own_master_and_size():
+    step = {
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "node008",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+        "SLURM_PROCID": "1",
+    }
+    launch = launch_of({**SRUN, **step})
+    assert (launch.master_addr, launch.world_size, launch.local_world_size) == ("node008", 4, 4)
+
+
+@pytest.mark.parametrize(("place", "ranks"), [(0, 4), (1, 4), (2, 3)])
+def test_hosts_with_different_numbers_of_tasks(place, ranks):
+    uneven = {"SLURM_NTASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": str(place)}
+    assert launch_of({**SRUN, **uneven}).local_world_size == ranks
+
+
+def test_a_host_that_slurm_does_not_count_is_refused():
+    with pytest.raises(LaunchProblem, match=r"SLURM_NODEID=2, but SLURM counts the tasks of 2 hosts: 4\(x2\)"):
+        launch_of({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "2"})
+
+
+def test_old_slurms_list_of_hosts_is_known():
+    environ = {name: value for name, value in SRUN.items() if name != "SLURM_JOB_NODELIST"}
+    assert launch_of({**environ, "SLURM_NODELIST": "a[1-2]"}).master_addr == "a1"
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
