@@ -76,7 +76,7 @@ def limit_to_groups(ranking_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest, in descending order; the lowest id wins a tie."""
+    """Ids of the k largest per row, in descending order; the lowest id wins a tie."""
     return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.reference_routing import top_ids
 from megatron_moe.parallel.alltoall import AllGather, run
 from megatron_moe.parallel.context import Group
 from megatron_moe.specs.moe import RouterSpec
@@ -17,11 +18,6 @@ SINKHORN_TOLERANCE = 1e-4
 SINKHORN_ITERATIONS = 64
 """At most; the loop runs this often and stands still once the tolerance is met, so that the host need not ask."""
 _SINKHORN_EPS = 1e-8
-
-
-def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest per token, in descending order; the lowest id wins a tie."""
-    return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 # Sinkhorn (BASE layers, arXiv 2103.16716; Clark et al., arXiv 2202.01169)
