@@ -80,6 +80,32 @@ def test_microbatches_add_up_to_the_whole_batch():
     FP64_LAYOUT.check_all({n: parts[n] for n in names}, {n: whole[n] for n in names}, "1 x 8 against 8 x 1")
 
 
+def test_every_gradient_is_clipped_by_the_norm_of_all_of_them():
+    plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
+    trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
+    batches = build_train_loader(plan, context, build_data(plan, context)).next_step()
+    norm, clip = trainer.step(batches, TrainState()).norms["all"], plan.optimizer.clip_grad
+    assert norm > clip
+    # the first moment after one step is this share of what the optimizer was given
+    share = (1 - plan.optimizer.beta1) * clip / (norm + 1e-6)
+    for state in trainer.optimizer.states:
+        FP64_LAYOUT.check(state.exp_avg, share * state.grads, f"first moments of {state.buffer.key}")
+
+
+def test_an_infinite_gradient_of_a_finite_loss_is_not_applied():
+    plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
+    good = train(plan, context, steps=1)
+
+    def spoil(trainer, step):
+        if step == 1:
+            trainer.model.decoder.final_layernorm.weight.register_hook(lambda grad: grad * float("inf"))
+
+    bad = train(plan, context, steps=2, spoil=spoil)
+    assert torch.isfinite(bad["loss 1"]) and not torch.isfinite(bad["norm all 1"])
+    weights = [name for name in good if name.endswith(".weight")]
+    EXACT.check_all({n: bad[n] for n in weights}, {n: good[n] for n in weights}, "weights after an infinite gradient")
+
+
 def test_a_non_finite_gradient_never_reaches_the_weights_and_the_verdict_stays_bad():
     plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
     good = train(plan, context, steps=1)

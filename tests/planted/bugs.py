@@ -1,0 +1,14 @@
+"""The list of planted bugs."""
+
+from tests.planted import in_layouts, in_models
+from tests.planted.bug import Bug
+
+BUGS: tuple[Bug, ...] = (
+    *in_layouts.GRADIENTS,
+    *in_layouts.BALANCING,
+    *in_layouts.EXPERTS,
+    *in_models.ROUTING,
+    *in_models.ATTENTION,
+    *in_models.TRAINING,
+    *in_models.RESUMING,
+)
