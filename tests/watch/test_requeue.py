@@ -1,0 +1,97 @@
+"""Which ends are started again, which are left to people, and when patience is over."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.watch.requeue import HISTORY, Ending, decide, judge, read_history, read_report
+from megatron_moe.watch.status import STATUS, Report
+
+AGAIN = {
+    ExitCode.HANG,
+    ExitCode.OTHER_RANK,
+    ExitCode.DRIFT,
+    ExitCode.RERUN_DISAMBIGUATE,
+    ExitCode.PREEMPTED_SAVED,
+    ExitCode.PREEMPTED_UNSAVED,
+}
+
+
+def ending(checkpoint: int | None, restart: bool = True) -> Ending:
+    return Ending(time=0.0, code=10, iteration=7, last_checkpoint=checkpoint, restart=restart, reason="")
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_only_what_another_start_may_mend_is_started_again(code):
+    report = Report(state="failed", code=int(code), sentence="the sentence")
+    decision = decide(report, 1)
+    assert decision.restart == (code in AGAIN)
+    if code not in AGAIN:
+        assert f"exit code {int(code)}: the sentence" in decision.reason
+
+
+@pytest.mark.parametrize("state", ["starting", "running", "saving"])
+def test_a_run_that_died_without_a_word_is_started_again(state):
+    assert decide(Report(state=state, iteration=5), 1).restart
+
+
+def test_a_finished_run_is_left_whatever_the_launcher_says():
+    decision = decide(Report(state="finished", code=0, sentence="finished after 10 iterations"), 1)
+    assert not decision.restart and "finished after 10 iterations" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "restart"), [(0, False), (1, False), (2, False), (130, False), (137, True), (143, True)]
+)
+def test_without_a_report_only_a_signal_is_a_reason_to_start_again(code, restart):
+    assert decide(None, code).restart == restart
+
+
+def test_the_host_whose_weights_drifted_is_named():
+    report = Report(state="failed", code=int(ExitCode.DRIFT), host="node7")
+    assert decide(report, 1).suspect_host == "node7"
+    assert decide(Report(state="failed", code=int(ExitCode.HANG), host="node7"), 1).suspect_host is None
+
+
+def test_three_ends_at_one_checkpoint_are_enough():
+    report = Report(state="running", iteration=37, last_checkpoint=30)
+    assert decide(report, 1, (ending(30),)).restart
+    decision = decide(report, 1, (ending(30), ending(30)))
+    assert not decision.restart
+    assert "end number 3 in a row without a new checkpoint, the last at iteration 37" in decision.reason
+    assert decide(report, 1, (ending(30), ending(30)), patience=4).restart
+
+
+def test_a_new_checkpoint_or_a_person_restores_patience():
+    report = Report(state="running", iteration=37, last_checkpoint=30)
+    assert decide(report, 1, (ending(20), ending(20), ending(30))).restart
+    assert decide(report, 1, (ending(30), ending(30), ending(30, restart=False))).restart
+
+
+def test_three_starts_that_never_saved_are_enough():
+    assert not decide(Report(state="running", iteration=3), 1, (ending(None), ending(None))).restart
+
+
+def test_an_old_report_says_nothing_about_this_start(tmp_path):
+    (tmp_path / STATUS).write_text(json.dumps(asdict(Report(state="running", time=100.0))))
+    assert read_report(tmp_path, since=99.0) is not None
+    assert read_report(tmp_path, since=101.0) is None
+    assert not judge(tmp_path, 2, since=101.0, now=102.0).restart
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "running", "unknown": 1}'])
+def test_a_torn_report_is_none(tmp_path, text):
+    (tmp_path / STATUS).write_text(text)
+    assert read_report(tmp_path) is None
+
+
+def test_every_end_is_written_down_and_counts_next_time(tmp_path):
+    (tmp_path / STATUS).write_text(json.dumps(asdict(Report(state="running", iteration=4, time=5.0))))
+    answers = [judge(tmp_path, 1, since=0.0, now=float(now)).restart for now in (6, 7, 8)]
+    assert answers == [True, True, False]
+    assert [(entry.time, entry.restart) for entry in read_history(tmp_path)] == [(6, True), (7, True), (8, False)]
+    with open(tmp_path / HISTORY, "a") as history:
+        history.write('{"half of a li')
+    assert len(read_history(tmp_path)) == 3

@@ -1,0 +1,35 @@
+"""Shall a run that ended be started again? `python tools/requeue.py --run-dir DIR --exit-code N --since T`.
+
+For job scripts. Prints one sentence; exit code 0: start it again, 1: leave it. Needs no torch. `--since` (seconds since
+the epoch) is when this start began: an older status.json says nothing about it.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
+from megatron_moe.watch.requeue import judge  # noqa: E402
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder with the run's status.json")
+    parser.add_argument("--exit-code", type=int, required=True, help="what torchrun or srun ended with")
+    parser.add_argument("--since", type=float, default=0.0, help="when this start began, seconds since the epoch")
+    parser.add_argument("--patience", type=int, default=3, help="ends in a row without a new checkpoint (default: 3)")
+    options = parser.parse_args(argv)
+    decision = judge(
+        options.run_dir, options.exit_code, since=options.since, now=time.time(), patience=options.patience
+    )
+    print(f"{'start again' if decision.restart else 'leave it'}: {decision.reason}")
+    if decision.suspect_host:
+        print(f"suspected host: {decision.suspect_host}")
+    return 0 if decision.restart else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
