@@ -1,0 +1,32 @@
+"""Where the time of a step goes."""
+
+import pytest
+
+from megatron_moe.logs.kernel_times import KernelEvent, idle_microseconds, kind_of, shares_of_kernels, shares_of_kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "dense matrices"),
+        ("_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_GroupProblemShapeIN4cute", "expert matrices"),
+        ("void at::native::elementwise_kernel<128, 4, add<float>>", "elementwise"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
+        ("something nobody has seen", "other"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_shares_are_per_step_and_the_longest_comes_first() -> None:
+    events = [KernelEvent("nvjet_a", 0, 1000), KernelEvent("adamw", 1000, 3000), KernelEvent("nvjet_b", 4000, 1000)]
+    kinds = [(share.name, share.milliseconds, share.calls) for share in shares_of_kinds(events, num_steps=2)]
+    assert kinds == [("optimizer", 1.5, 0.5), ("dense matrices", 1.0, 1.0), ("idle", 0.0, 0.0)]
+    assert [share.name for share in shares_of_kernels(events, num_steps=1)] == ["adamw", "nvjet_a", "nvjet_b"]
+
+
+def test_time_under_another_stream_is_not_idle() -> None:
+    events = [KernelEvent("a", 0, 10), KernelEvent("b", 2, 3), KernelEvent("c", 15, 5), KernelEvent("d", 12, 1)]
+    assert idle_microseconds(events) == 2 + 2
