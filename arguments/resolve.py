@@ -7,12 +7,13 @@ from typing import Any
 from arguments import derive
 from arguments.flags import Flags
 from arguments.resolve_model import model_spec
+from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
 from megatron_moe.specs.pipeline.auto import flop_costs
 from megatron_moe.specs.pipeline.layout import PipelineLayout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
 from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import (
     OTHER_TOKENIZER_NAMES,
@@ -40,6 +41,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         pipeline=_pipeline(flags, layout),
         data_parallel=_data_parallel(flags),
         precision=_precision(flags),
+        memory=_memory(flags),
         optimizer=_optimizer(flags),
         lr=_lr(flags, batch, loop),
         batch=batch,
@@ -157,8 +159,40 @@ def _precision(flags: Flags) -> PrecisionSpec:
         return PrecisionSpec(params="fp64", grads="fp64", master="fp64", deterministic=precision.deterministic_mode)
     return PrecisionSpec(
         params="bf16" if precision.bf16 else "fp32",
-        grads="bf16" if precision.grad_reduce_in_bf16 else "fp32",
+        grads="bf16" if precision.grad_reduce_in_bf16 or precision.main_grads_dtype == "bf16" else "fp32",
+        master=precision.main_params_dtype,
         deterministic=precision.deterministic_mode,
+        exp_avg=precision.exp_avg_dtype,
+        exp_avg_sq=precision.exp_avg_sq_dtype,
+        low=_low_precision(flags),
+        low_params=precision.fp8_param_gather or precision.fp4_param_gather,
+    )
+
+
+def _low_precision(flags: Flags) -> LowPrecision | None:
+    precision = flags.precision
+    if precision.fp4_format is not None:
+        return precision.fp4_recipe
+    return None if precision.fp8_format is None else precision.fp8_recipe
+
+
+def _memory(flags: Flags) -> MemorySpec:
+    recompute, offload = flags.recompute, flags.offload
+    waiting = offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0
+    parked = offload.optimizer_state_offload_fraction if offload.chunked_optimizer_state_offload else 0.0
+    return MemorySpec(
+        recompute=RecomputeSpec(
+            granularity=recompute.recompute_granularity or "none",
+            method=recompute.recompute_method or "uniform",
+            num_layers=recompute.recompute_num_layers or 1,
+            modules=recompute.recompute_modules or ("core_attn",),
+        ),
+        offload=OffloadSpec(
+            modules=offload.offload_modules if offload.fine_grained_activation_offloading else (),
+            fraction=offload.activation_offload_fraction,
+            min_elements=offload.min_offloaded_tensor_size,
+            optimizer_fraction=max(waiting, parked),
+        ),
     )
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 FloatName = Literal["fp64", "fp32", "bf16", "fp16"]
+StateName = Literal["fp32", "bf16", "fp16", "fp8"]
+LowPrecision = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "custom"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,3 +19,11 @@ class PrecisionSpec:
     master: FloatName = "fp32"
     """Weights the optimizer keeps. No copy is kept where it equals `params`."""
     deterministic: bool = False
+    exp_avg: StateName = "fp32"
+    """Adam's first moment. In a run whose master weights are fp64, so are both moments."""
+    exp_avg_sq: StateName = "fp32"
+    """Adam's second moment."""
+    low: LowPrecision | None = None
+    """Scaling recipe of matrix products in FP8 or FP4; None: all are in the parameters' format."""
+    low_params: bool = False
+    """Weights of those products are kept and gathered in the low format."""

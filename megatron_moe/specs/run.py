@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_moe.specs.memory import MemorySpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
 from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout
@@ -47,6 +48,7 @@ class RunPlan:
     launch: Launch
     data_parallel: DataParallelSpec = DataParallelSpec()
     pipeline: PipelineSpec = PipelineSpec()
+    memory: MemorySpec = MemorySpec()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     environment: tuple[tuple[str, str], ...] = ()
     """Environment variables to set before torch is imported: asked for by files, or needed by flags."""
@@ -57,6 +59,8 @@ class RunPlan:
     command_line: str = ""
     notes: tuple[str, ...] = ()
     """One line each: flags accepted without effect, aliases, flags given twice."""
+    blockers: tuple[str, ...] = ()
+    """Why this program cannot train the plan yet. Only the plan of a dry run has any."""
 
     @property
     def layout(self) -> PipelineLayout:

@@ -1,0 +1,38 @@
+"""What a run keeps on the device between forward and backward, and what it keeps elsewhere or computes again."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeSpec:
+    """What the forward forgets and the backward computes again (Megatron's `--recompute-*`)."""
+
+    granularity: Literal["none", "full", "selective"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    """Of "full": whole stages in chunks of `num_layers`, or the first `num_layers` of every stage one by one."""
+    num_layers: int = 1
+    modules: tuple[str, ...] = ()
+    """Of "selective"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSpec:
+    """What waits in host memory."""
+
+    modules: tuple[str, ...] = ()
+    """Whose saved tensors move between forward and backward (`--offload-modules`)."""
+    fraction: float = 1.0
+    """Share of those tensors."""
+    min_elements: int = 1 << 20
+    """Smaller tensors stay."""
+    optimizer_fraction: float = 0.0
+    """Share of master weights and moments that is not on the device during forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySpec:
+    """Trades of memory against time. None of them changes a number."""
+
+    recompute: RecomputeSpec = RecomputeSpec()
+    offload: OffloadSpec = OffloadSpec()
