@@ -1,7 +1,8 @@
 """One transformer layer, as a chain of nodes that a schedule may run apart.
 
-A dense layer is attention | feed-forward; an MoE layer is attention + router | dispatch | experts | combine | post.
-What travels between two nodes stands in one object per boundary; a schedule that overlaps layers detaches its tensors.
+A dense layer is attention | feed-forward; an MoE layer is attention + router | dispatch | experts | combine | post, with
+dispatch and combine in two halves. What travels between two nodes stands in one object per boundary; a schedule that
+overlaps layers detaches its tensors.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from megatron_moe.parallel.tensor import sequence_part
 from megatron_moe.specs.attention import AttentionSpec, MLASpec
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
+from megatron_moe.specs.pipeline.slots import Node as NodeName
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,17 @@ class Attended:
 class Routed(Attended):
     """Tokens that know their experts."""
 
+    tokens_SBH: Tensor
+    """What travels: the norm, or its latent projection."""
     routing: Routing
+
+
+@dataclass(frozen=True)
+class OnTheirWay(Attended):
+    """Rows between the halves of dispatch or combine."""
+
+    pending: Any
+    """The dispatcher's."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,9 @@ class Combined(Attended):
     routed_TH: Tensor
 
 
-Node = Callable[[Any, TokenMeta], Any]
-"""From what the node before left (the first takes the hidden state) to what it leaves (the last, the hidden state)."""
+Node = tuple[NodeName, Callable[[Any, TokenMeta], Any]]
+"""Its name, and what it does: from what the node before left (the first takes the hidden state) to what it leaves (the
+last, the hidden state). Two nodes of one name are the halves of an exchange."""
 
 
 class Block(nn.Module):
@@ -85,8 +98,8 @@ class Block(nn.Module):
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]: the nodes in order."""
         state: Any = hidden_SBH
-        for node in self.nodes:
-            state = node(state, meta)
+        for _, run in self.nodes:
+            state = run(state, meta)
         return state
 
     def attend(self, hidden_SBH: Tensor, meta: TokenMeta) -> Attended:
@@ -111,7 +124,7 @@ class DenseBlock(Block):
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return (self.attend, self.feed_forward)
+        return ("attention", self.attend), ("experts", self.feed_forward)
 
     def feed_forward(self, state: Attended, meta: TokenMeta) -> Tensor:
         return self.add(state.hidden_SBH, self.mlp(state.normed_SBH), "mlp", meta)
@@ -127,21 +140,37 @@ class MoEBlock(Block):
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return (self.attend_and_route, self.dispatch, self.experts, self.combine, self.post)
+        return (
+            ("attention", self.attend_and_route),
+            ("dispatch", self.start_dispatch),
+            ("dispatch", self.finish_dispatch),
+            ("experts", self.experts),
+            ("combine", self.start_combine),
+            ("combine", self.finish_combine),
+            ("post", self.post),
+        )
 
     def attend_and_route(self, hidden_SBH: Tensor, meta: TokenMeta) -> Routed:
         state = self.attend(hidden_SBH, meta)
-        return Routed(state.hidden_SBH, state.normed_SBH, self.mlp.route(state.normed_SBH, meta))
+        routing = self.mlp.route(state.normed_SBH, meta)
+        return Routed(state.hidden_SBH, state.normed_SBH, self.mlp.tokens(state.normed_SBH), routing)
 
-    def dispatch(self, state: Routed, meta: TokenMeta) -> Dispatched:
-        rows, ticket = self.mlp.dispatch(state.normed_SBH, state.routing)
+    def start_dispatch(self, state: Routed, meta: TokenMeta) -> OnTheirWay:
+        pending = self.mlp.start_dispatch(state.normed_SBH, state.tokens_SBH, state.routing)
+        return OnTheirWay(state.hidden_SBH, state.normed_SBH, pending)
+
+    def finish_dispatch(self, state: OnTheirWay, meta: TokenMeta) -> Dispatched:
+        rows, ticket = self.mlp.finish_dispatch(state.pending)
         return Dispatched(state.hidden_SBH, state.normed_SBH, rows, ticket)
 
     def experts(self, state: Dispatched, meta: TokenMeta) -> Dispatched:
         return replace(state, rows=self.mlp.compute(state.rows))
 
-    def combine(self, state: Dispatched, meta: TokenMeta) -> Combined:
-        return Combined(state.hidden_SBH, state.normed_SBH, self.mlp.combine(state.rows, state.ticket))
+    def start_combine(self, state: Dispatched, meta: TokenMeta) -> OnTheirWay:
+        return OnTheirWay(state.hidden_SBH, state.normed_SBH, self.mlp.start_combine(state.rows, state.ticket))
+
+    def finish_combine(self, state: OnTheirWay, meta: TokenMeta) -> Combined:
+        return Combined(state.hidden_SBH, state.normed_SBH, self.mlp.finish_combine(state.pending))
 
     def post(self, state: Combined, meta: TokenMeta) -> Tensor:
         return self.add(state.hidden_SBH, self.mlp.post(state.normed_SBH, state.routed_TH), "mlp", meta)

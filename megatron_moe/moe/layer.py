@@ -1,6 +1,6 @@
 """The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from megatron_moe.specs.moe import MoESpec
 
 @dataclass(frozen=True)
 class OverlappedTicket:
-    """The dispatcher's ticket, and what the shared experts have done so far."""
+    """What the dispatcher has under way or its ticket, and what the shared experts have done so far."""
 
     inner: Any
     hidden_SBH: Tensor
@@ -86,16 +86,29 @@ class MoELayer(nn.Module):
         routing: Routing = self.router(hidden_SBH, meta, given_ids_TK)
         return routing
 
+    def tokens(self, hidden_SBH: Tensor) -> Tensor:
+        """What travels to the experts: the hidden state, or its latent projection [S, B, L]."""
+        return hidden_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden_SBH)
+
     def dispatch(self, hidden_SBH: Tensor, routing: Routing) -> tuple[Rows, Any]:
-        """Takes tokens to their experts; the ticket is for `combine`."""
-        tokens_SBH = hidden_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden_SBH)
+        """Takes tokens to their experts; the ticket is for `combine`. In two halves: `start_dispatch`,
+        `finish_dispatch`."""
+        return self.finish_dispatch(self.start_dispatch(hidden_SBH, self.tokens(hidden_SBH), routing))
+
+    def start_dispatch(self, hidden_SBH: Tensor, tokens_SBH: Tensor, routing: Routing) -> Any:
+        """Sends the tokens off."""
         pending = self.dispatcher.start_dispatch(tokens_SBH.flatten(0, 1), routing)
         if not self.overlapped:
-            return self.dispatcher.finish_dispatch(pending)
+            return pending
         assert self.shared_experts is not None
-        act = self.shared_experts.first(hidden_SBH)
-        rows, ticket = self.dispatcher.finish_dispatch(pending)
-        return rows, OverlappedTicket(ticket, hidden_SBH, act)
+        return OverlappedTicket(pending, hidden_SBH, self.shared_experts.first(hidden_SBH))
+
+    def finish_dispatch(self, pending: Any) -> tuple[Rows, Any]:
+        """Receives the rows of this rank's experts."""
+        if not isinstance(pending, OverlappedTicket):
+            return self.dispatcher.finish_dispatch(pending)
+        rows, ticket = self.dispatcher.finish_dispatch(pending.inner)
+        return rows, replace(pending, inner=ticket)
 
     def compute(self, rows: Rows) -> Rows:
         """Runs the experts."""
@@ -103,13 +116,23 @@ class MoELayer(nn.Module):
         return result
 
     def combine(self, rows: Rows, ticket: Any) -> Tensor:
-        """[T, H], or [T, L] in a latent space: every token's sum."""
+        """[T, H], or [T, L] in a latent space: every token's sum. In two halves: `start_combine`, `finish_combine`."""
+        return self.finish_combine(self.start_combine(rows, ticket))
+
+    def start_combine(self, rows: Rows, ticket: Any) -> Any:
+        """Sends the rows back."""
         if not isinstance(ticket, OverlappedTicket):
-            return self.dispatcher.finish_combine(self.dispatcher.start_combine(rows, ticket))
+            return self.dispatcher.start_combine(rows, ticket)
         assert self.shared_experts is not None
         pending = self.dispatcher.start_combine(rows, ticket.inner)
-        shared_SBH = self.shared_experts.second(ticket.act_SBF, ticket.hidden_SBH)
-        return self.dispatcher.finish_combine(pending) + shared_SBH.flatten(0, 1)
+        return pending, self.shared_experts.second(ticket.act_SBF, ticket.hidden_SBH)
+
+    def finish_combine(self, pending: Any) -> Tensor:
+        """Receives the rows of this rank's tokens and adds them up."""
+        if not self.overlapped:
+            return self.dispatcher.finish_combine(pending)
+        rows, shared_SBH = pending
+        return self.dispatcher.finish_combine(rows) + shared_SBH.flatten(0, 1)
 
     def post(self, hidden_SBH: Tensor, routed_TH: Tensor) -> Tensor:
         """Back to [S, B, H], with the shared experts' output of `hidden_SBH` added if it was not in `combine`."""
