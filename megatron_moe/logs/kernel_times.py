@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 KINDS: tuple[tuple[str, str], ...] = (
+    ("communication", r"nccl"),
     ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|softmax_warp"),
     ("router", r"router|topk|select_experts|radixSort|bitonicSort|DeviceRadix|sort|searchsorted"),
     ("permute", r"permute|sort_rows|gather_rows|sum_choices|index_select|indexSelect|gather|scatter|index_elementwise"),
@@ -15,7 +16,6 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("norms and positions", r"rms_norm|layer_norm|rope|norm_kernel|Norm"),
     ("activation", r"swiglu|activation|silu"),
     ("copies and fills", r"Memcpy|Memset|copy_kernel|FillFunctor|fill"),
-    ("communication", r"nccl"),
     ("elementwise", r"elementwise|reduce_kernel|vectorized|CatArray"),
 )
 """Kinds in the order in which their patterns are tried; the first that is found in a kernel's name is its kind."""
