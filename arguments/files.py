@@ -11,6 +11,7 @@ scalar is the text that stands in the file, so that `1e-6` is a number and `1:30
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from os.path import normpath
 from pathlib import Path
 
 import yaml
@@ -55,18 +56,25 @@ class _Unusable(Exception):
 
 
 def read_files(
-    path: Path, registry: Registry, environ: Mapping[str, str], above: tuple[Path, ...] = ()
+    path: Path,
+    registry: Registry,
+    environ: Mapping[str, str],
+    above: tuple[Path, ...] = (),
+    needless: frozenset[str] = frozenset(),
 ) -> list[FlagFile]:
-    """A file and those that it builds on, every one behind its bases. `above` are the files that build on this one."""
+    """A file and those that it builds on, every one behind its bases. `above` are the files that build on this one;
+    `needless` names flags that are left out where their values cannot be read."""
     if path.resolve() in above:
         problem = Problem(what=f"{shown(path)} builds on itself", remedy="take it out of its `base`")
         return [FlagFile(path, problems=[problem])]
-    file = read_file(path, registry, environ)
+    file = read_file(path, registry, environ, needless)
     below = (*above, path.resolve())
-    return [*(found for base in file.bases for found in read_files(base, registry, environ, below)), file]
+    return [*(found for base in file.bases for found in read_files(base, registry, environ, below, needless)), file]
 
 
-def read_file(path: Path, registry: Registry, environ: Mapping[str, str]) -> FlagFile:
+def read_file(
+    path: Path, registry: Registry, environ: Mapping[str, str], needless: frozenset[str] = frozenset()
+) -> FlagFile:
     """The flags of one file. What is wrong with it stands in `problems`."""
     file = FlagFile(path)
     try:
@@ -77,7 +85,7 @@ def read_file(path: Path, registry: Registry, environ: Mapping[str, str]) -> Fla
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as trouble:
         problem = Problem(what=f"{shown(path)}{_not_yaml(trouble)}", remedy="correct the file")
         return FlagFile(path, readable=False, problems=[problem])
-    _Reader(file, registry, environ).read(root)
+    _Reader(file, registry, environ, needless).read(root)
     return file
 
 
@@ -100,6 +108,7 @@ class _Reader:
     file: FlagFile
     registry: Registry
     environ: Mapping[str, str]
+    needless: frozenset[str]
 
     def read(self, root: yaml.Node | None) -> None:
         if root is None:
@@ -130,7 +139,7 @@ class _Reader:
         """One file or a list of them."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             try:
-                self.file.bases.append(self.file.path.parent / self._scalar(item))
+                self.file.bases.append(Path(normpath(self.file.path.parent / self._scalar(item))))
             except _Unusable:
                 continue
 
@@ -156,9 +165,13 @@ class _Reader:
         if found and found[0].group == "start":
             self._problem(node, f"{option} belongs on the command line, not in a file")
             return
+        known = len(self.file.problems)
         try:
             given = self._given(option, node, origin)
         except _Unusable:
+            if found and found[0].name in self.needless:
+                del self.file.problems[known:]
+                return
             self.file.flags.append(Given(option, (), origin, state="unusable"))
             return
         empty_variable = given.words == ("",) and isinstance(node, yaml.ScalarNode) and node.value != ""
