@@ -1,5 +1,6 @@
 """What follows from flags that were left out, by Megatron's rules. Used by the checks and by resolve."""
 
+from inspect import signature
 from typing import Any, Final
 
 from arguments.values import LayerPattern
@@ -113,3 +114,7 @@ def pipeline_layout(
         account_for_embedding=account_for_embedding_in_pipeline_split,
         account_for_loss=account_for_loss_in_pipeline_split,
     )
+
+
+PLACEMENT: Final = tuple(name for name in signature(pipeline_layout).parameters if name != "costs")
+"""The flags that place layers on stages."""

@@ -33,6 +33,9 @@ class StartFlags:
     """Name of a file below scripts/recipes, read before `--config`; docs/recipes.md lists them."""
     print_config: bool = flag(False, status="ours", essential=True)
     """Print every value with its origin as a YAML file, and leave."""
+    proxy: bool = flag(False, status="ours", essential=True)
+    """Shrink the run to the machine at hand: fewer layers, experts and ranks, less width, random tokens, 5 iterations;
+    the same paths. Flags behind it stay as they are; every rewrite is printed."""
     allow_ignored_flags: bool = flag(False, status="ours")
     """Ignore flags that are not available and change no number, with a warning, instead of refusing them."""
 

@@ -18,9 +18,11 @@ from arguments.checks.run import (
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import yaml_text
 from arguments.files import read_files
-from arguments.flags import Flags, Registry
+from arguments.flags import Flags, Registry, normal
 from arguments.launch import LaunchProblem, allocation_note, launch_of
 from arguments.parser import Given, Settings, near, settle, split
+from arguments.proxy.machine import NEEDLESS
+from arguments.proxy.shrink import proxied
 from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_spec
 from megatron_moe.specs.parallel import Launch
@@ -66,15 +68,38 @@ class _Told:
 def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
     words, problems = split(argv)
     start = [given for given in words if _is_start_flag(given, registry)]
-    paths, missing = _paths(settle(registry, [start]))
-    files = [file for path in paths for file in read_files(path, registry, environ)]
+    asked = settle(registry, [start])
+    paths, missing = _paths(asked)
+    needless = NEEDLESS if asked.setting("proxy").value else frozenset()
+    files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
-    settings = settle(registry, [*(file.flags for file in files), words])
+    layers = [file.flags for file in files]
+    settings = settle(registry, [*layers, words])
     for file in files:
         problems += file.problems
     settings.problems[:0] = problems
+    if asked.setting("proxy").value:
+        settings = _small(settings, layers, words, environ)
     environment = {name: value for file in files for name, value in file.environment.items()}
     return _Told(settings, environment)
+
+
+def _small(
+    settings: Settings, files: Sequence[Sequence[Given]], words: Sequence[Given], environ: Mapping[str, str]
+) -> Settings:
+    """The settings that `--proxy` makes of these. Words behind it stay as they are."""
+    _refuse([*settings.problems, *missing_flags(settings)])
+    registry = settings.registry
+    behind = 1 + max(place for place, given in enumerate(words) if normal(given.option) == "--proxy")
+    full, pinned = settle(registry, [*files, words[:behind]]), settle(registry, [words[behind:]]).values
+    full.values |= {name: setting for name, setting in pinned.items() if not full.known(name)}
+    try:
+        num_ranks = launch_of(environ).world_size
+    except LaunchProblem as trouble:
+        raise FlagErrors([trouble.problem]) from None
+    small, rewrites = proxied(full, pinned, num_ranks)
+    small.notes = [*settings.notes, *rewrites]
+    return small
 
 
 def _is_start_flag(given: Given, registry: Registry) -> bool:

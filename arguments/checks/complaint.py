@@ -1,5 +1,8 @@
 """Small words that several rules share."""
 
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+
 from arguments.values import LayerPattern
 
 Complaint = tuple[str, str] | None
@@ -26,3 +29,14 @@ def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Compla
     if strange:
         return f"{option} holds {', '.join(map(str, strange))}, but a layer is 0 or 1", "use only 0 and 1"
     return None
+
+
+def asks_for(flags: Sequence[str]) -> Callable[[Callable[..., Complaint]], Callable[..., Complaint]]:
+    """A rule over `**flags` that asks for these."""
+
+    def mark(rule: Callable[..., Complaint]) -> Callable[..., Complaint]:
+        parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in flags]
+        rule.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return rule
+
+    return mark

@@ -1,7 +1,9 @@
 """Rules about pipeline stages: which layers they hold, and in which order microbatches pass them."""
 
+from typing import Any
+
 from arguments import derive
-from arguments.checks.complaint import Complaint
+from arguments.checks.complaint import Complaint, asks_for
 from megatron_moe.specs.pipeline.layout import LayoutError
 from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, check_schedule
 
@@ -36,34 +38,13 @@ def layers_are_placed_once(
     return None
 
 
-def layers_fit_the_stages(
-    num_layers: int,
-    mtp_num_layers: int | None,
-    pipeline_model_parallel_size: int,
-    pipeline_model_parallel_layout: str | None,
-    num_layers_per_virtual_pipeline_stage: int | None,
-    num_virtual_stages_per_pipeline_rank: int | None,
-    decoder_first_pipeline_num_layers: int | None,
-    decoder_last_pipeline_num_layers: int | None,
-    account_for_embedding_in_pipeline_split: bool,
-    account_for_loss_in_pipeline_split: bool,
-) -> Complaint:
+@asks_for(derive.PLACEMENT)
+def layers_fit_the_stages(**placement: Any) -> Complaint:
     """Every layer stands on one stage. Without a layout stages have the same number of layers but for the ends."""
     try:
-        derive.pipeline_layout(
-            num_layers=num_layers,
-            mtp_num_layers=mtp_num_layers,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            pipeline_model_parallel_layout=pipeline_model_parallel_layout,
-            num_layers_per_virtual_pipeline_stage=num_layers_per_virtual_pipeline_stage,
-            num_virtual_stages_per_pipeline_rank=num_virtual_stages_per_pipeline_rank,
-            decoder_first_pipeline_num_layers=decoder_first_pipeline_num_layers,
-            decoder_last_pipeline_num_layers=decoder_last_pipeline_num_layers,
-            account_for_embedding_in_pipeline_split=account_for_embedding_in_pipeline_split,
-            account_for_loss_in_pipeline_split=account_for_loss_in_pipeline_split,
-        )
+        derive.pipeline_layout(**placement)
     except LayoutError as error:
-        if pipeline_model_parallel_layout not in (None, derive.AUTO):
+        if placement["pipeline_model_parallel_layout"] not in (None, derive.AUTO):
             return str(error), "mend the layout (docs/schedule.md has the language), or let `auto` write one"
         return str(error), "--pipeline-model-parallel-layout auto places any number of layers"
     return None

@@ -49,7 +49,16 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *output.RULES,
 )
-
+FULL_SIZE_RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *attention.RULES,
+    *moe.RULES,
+    *moe_router.RULES,
+    *tensor.RULES,
+    *context.RULES,
+    *pipeline.RULES,
+)
+"""Rules that `--proxy` must not hide: what they are about does not depend on the machine."""
 
 _LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
@@ -93,11 +102,10 @@ def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
 
 
 def _virtual_stages(settings: Settings) -> int | None:
-    names = [name for name in _parameters(derive.pipeline_layout) if name != "costs"]
-    if not all(settings.known(name) for name in names):
+    if not all(settings.known(name) for name in derive.PLACEMENT):
         return None
     try:
-        return derive.pipeline_layout(**{name: settings.setting(name).value for name in names}).vpp
+        return derive.pipeline_layout(**{name: settings.setting(name).value for name in derive.PLACEMENT}).vpp
     except LayoutError:
         return None
 

@@ -26,7 +26,7 @@ class TrainingFlags:
     """Samples of the run, instead of iterations."""
     eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: none during training."""
-    eval_iters: int = flag(100, least=0, essential=True)
+    eval_iters: int = flag(100, least=0)
     """Batches of an evaluation."""
     skip_train: bool = flag(False)
     """Evaluate only."""
