@@ -11,7 +11,7 @@ from arguments.flags import Registry, group_classes, normal
 from arguments.names.deprecated import old_names
 from arguments.names.rare import rare_name, rare_names
 from arguments.parser import near, unknown_flag
-from arguments.recipes import recipe_files
+from arguments.recipes.find import recipe_files
 from arguments.values import choices, describe, words_of
 from megatron_moe.specs.run import RunPlan
 

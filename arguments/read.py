@@ -23,7 +23,7 @@ from arguments.launch import LaunchProblem, allocation_note, launch_of
 from arguments.parser import Given, Settings, near, settle, split
 from arguments.proxy.machine import NEEDLESS
 from arguments.proxy.shrink import proxied
-from arguments.recipes import find_recipe, recipe_names
+from arguments.recipes.find import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_spec
 from megatron_moe.specs.parallel import Launch
 from megatron_moe.specs.run import RunPlan

@@ -43,7 +43,7 @@ def recipe_names() -> list[str]:
 
 def recipe_folders() -> tuple[Path, ...]:
     """Where recipes lie: `scripts/recipes` beside this package, `share/megatron_moe/recipes` of the installation."""
-    beside = Path(__file__).resolve().parent.parent / "scripts" / "recipes"
+    beside = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
     return beside, Path(sys.prefix) / "share" / "megatron_moe" / "recipes"
 
 
