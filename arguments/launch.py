@@ -104,10 +104,10 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
 
 def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
     """Ranks of this host: from the list of all hosts' (`8(x3),4`) and this host's place in it."""
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if not counts and environ.get("SLURM_NTASKS_PER_NODE"):
+    if not environ.get("SLURM_STEP_TASKS_PER_NODE") and environ.get("SLURM_NTASKS_PER_NODE"):
         return min(_number(environ, "SLURM_NTASKS_PER_NODE"), world_size)
-    per_host = _tasks_per_host(counts or environ.get("SLURM_TASKS_PER_NODE", ""))
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    per_host = _tasks_per_host(counts)
     if not per_host:
         return 1 if world_size == 1 else _missing("SLURM_NTASKS_PER_NODE")
     place = _number({"SLURM_NODEID": "0", **environ}, "SLURM_NODEID")

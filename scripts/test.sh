@@ -5,7 +5,7 @@
 #   PYTHON=python3.12 bash scripts/test.sh
 # The stages stop at the first that fails. The last line sums all tests of all stages.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 3
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then

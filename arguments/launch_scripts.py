@@ -1,0 +1,191 @@
+"""The scripts that start a planned run: for SLURM, and for torchrun. Pure texts; `tools/launch.py` writes and submits.
+
+A script holds everything that was decided, so that what is read is what runs: ranks, environment with reasons, flags.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from arguments.environment import Variable
+
+_SHEBANG = "#!/usr/bin/env bash\n"
+_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, ready to be started on `nodes` machines with `ranks_per_node` processes each."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    root: Path
+    """The repository."""
+    folder: Path
+    """Where the run is started: relative paths in flags and recipes begin here."""
+    run_dir: Path
+    python: str
+    flags: tuple[str, ...]
+    """The words behind pretrain_moe.py."""
+    variables: tuple[Variable, ...] = ()
+    summary: tuple[str, ...] = ()
+    """What the plan says about itself."""
+    grace: int = 300
+    """Seconds between the signal to save and the end of the job."""
+    slurm: tuple[tuple[str, str | None], ...] = ()
+    """(option, value) for #SBATCH lines, over the usual ones; a value None takes a usual one away."""
+    container: str | None = None
+    """Image for pyxis."""
+    mounts: tuple[str, ...] = ()
+    """HOST:CONTAINER folders; root, folder and run folder are always mounted."""
+
+
+def slurm_script(job: Job, body: str) -> str:
+    """What `sbatch` gets. `body`: the text of scripts/slurm/body.sh, which is the same for every run."""
+    return "".join(
+        (
+            _SHEBANG,
+            *(f"#SBATCH {_option(name, value)}\n" for name, value in slurm_options(job).items()),
+            _comment(job),
+            _settings(
+                {
+                    "root": str(job.root),
+                    "python": job.python,
+                    "run_dir": str(job.run_dir),
+                    "grace": str(job.grace),
+                    "excluded": slurm_options(job).get("exclude", ""),
+                }
+            ),
+            _array("container", _container(job)),
+            _array("flags", job.flags),
+            f"cd {shlex.quote(str(job.folder))} || exit 3\n",
+            _exports(job.variables),
+            "\n",
+            _without_head(body),
+        )
+    )
+
+
+def torchrun_script(job: Job) -> str:
+    """A script that starts scripts/launch.sh with everything set; on several machines it is started on each."""
+    settings = {"RANKS_PER_NODE": str(job.ranks_per_node), "RUN_DIR": str(job.run_dir), "PYTHON": job.python}
+    if job.nodes > 1:
+        settings = {"NNODES": str(job.nodes)} | settings
+    return "".join(
+        (
+            _SHEBANG,
+            _comment(job),
+            "set -euo pipefail\n",
+            _array("flags", job.flags),
+            f"cd {shlex.quote(str(job.folder))}\n",
+            _exports(job.variables),
+            *(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()),
+            f'exec bash {shlex.quote(str(job.root / "scripts" / "launch.sh"))} "${{flags[@]}}"\n',
+        )
+    )
+
+
+def slurm_options(job: Job) -> dict[str, str]:
+    """Options of sbatch; an empty value is a switch."""
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.ranks_per_node),
+        "gpus-per-node": str(job.ranks_per_node),
+        "exclusive": "",
+        "mem": "0",
+        "requeue": "",
+        "open-mode": "append",
+        "output": str(job.run_dir / "slurm" / "%x-%j.log"),
+        "signal": f"TERM@{job.grace}",
+    }
+    for name, value in job.slurm:
+        if value is None:
+            options.pop(name, None)
+        else:
+            options[name] = value
+    return options
+
+
+def slurm_setting(text: str) -> tuple[str, str | None]:
+    """`time=4:00:00`; `exclusive` is a switch; `no-mem` takes a usual option away."""
+    name, equals, value = text.lstrip("-").partition("=")
+    if not equals and name.startswith("no-"):
+        return name.removeprefix("no-"), None
+    return name, value
+
+
+def _option(name: str, value: str) -> str:
+    return f"--{name}={shlex.quote(value)}" if value else f"--{name}"
+
+
+def _comment(job: Job) -> str:
+    """Where the script comes from and what it starts."""
+    ranks = job.nodes * job.ranks_per_node
+    lines = [f"Written by tools/launch.py: {job.name} on {job.nodes} x {job.ranks_per_node} = {ranks} ranks."]
+    return "".join(f"# {line}\n" for line in [*lines, *job.summary]) + "\n"
+
+
+def _settings(values: Mapping[str, str]) -> str:
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
+def _array(name: str, words: Sequence[str]) -> str:
+    """A bash array, one flag with its values per line."""
+    lines = "".join(f"    {line}\n" for line in _by_flag(words))
+    return f"{name}=(\n{lines})\n" if words else f"{name}=()\n"
+
+
+def _by_flag(words: Sequence[str]) -> Iterator[str]:
+    line = ""
+    for word in map(_quoted, words):
+        if line and (word.startswith("--") or len(line) + len(word) > _WIDTH):
+            yield line
+            line = ""
+        line = f"{line} {word}" if line else word
+    if line:
+        yield line
+
+
+def _quoted(word: str) -> str:
+    """For bash; commas as well, so that nobody takes them for the commas of an array."""
+    quoted = shlex.quote(word)
+    return f"'{word}'" if quoted == word and "," in word else quoted
+
+
+def _exports(variables: Sequence[Variable]) -> str:
+    """Each with its reason. What the environment has already stays, as it does in the program."""
+    lines = [
+        f'# {each.reason}\nexport {each.name}="${{{each.name}:-{_in_double_quotes(each.value)}}}"\n'
+        for each in variables
+    ]
+    return "".join(lines)
+
+
+def _in_double_quotes(value: str) -> str:
+    return "".join(f"\\{letter}" if letter in '"\\$`}' else letter for letter in value)
+
+
+def _container(job: Job) -> list[str]:
+    """Options of srun for pyxis."""
+    if job.container is None:
+        return []
+    own: list[Path] = []
+    for path in (job.root, job.folder, job.run_dir):
+        if not any(path.is_relative_to(known) for known in own):
+            own.append(path)
+    mounts = [*(f"{path}:{path}" for path in own), *job.mounts]
+    return [
+        f"--container-image={job.container}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={job.folder}",
+    ]
+
+
+def _without_head(body: str) -> str:
+    """The body behind its own shebang and the comments that explain it as a file."""
+    lines = body.splitlines(keepends=True)
+    first = next(place for place, line in enumerate(lines) if not line.startswith("#"))
+    return "".join(lines[first:])

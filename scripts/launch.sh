@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Starts a run with torchrun: on this machine, or on each of several.
+#   bash scripts/launch.sh --recipe quickstart --run-dir runs/mine
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash scripts/launch.sh --config my.yaml --run-dir /shared/mine    (and NODE_RANK=1)
+# tools/launch.py writes scripts that call this one, with everything set. Variables:
+#   RANKS_PER_NODE  processes on this machine; not set: one per GPU, or one
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   machines; this one, counted from 0; where they meet
+#   RUN_DIR         the run's folder; with it, a run that ended for a reason that may go away is started again
+#   MAX_RESTARTS    how often at most (2). On one machine only: of several, the scheduler must restart all
+#   GRACE           seconds that torchrun leaves ranks for saving after a signal (torch's default: 30)
+#   PYTHON          the interpreter (python)
+set -uo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python}
+nnodes=${NNODES:-1}
+run_dir=${RUN_DIR:-}
+max_restarts=${MAX_RESTARTS:-2}
+
+gpus() { # how many GPUs this machine has, at least 1
+    local found=0
+    ! command -v nvidia-smi >/dev/null || found=$(nvidia-smi --list-gpus | grep -c '^GPU')
+    echo $((found > 0 ? found : 1))
+}
+
+where=(--nnodes "$nnodes" --nproc-per-node "${RANKS_PER_NODE:-$(gpus)}")
+if [ "$nnodes" = 1 ]; then
+    where+=(--standalone)
+else
+    : "${NODE_RANK:?set NODE_RANK, the number of this machine from 0 to $((nnodes - 1))}"
+    : "${MASTER_ADDR:?set MASTER_ADDR, the name of machine 0}"
+    where+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+    max_restarts=0
+fi
+[ -z "${GRACE:-}" ] || where+=(--shutdown-timeout "$GRACE")
+
+child=""
+stopped=""
+stop() { # a signal goes on to torchrun, which gives its ranks time to save
+    stopped=yes
+    [ -z "$child" ] || kill -TERM "$child"
+}
+trap stop TERM INT HUP
+
+run() { # one start, until torchrun has ended; a signal ends the first wait early
+    "$python" -m torch.distributed.run "${where[@]}" "$root/pretrain_moe.py" "$@" &
+    child=$!
+    wait "$child"
+    code=$?
+    while kill -0 "$child" 2>/dev/null; do
+        wait "$child"
+        code=$?
+    done
+    child=""
+}
+
+for ((start = 0; ; start++)); do
+    since=$(date +%s)
+    run "$@"
+    [ -n "$run_dir" ] && [ -z "$stopped" ] && [ "$start" -lt "$max_restarts" ] || exit "$code"
+    "$python" "$root/tools/requeue.py" --run-dir "$run_dir" --exit-code "$code" --since "$since" || exit "$code"
+done

@@ -1,0 +1,126 @@
+"""The scripts around a run: when it is started again, and when not. The program and SLURM are stand-ins."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from arguments.launch_scripts import Job, slurm_script, torchrun_script
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.watch.requeue import read_history
+from megatron_moe.watch.status import Report
+from tests.ranks import REPOSITORY
+from tests.scripts.stubs import asked, write_stubs
+
+BODY = (REPOSITORY / "scripts" / "slurm" / "body.sh").read_text()
+FUTURE = time.time() + 1e6
+
+
+def job_in(folder: Path) -> Job:
+    return Job(
+        name="mine",
+        nodes=1,
+        ranks_per_node=1,
+        root=REPOSITORY,
+        folder=folder,
+        run_dir=folder / "run",
+        python=str(folder / "stub_python"),
+        flags=("--recipe", "mine"),
+    )
+
+
+def start(folder: Path, script: str, report: Report | None, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script whose program leaves this report."""
+    environment: Mapping[str, str] = write_stubs(folder) | {"STUB_PYTHON": sys.executable, **more}
+    run_dir = folder / "run"
+    run_dir.mkdir(exist_ok=True)
+    if report is not None:
+        (folder / "status").write_text(json.dumps(asdict(replace(report, time=FUTURE))))
+        environment = {**environment, "STUB_STATUS": str(folder / "status"), "STUB_RUN_DIR": str(run_dir)}
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def requeued(folder: Path) -> bool:
+    return "scontrol requeue 4711" in asked(folder)
+
+
+def test_slurm_starts_a_preempted_run_again(tmp_path):
+    report = Report(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
+    done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), report, STUB_CODE="75")
+    assert done.returncode == 0, done.stderr
+    assert requeued(tmp_path) and "start again: it was preempted and has saved" in done.stdout
+
+
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICS, ExitCode.MEMORY])
+def test_slurm_leaves_a_users_mistake(tmp_path, code):
+    report = Report(state="failed", code=int(code), sentence="the sentence")
+    done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), report, STUB_CODE=str(int(code)))
+    assert done.returncode == code
+    assert not requeued(tmp_path) and "leave it: exit code" in done.stdout
+
+
+def test_slurm_leaves_a_finished_run_without_asking(tmp_path):
+    done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), Report(state="finished", code=0))
+    assert done.returncode == 0 and not requeued(tmp_path)
+    assert [line.split()[0] for line in asked(tmp_path)] == ["srun", "python"]
+
+
+def test_slurm_gives_up_when_nothing_is_saved_any_more(tmp_path):
+    script, report = slurm_script(job_in(tmp_path), BODY), Report(state="running", iteration=9)
+    codes = [start(tmp_path, script, report, STUB_CODE="9").returncode for _ in range(3)]
+    assert codes == [0, 0, 9]
+    assert asked(tmp_path).count("scontrol requeue 4711") == 2
+    assert [entry.restart for entry in read_history(tmp_path / "run")] == [True, True, False]
+
+
+def test_slurm_leaves_out_the_host_whose_weights_drifted(tmp_path):
+    report = Report(state="failed", code=int(ExitCode.DRIFT), host="node7")
+    job = replace(job_in(tmp_path), slurm=(("exclude", "node3"),))
+    assert start(tmp_path, slurm_script(job, BODY), report, STUB_CODE="12").returncode == 0
+    assert "scontrol update JobId=4711 ExcNodeList=node3,node7" in asked(tmp_path)
+
+
+def test_a_job_that_slurm_ends_is_not_started_again(tmp_path):
+    report = Report(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
+    script = "export STUB_SIGNAL_TO=$$\n" + slurm_script(job_in(tmp_path), BODY)
+    done = start(tmp_path, script, report, STUB_CODE="75", STUB_SIGNAL="yes")
+    assert done.returncode == 75 and not requeued(tmp_path)
+
+
+def test_torchrun_is_started_again_as_often_as_allowed(tmp_path):
+    report = Report(state="failed", code=int(ExitCode.HANG))
+    done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1", MAX_RESTARTS="1")
+    starts = [line for line in asked(tmp_path) if "torch.distributed.run" in line]
+    assert done.returncode == 1 and len(starts) == 2
+    assert "--nnodes 1 --nproc-per-node 1 --standalone" in starts[0] and starts[0].endswith("--recipe mine")
+
+
+def test_torchrun_is_not_started_again_after_a_users_mistake(tmp_path):
+    report = Report(state="failed", code=int(ExitCode.DATA), sentence="the sentence")
+    done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1")
+    assert done.returncode == 1 and "leave it: exit code 4: the sentence" in done.stdout
+    assert sum("torch.distributed.run" in line for line in asked(tmp_path)) == 1
+
+
+def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
+    script = torchrun_script(replace(job_in(tmp_path), nodes=2))
+    alone = start(tmp_path, script, None)
+    assert alone.returncode != 0 and "NODE_RANK" in alone.stderr
+    report = Report(state="failed", code=int(ExitCode.HANG))
+    start(tmp_path, script, report, NODE_RANK="1", MASTER_ADDR="host0", STUB_CODE="1")
+    starts = [line for line in asked(tmp_path) if "torch.distributed.run" in line]
+    assert len(starts) == 1, "of several machines none is started again alone"
+    assert "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr host0 --master-port 29500" in starts[0]
+
+
+def test_a_signal_ends_torchrun_for_good(tmp_path):
+    report = Report(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
+    script = f"export STUB_SIGNAL_TO=$$\n{torchrun_script(job_in(tmp_path))}"
+    done = start(tmp_path, script, report, STUB_CODE="1", STUB_SIGNAL="yes")
+    assert sum("torch.distributed.run" in line for line in asked(tmp_path)) == 1
+    assert done.returncode != 0

@@ -1,0 +1,95 @@
+"""tools/launch.py: what it prints is what it submits, and what cannot run is not submitted."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.specs.exitcodes import ExitCode
+from tests.command_lines import SMALL, words
+from tests.scripts.stubs import asked, write_stubs
+from tools.launch import ROOT, main
+
+GOLDENS = ROOT / "tests" / "goldens"
+FLAGS = [
+    *words(SMALL, "--tokenizer-type --tokenizer-model --run-dir --micro-batch-size"),
+    *("--tokenizer-type", "ByteTokenizer", "--micro-batch-size", "1"),
+]
+SPREAD = ["--expert-model-parallel-size", "4", "--moe-token-dispatcher-type", "alltoall", "--deterministic-mode"]
+SLURM = ["--slurm", "partition=big", "time=4:00:00", "--container", "image.sqsh", "--mounts", "/data:/data"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty folder with stand-ins for SLURM; no variable of this machine's own plays a part."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in write_stubs(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == ExitCode.OK
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
+def test_golden_scripts(here, capsys, launcher):
+    more = SLURM if launcher == "slurm" else []
+    script = printed(
+        capsys, "--nodes", "2", "--gpus-per-node", "4", "--dry-run", "--name", "mine", "--launcher", launcher,
+        "--python", "python", *more, *FLAGS, *SPREAD,
+    )  # fmt: skip
+    text = script.replace(str(here), "/work").replace(str(ROOT), "/project")
+    golden = GOLDENS / f"launch_{launcher}.txt"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_a_dry_run_prints_what_a_submission_hands_over_and_leaves_nothing_behind(here, capsys):
+    before = sorted(here.iterdir())
+    script = printed(capsys, "--dry-run", "--gpus-per-node", "4", *FLAGS)
+    assert sorted(here.iterdir()) == before
+    printed(capsys, "--submit", "--gpus-per-node", "4", *FLAGS)
+    path = here / "runs" / "megatron-moe" / "job.sbatch"
+    assert path.read_text() == script and asked(here) == [f"sbatch {path}"]
+    assert (path.parent / "slurm").is_dir(), "SLURM makes no folder for its logs"
+
+
+def test_without_submission_the_script_is_written_and_the_next_command_named(here, capsys):
+    out = printed(capsys, "--launcher", "torchrun", "--gpus-per-node", "2", *FLAGS, "--run-dir", "runs/x")
+    assert out == f"wrote {here}/runs/x/job.sh; start it with: bash {here}/runs/x/job.sh\n"
+    assert asked(here) == []
+
+
+def test_an_illegal_layout_is_refused_before_anything_is_written(here, capsys):
+    words = ["--submit", "--nodes", "2", "--gpus-per-node", "4", *FLAGS, "--expert-model-parallel-size", "16"]
+    assert main(words) == ExitCode.CONFIG
+    assert "--expert-model-parallel-size" in capsys.readouterr().err
+    assert asked(here) == [] and not (here / "runs").exists()
+
+
+def test_a_recipe_names_its_job_and_its_folder(here, capsys):
+    words = ["--recipe", "quickstart", "--tokenizer-type", "ByteTokenizer", "--gpus-per-node", "1"]
+    script = printed(capsys, "--dry-run", *words)
+    assert "#SBATCH --job-name=quickstart\n" in script and "run_dir=" + str(here / "runs" / "quickstart") in script
+
+
+def test_the_machine_that_submits_leaves_no_trace_in_the_plan(here, capsys, monkeypatch):
+    for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "NCCL_ALGO": "Ring"}.items():
+        monkeypatch.setenv(name, value)
+    script = printed(capsys, "--dry-run", "--gpus-per-node", "4", *FLAGS, "--deterministic-mode")
+    assert 'export NCCL_ALGO="${NCCL_ALGO:-^NVLS}"' in script
+
+
+def test_torchrun_cannot_start_other_machines(here, capsys):
+    code = main(["--launcher", "torchrun", "--nodes", "2", "--gpus-per-node", "2", "--submit", *FLAGS])
+    assert code == ExitCode.ENVIRONMENT
+    assert "NODE_RANK=0..1 MASTER_ADDR=HOST bash" in capsys.readouterr().err
+
+
+def test_a_machine_without_slurm_is_told_so(here, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(here / "nothing"))
+    assert main(["--submit", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT
+    assert "sbatch is not on this machine" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""Checks a command line for a cluster and makes the script that starts it there: SLURM or torchrun.
+
+    python tools/launch.py --nodes 4 --dry-run --recipe NAME --run-dir /shared/runs/a      prints the script
+    python tools/launch.py --nodes 4 --submit  --recipe NAME --run-dir /shared/runs/a      writes and submits it
+    python tools/launch.py --launcher torchrun --gpus-per-node 2 --submit --config my.yaml starts it here
+
+Without `--dry-run` and `--submit` the script is written into the run folder. All other words are flags of
+pretrain_moe.py; they are checked for that number of ranks before anything is written.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+
+from arguments.environment import Variable  # noqa: E402
+from arguments.errors import Finished  # noqa: E402
+from arguments.explain import derived  # noqa: E402
+from arguments.launch_scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
+from arguments.read import read_plan  # noqa: E402
+from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError  # noqa: E402
+from megatron_moe.specs.run import RunPlan  # noqa: E402
+
+_LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
+_PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
+"""Variables that the script sets itself, so that it is complete wherever it was made."""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], allow_abbrev=False, epilog="All other words go to pretrain_moe.py."
+    )
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks on each machine (default: 8)")
+    parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
+    parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
+    parser.add_argument("--dry-run", action="store_true", help="print the script and do nothing")
+    parser.add_argument("--name", help="name of the job (default: of the recipe or file)")
+    parser.add_argument(
+        "--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p time=4:00:00; no-mem takes away"
+    )
+    parser.add_argument("--container", help="image for pyxis")
+    parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="more folders of the container")
+    parser.add_argument("--grace", type=int, default=300, help="seconds for the last save before the job ends")
+    parser.add_argument("--python", default=None, help="interpreter of the ranks (default: this one; python inside)")
+    return parser
+
+
+def plan_of(flags: Sequence[str], nodes: int, ranks_per_node: int, environ: Mapping[str, str]) -> RunPlan:
+    """The plan of rank 0 there. Raises FlagErrors with everything that would be refused there."""
+    ranks = {"RANK": "0", "WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_RANK": "0"}
+    ranks |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
+    here = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS + _PLANNED)}
+    return read_plan(flags, here | ranks, vocab_size_of=vocab_size_of)
+
+
+def name_of(flags: Sequence[str]) -> str:
+    """After the recipe, or the first file."""
+    for option in ("--recipe", "--config"):
+        if option in flags[:-1]:
+            return Path(flags[flags.index(option) + 1]).stem
+    return "megatron-moe"
+
+
+def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
+    """The job of a checked plan; a run without a folder gets runs/NAME."""
+    name = options.name or name_of(flags)
+    plan = plan_of(flags, options.nodes, options.gpus_per_node, environ)
+    if plan.logging.run_dir is None:
+        flags = [*flags, "--run-dir", f"runs/{name}"]
+        plan = plan_of(flags, options.nodes, options.gpus_per_node, environ)
+    assert plan.logging.run_dir is not None, f"no run folder in {flags}"
+    pairs = zip(plan.environment, plan.environment_reasons, strict=True)
+    return Job(
+        name=name,
+        nodes=options.nodes,
+        ranks_per_node=options.gpus_per_node,
+        root=ROOT,
+        folder=Path.cwd(),
+        run_dir=Path.cwd() / plan.logging.run_dir,
+        python=options.python or ("python" if options.container else sys.executable),
+        flags=tuple(flags),
+        variables=tuple(Variable(name, value, reason) for (name, value), reason in pairs),
+        summary=tuple(line.removeprefix("derived: ") for line in derived(plan)[1:]),
+        grace=options.grace,
+        slurm=tuple(map(slurm_setting, options.slurm)),
+        container=options.container,
+        mounts=tuple(options.mounts),
+    )
+
+
+def write(job: Job, script: str, launcher: str) -> Path:
+    """The script in the run folder, and the folder that SLURM's logs need."""
+    (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+    path = job.run_dir / ("job.sbatch" if launcher == "slurm" else "job.sh")
+    path.write_text(script, encoding="utf-8")
+    return path
+
+
+def submit(path: Path, job: Job, launcher: str) -> int:
+    """Hands the script to sbatch, or runs it here. Returns the exit code."""
+    if launcher == "slurm":
+        if shutil.which("sbatch") is None:
+            raise EnvironmentProblem(
+                f"sbatch is not on this machine; submit {path} where it is, or use --launcher torchrun"
+            )
+        return subprocess.run(["sbatch", str(path)], check=False).returncode
+    if job.nodes > 1:
+        raise EnvironmentProblem(
+            f"torchrun cannot reach {job.nodes} machines from here; start it on each of them: "
+            f"NODE_RANK=0..{job.nodes - 1} MASTER_ADDR=HOST bash {path}"
+        )
+    return subprocess.run(["bash", str(path)], check=False).returncode
+
+
+def main(argv: Sequence[str]) -> int:
+    options, flags = parser().parse_known_args(argv)
+    try:
+        job = job_of(options, flags, os.environ)
+        body = (ROOT / "scripts" / "slurm" / "body.sh").read_text(encoding="utf-8")
+        script = slurm_script(job, body) if options.launcher == "slurm" else torchrun_script(job)
+        if options.dry_run:
+            print(script, end="")
+            return 0
+        path = write(job, script, options.launcher)
+        if options.submit:
+            return submit(path, job, options.launcher)
+        print(f"wrote {path}; start it with: {'sbatch' if options.launcher == 'slurm' else 'bash'} {path}")
+        return 0
+    except Finished as answer:
+        print(answer.text)
+        return 0
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
