@@ -1,0 +1,151 @@
+"""The list of recipes: what each trains, where, and what it waits for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from arguments.checks.run import broken_rules, unavailable_flags
+from arguments.errors import Problem
+from arguments.files import read_files
+from arguments.flags import Flags, Registry
+from arguments.parser import Settings, settle
+from arguments.recipes.find import About, about, find_recipe, recipe_folders, recipe_names
+from arguments.resolve import run_plan
+from megatron_moe.specs.count import ParamCount, count_parameters
+from megatron_moe.specs.parallel import Launch
+from megatron_moe.specs.run import RunPlan
+
+_NOT_YET = " is not available yet"
+_OTHER_MODEL = ("attention", "model")
+"""Groups of flags without which a model has other parameters."""
+_FORMATS: Mapping[str | None, str] = MappingProxyType(
+    {None: "", "delayed": "FP8", "tensorwise": "FP8", "blockwise": "FP8 blockwise", "mxfp8": "MXFP8"}
+)
+_QUICKSTART_VOCABULARY = 4096
+"""Pieces of the tokenizer that scripts/quickstart.sh trains; all other recipes say their vocabulary."""
+_HEAD = """\
+# Recipes
+
+Made by `python tools/write_recipes_doc.py` from `scripts/recipes/`. `--recipe NAME` reads one; the command line wins. A
+recipe has the layout, the batch and the kernels that its source published. It trains on random documents until it is
+told otherwise: `--no-mock-data --data-path ... --tokenizer-type ... --tokenizer-model ...`. `--proxy` makes any of them
+small enough for the machine at hand, on the same paths.
+
+Models are written once, in `scripts/recipes/parts/models/`, and mean the published weights: `tests/recipes/` compares
+every field and both numbers of parameters (without multi-token prediction; active ones with embedding and head).
+
+Sources: the [Model Zoo](https://github.com/yanring/Megatron-MoE-ModelZoo), its successor in Megatron-LM's `dev` branch,
+and Megatron-Bridge. Published figures are theirs, measured with their programs; nothing here repeats them. "balanced"
+means random logits, so that every expert gets its share (`--moe-router-force-load-balancing`). A recipe that waits
+names the groups of `docs/flags.md` in which a flag of it is not available yet; `tests/goldens/recipes_waiting.txt` has
+the flags.
+"""
+_COLUMNS = (
+    "recipe", "model", "parameters (active)", "GPUs", "TP x CP x PP (VPP), EP x ETP", "micro / global batch, length",
+    "numbers", "source", "published", "status",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe and what it comes to."""
+
+    name: str
+    family: str
+    """The folder that it lies in, or its own name."""
+    about: About
+    settings: Settings
+    plan: RunPlan
+    """On the published number of ranks, whether all of it is available or not."""
+    problems: tuple[Problem, ...]
+    """What is refused today."""
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """Flags with values that are not available yet."""
+        return tuple(dict.fromkeys(problem.what.partition(_NOT_YET)[0] for problem in self.problems))
+
+
+def row_of(name: str, registry: Registry) -> Row:
+    """The recipe of that name."""
+    path = find_recipe(name)
+    assert path, f"there is no recipe {name}"
+    said = about(name, registry)
+    settings = settle(registry, [file.flags for file in read_files(path, registry, {})])
+    launch = Launch(world_size=said.gpus)
+    problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
+    family = name if path.parent in recipe_folders() else path.parent.name
+    return Row(name, family, said, settings, planned(settings, launch), problems)
+
+
+def planned(settings: Settings, launch: Launch) -> RunPlan:
+    """The plan of settings that break no rule, available or not."""
+    flags = Flags.of({name: settings.setting(name).value for name in settings.registry.flags})
+    return run_plan(flags, launch, flags.data.vocab_size or _QUICKSTART_VOCABULARY)
+
+
+def rows(registry: Registry) -> list[Row]:
+    """All recipes, by family."""
+    return sorted((row_of(name, registry) for name in recipe_names()), key=lambda row: (row.family, row.name))
+
+
+def document(table: Sequence[Row]) -> str:
+    """docs/recipes.md."""
+    lines = [_HEAD]
+    for family in dict.fromkeys(row.family for row in table):
+        of_family = [row for row in table if row.family == family]
+        lines += [f"## {family}", "", f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+        lines += [f"| {' | '.join(_cells(row))} |" for row in of_family]
+        lines.append("")
+        for mended in dict.fromkeys(row.about.mended for row in of_family if row.about.mended):
+            names = ", ".join(f"`{row.name}`" for row in of_family if row.about.mended == mended)
+            lines += [f"Mended in {names}: {mended}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def waiting(table: Sequence[Row]) -> str:
+    """The recipes that cannot train yet, and why, one a line."""
+    return "".join(f"{row.name}: {', '.join(row.waits_for)}\n" for row in table if row.waits_for)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    plan, parallel, batch = row.plan, row.plan.parallel, row.plan.batch
+    stages = f"{parallel.pp} ({plan.pipeline.layout.vpp})" if parallel.pp > 1 else "1"
+    gpus = f"{row.about.gpus} {row.about.gpu.upper()}".strip() if row.about.gpu else "any"
+    return (
+        f"`{row.name}`",
+        row.about.model,
+        _parameters(row),
+        gpus,
+        f"{parallel.tp} x {parallel.cp} x {stages}, {parallel.ep} x {parallel.etp}",
+        f"{batch.micro} / {batch.global_size}, {plan.data.seq_length}",
+        _numbers(row),
+        row.about.source or "ours",
+        row.about.published or "-",
+        f"waits for {', '.join(_groups(row))}" if row.waits_for else "trains",
+    )
+
+
+def _parameters(row: Row) -> str:
+    if set(_groups(row)) & set(_OTHER_MODEL):
+        return "not counted"
+    model = row.plan.model
+    return f"{_size(count_parameters(model))} ({_size(count_parameters(model, active=True))})"
+
+
+def _size(count: ParamCount) -> str:
+    number = count.without_mtp.total
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _numbers(row: Row) -> str:
+    """Formats, and whether experts are forced to be balanced."""
+    low = _FORMATS[row.settings.setting("fp8_recipe").value if row.settings.setting("fp8_format").value else None]
+    balanced = "balanced" if row.settings.setting("moe_router_force_load_balancing").value else ""
+    return ", ".join(filter(None, (low or row.plan.precision.params, balanced)))
+
+
+def _groups(row: Row) -> tuple[str, ...]:
+    """Groups of flags that hold what the recipe waits for."""
+    found = [row.settings.registry.find(flag.split()[0]) for flag in row.waits_for]
+    return tuple(sorted({flag[0].group for flag in found if flag}))

@@ -1,0 +1,151 @@
+"""Every recipe: it is legal, it means the published model, its ranks form groups, it survives being written."""
+
+from pathlib import Path
+
+import pytest
+
+from arguments.errors import FlagErrors
+from arguments.export import yaml_text
+from arguments.files import read_file, read_files
+from arguments.flags import Registry
+from arguments.parser import settle
+from arguments.read import read_plan
+from arguments.recipes.find import recipe_files, recipe_names
+from arguments.recipes.table import Row, document, planned, row_of, rows, waiting
+from megatron_moe.specs.count import count_parameters
+from megatron_moe.specs.families.derive import differences
+from megatron_moe.specs.grid import all_groups
+from megatron_moe.specs.parallel import Launch
+from tests.zoo import model_spec, zoo_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+REGISTRY = Registry.declared()
+TABLE = {row.name: row for row in rows(REGISTRY)}
+ZOO = {str(row): row for row in zoo_rows()}
+OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
+WITHOUT_A_ROW = {
+    "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Nemotron-3-Nano-30B-A3B", "Qwen3-Next-80B-A3B", "Quickstart",
+    "Moonlight-16B-A3B, 8 layers", "Qwen3-30B-A3B, 6 layers", "Qwen3-30B-A3B, 24 layers",
+}  # fmt: skip
+"""Models with mixers that this program does not have, and parts of models."""
+UPDATE = "run python tools/write_recipes_doc.py, and look at the difference"
+
+
+def launched(num_ranks: int) -> dict[str, str]:
+    """The environment of rank 0 under torchrun."""
+    return {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(min(num_ranks, 8))}
+
+
+def texts_of(words: str, num_ranks: int) -> list[str]:
+    """What is wrong with a command line."""
+    with pytest.raises(FlagErrors) as caught:
+        read_plan(words.split(), launched(num_ranks))
+    return [problem.what for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_a_recipe_breaks_no_rule_and_waits_for_features_alone(row: Row):
+    assert [problem.what for problem in row.problems if " is not available yet" not in problem.what] == []
+    assert row.settings.notes == []
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE.values() if not row.waits_for], ids=lambda row: row.name)
+def test_a_recipe_that_waits_for_nothing_is_accepted_on_its_ranks(row: Row):
+    plan = read_plan(
+        ["--recipe", row.name], launched(row.about.gpus), vocab_size_of=lambda spec: row.plan.data.vocab_size
+    )
+    assert plan.model == row.plan.model
+    assert plan.parallel == row.plan.parallel
+
+
+@pytest.mark.parametrize("row", OF_THE_ZOO, ids=lambda row: row.name)
+def test_a_recipe_means_the_published_model(row: Row):
+    published = ZOO[row.about.model]
+    assert differences(row.plan.model, model_spec(published)) == []
+    total = count_parameters(row.plan.model).without_mtp.total
+    active = count_parameters(row.plan.model, active=True).without_mtp.total
+    expected = published.cells["computed-total-B"], published.cells["computed-active-B"]
+    assert (f"{total / 1e9:.2f}", f"{active / 1e9:.2f}") == expected
+
+
+def test_every_model_is_one_of_the_table_or_known_to_be_none():
+    assert {row.about.model for row in TABLE.values()} - set(ZOO) == WITHOUT_A_ROW
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_all_ranks_agree_on_groups_that_cover_the_world_once(row: Row):
+    parallel = row.plan.parallel
+    assert parallel.world_size == row.about.gpus
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
+    sizes |= {"etp": parallel.etp, "ep": parallel.ep, "edp": parallel.edp}
+    groups = all_groups(parallel)
+    for name, of_name in groups.items():
+        assert sorted(rank for group in of_name for rank in group) == list(range(row.about.gpus)), name
+    assert {name: {len(group) for group in groups[name]} for name in sizes} == {name: {n} for name, n in sizes.items()}
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_a_recipe_is_the_same_when_it_is_written_and_read_back(tmp_path, row: Row):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml_text(row.settings, {}), encoding="utf-8")
+    again = settle(REGISTRY, [read_file(path, REGISTRY, {}).flags])
+    assert (again.problems, again.notes) == ([], [])
+    assert planned(again, Launch(world_size=row.about.gpus)) == row.plan
+
+
+def test_the_list_of_recipes_that_wait_is_the_golden_one():
+    golden = ROOT / "tests" / "goldens" / "recipes_waiting.txt"
+    assert golden.read_text(encoding="utf-8") == waiting(list(TABLE.values())), UPDATE
+
+
+def test_the_document_is_the_golden_one():
+    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == document(list(TABLE.values())), UPDATE
+
+
+def test_a_name_means_one_file():
+    stems = [name.rsplit("/", 1)[-1] for name, _ in recipe_files() if not name.startswith("parts/")]
+    assert sorted(stems) == recipe_names()
+
+
+def test_every_part_is_part_of_a_recipe():
+    named = dict(recipe_files())
+    recipes = [path for name, path in named.items() if not name.startswith("parts/")]
+    used = {file.path for recipe in recipes for file in read_files(recipe, REGISTRY, {})}
+    assert used == set(named.values())
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_a_recipe_says_where_it_runs_and_where_it_comes_from(row: Row):
+    said = row.about
+    assert said.model and said.gpus >= 1
+    assert said.gpu in ("", "h100", "h200", "b200", "b300", "gb200", "gb300")
+    assert said.gpu == "" or said.source or said.gpu == "h200"
+    assert said.source or not (said.published or said.mended)
+
+
+def test_the_original_layouts_that_were_mended_are_refused(tmp_path):
+    kimi = texts_of("--recipe kimi-k2-gb200-128 --expert-model-parallel-size 64", 128)
+    assert "experts cannot be folded: 1 x 64 x 4 = 256 does not divide 128 ranks" in kimi
+    path = tmp_path / "original.yaml"
+    path.write_text(
+        "pipeline-model-parallel-layout: null\nnum-virtual-stages-per-pipeline-rank: 4\n"
+        "decoder-first-pipeline-num-layers: 4\ndecoder-last-pipeline-num-layers: 1\n"
+    )
+    stages = texts_of(f"--recipe kimi-k2-gb200-128 --config {path}", 128)
+    assert any("1 layers" in text and "4 virtual stages" in text for text in stages), stages
+    v2 = "--recipe deepseek-v2-h100-256 --num-layers-per-virtual-pipeline-stage 1"
+    assert "virtual stages are given by their number and by their layers" in texts_of(v2, 256)
+
+
+def test_a_recipe_that_is_not_there_is_answered_with_those_that_are_near():
+    with pytest.raises(FlagErrors) as caught:
+        read_plan(["--recipe", "deepseek-v3-h100-1042"], {})
+    (problem,) = caught.value.problems
+    assert "deepseek-v3-h100-1024" in problem.remedy
+
+
+def test_a_recipe_is_shorter_on_the_command_line():
+    words = "--recipe q6 --num-layers 2 --train-iters 7 --lr 1e-3".split()
+    plan = read_plan(words, {}, vocab_size_of=lambda spec: 151936)
+    assert (len(plan.model.layers), plan.loop.train_iters, plan.lr.max_lr) == (2, 7, 1e-3)
+    assert row_of("q6", REGISTRY).plan.loop.train_iters == 50

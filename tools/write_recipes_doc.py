@@ -1,0 +1,28 @@
+"""Writes docs/recipes.md and the golden list of recipes that cannot train yet, from scripts/recipes/.
+
+python tools/write_recipes_doc.py
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+
+from arguments.flags import Registry  # noqa: E402
+from arguments.recipes.table import document, rows, waiting  # noqa: E402
+
+
+def main() -> None:
+    """Writes both files."""
+    table = rows(Registry.declared())
+    for path, text in (
+        (ROOT / "docs" / "recipes.md", document(table)),
+        (ROOT / "tests" / "goldens" / "recipes_waiting.txt", waiting(table)),
+    ):
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
