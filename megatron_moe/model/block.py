@@ -1,12 +1,13 @@
 """One transformer layer, as a chain of nodes that a schedule may run apart.
 
-A dense layer is attention | feed-forward; an MoE layer is attention + router | dispatch | experts | combine | post, with
-dispatch and combine in two halves. What travels between two nodes stands in one object per boundary; a schedule that
-overlaps layers detaches its tensors.
+A dense layer is attention | feed-forward; an MoE layer is attention + router | dispatch | experts | combine | post, and
+dispatch and combine have two halves each. What travels between two nodes stands in one object per boundary; a schedule
+that overlaps layers detaches its tensors.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from megatron_moe.specs.attention import AttentionSpec, MLASpec
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.pipeline.slots import Node as NodeName
+from megatron_moe.specs.pipeline.slots import Step
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class Combined(Attended):
     routed_TH: Tensor
 
 
-Node = tuple[NodeName, Callable[[Any, TokenMeta], Any]]
-"""Its name, and what it does: from what the node before left (the first takes the hidden state) to what it leaves (the
-last, the hidden state). Two nodes of one name are the halves of an exchange."""
+Node = tuple[NodeName, Callable[..., Any]]
+"""Its name, and what it does: `run(state, meta)`, from what the node before left (the first takes the hidden state) to
+what it leaves (the last, the hidden state). Two nodes of one name are the halves of an exchange."""
 
 
 class Block(nn.Module):
@@ -94,6 +96,10 @@ class Block(nn.Module):
     @property
     def nodes(self) -> tuple[Node, ...]:
         raise NotImplementedError
+
+    def steps(self, position: int, meta: TokenMeta) -> list[Step]:
+        """The nodes on one microbatch, as a schedule takes them; `position` of the layer in its chunk."""
+        return [Step(name, position, partial(run, meta=meta)) for name, run in self.nodes]
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]: the nodes in order."""

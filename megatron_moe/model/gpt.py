@@ -5,15 +5,16 @@ holds everything. A rank with several stages holds their parts in one module, so
 every layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.model.block import make_block
+from megatron_moe.model.block import Block, make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.head import Head
 from megatron_moe.model.mtp import MTP, Ahead, targets
@@ -23,6 +24,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor import gather_from
 from megatron_moe.specs.model import ModelSpec, MTPSpec
 from megatron_moe.specs.pipeline.layout import StageSpec, even_layout
+from megatron_moe.specs.pipeline.slots import Step
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,38 @@ class GPT(nn.Module):
             return hidden_SBH
         return torch.cat([hidden_SBH, *(ahead.hidden_SBH for ahead in self.mtp(hidden_SBH, batch, self.embedding))])
 
+    def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
+        """`forward` of one stage in training, node by node (`pair_slots`). The first step takes what the stage
+        receives, each leaves what the next one takes, and the last what `forward` returns."""
+        stage = self.chunks[chunk]
+        batch = replace(batch, meta=self.rotations.attach(batch.meta))
+        steps: list[Step] = []
+        if stage.embedding:
+            steps.append(Step("embedding", None, lambda _: self._embed(batch.tokens_BS, batch.meta)))
+        for position, i in enumerate(stage.layers):
+            block = self.decoder.layers[str(i)]
+            assert isinstance(block, Block), f"layer {i} is a {type(block).__name__}"
+            steps += block.steps(position, batch.meta)
+        if stage.final_norm and self.decoder.final_layernorm is not None:
+            steps[-1] = _then(steps[-1], self.decoder.final_layernorm)
+        if stage.num_mtp:
+            assert self.mtp is not None, "multi-token prediction stands in no stage"
+            first, *others = self.mtp.steps(batch, self.embedding, len(stage.layers))
+            steps += [replace(first, run=lambda hidden_SBH: first.run((hidden_SBH,))), *others]
+        if stage.loss:
+            return [*steps, Step("head", None, lambda hidden: self._losses_of(hidden, batch))]
+        return [*steps[:-1], _then(steps[-1], torch.cat)] if stage.num_mtp else steps
+
+    def _losses_of(self, hidden: Tensor | tuple[Tensor, ...], batch: MicroBatch) -> LossOutput:
+        """Head and loss of the hidden states of all depths, which another stage sent as one tensor."""
+        depths = self.spec.mtp.num_layers if self.spec.mtp else 0
+        if isinstance(hidden, Tensor):
+            hidden = hidden.chunk(1 + depths) if depths else (hidden,)
+        own_SBH, *others = hidden
+        loss_BS = self._loss(own_SBH, batch.labels_BS)
+        ahead = (Ahead(h, *target) for h, target in zip(others, targets(batch, depths), strict=True))
+        return LossOutput(loss_BS, tuple(self._mtp_loss(each) for each in ahead))
+
     def _losses(self, batch: MicroBatch, received: Tensor | None, chunk: int) -> LossOutput:
         """The last stage. Multi-token prediction was run by it or by a stage before."""
         depths = self.spec.mtp.num_layers if self.spec.mtp and batch.meta.training else 0
@@ -133,8 +167,12 @@ class GPT(nn.Module):
             "the first stage, and only it, starts from tokens"
         )
         if received_SBH is None:
-            received_SBH = self.embedding(tokens_BS, meta.positions_BS, meta)
+            received_SBH = self._embed(tokens_BS, meta)
         return self.decoder(received_SBH, meta, chunk)
+
+    def _embed(self, tokens_BS: Tensor, meta: TokenMeta) -> Tensor:
+        embedded_SBH: Tensor = self.embedding(tokens_BS, meta.positions_BS, meta)
+        return embedded_SBH
 
     def _logits(self, hidden_SBH: Tensor, *, detach: bool = False) -> Tensor:
         tied_VH = self.embedding.word_embeddings.weight if self.spec.tied_embeddings else None
@@ -151,6 +189,11 @@ class GPT(nn.Module):
     def _head(self) -> Head:
         assert self.output_layer is not None, "only the last stage has a head"
         return self.output_layer
+
+
+def _then(step: Step, last: Callable[[Any], Any]) -> Step:
+    """The step with something behind it."""
+    return replace(step, run=lambda state: last(step.run(state)))
 
 
 def whole_model(spec: ModelSpec) -> tuple[StageSpec]:

@@ -13,6 +13,8 @@ context-parallel rank moves the whole sequence and takes its part, since a place
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor import columns_to_residual
 from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.model import ModelSpec
+from megatron_moe.specs.pipeline.slots import Step
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,12 @@ class MTPLayer(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, embedding_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
+        return self.final_layernorm(self.transformer_layer(self.join(hidden_SBH, embedding_SBH), meta))
+
+    def join(self, hidden_SBH: Tensor, embedding_SBH: Tensor) -> Tensor:
+        """What the transformer layer takes."""
         joined = torch.cat([self.enorm(embedding_SBH), self.hnorm(hidden_SBH)], dim=-1)
-        projected_SBH = columns_to_residual(self.eh_proj(joined), self.ctx)
-        return self.final_layernorm(self.transformer_layer(projected_SBH, meta))
+        return columns_to_residual(self.eh_proj(joined), self.ctx)
 
 
 class MTP(nn.Module):
@@ -73,24 +79,42 @@ class MTP(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, batch: MicroBatch, embedding: Embedding) -> Iterator[Ahead]:
         """Yields one `Ahead` per depth, so that the loss of one depth can be taken before the next is run."""
-        spec, whole = self.spec, batch.whole or batch
-        segments_BS = whole.meta.segments_BS
-        take = batch.meta.take
-        if spec.detach_heads:
-            hidden_SBH = hidden_SBH.detach()
-        positions_BS, valid_BS = whole.meta.positions_BS, whole.meta.valid_BS
-        tokens_BS = whole.tokens_BS
-        for depth, target in enumerate(targets(batch, spec.num_layers)):
+        for depth, target in zip(self._depths(batch), targets(batch, self.spec.num_layers), strict=True):
+            hidden_SBH = depth.layer(*self._inputs(hidden_SBH, depth, embedding), depth.meta)
+            yield Ahead(hidden_SBH, *target)
+
+    def steps(self, batch: MicroBatch, embedding: Embedding, position: int) -> Iterator[Step]:
+        """The same for a schedule, whose steps take and leave the hidden states of all depths so far, the model's own
+        first; `position` of the first layer among the chunk's. Ends with the norm of the last depth."""
+        for number, depth in enumerate(self._depths(batch)):
+            first, *between, last = depth.layer.transformer_layer.steps(position + number, depth.meta)
+            yield replace(first, run=partial(self._first, first, depth, embedding))
+            yield from (replace(step, run=partial(_beside, step)) for step in between)
+            yield replace(last, run=partial(_last, last, depth))
+
+    def _first(self, step: Step, depth: "_Depth", embedding: Embedding, so_far: tuple[Tensor, ...]) -> "_Deeper":
+        return _Deeper(so_far, step.run(depth.layer.join(*self._inputs(so_far[-1], depth, embedding))))
+
+    def _inputs(self, hidden_SBH: Tensor, depth: "_Depth", embedding: Embedding) -> tuple[Tensor, Tensor]:
+        """What the layer of a depth takes, from the hidden state of the depth before."""
+        embedded_SBH = embedding(depth.tokens_BS, depth.positions_BS, depth.meta)
+        if not self.spec.detach_heads:
+            return hidden_SBH, embedded_SBH
+        return hidden_SBH.detach() if depth.is_first else hidden_SBH, embedded_SBH.detach()
+
+    def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
+        whole = batch.whole or batch
+        segments_BS, take = whole.meta.segments_BS, batch.meta.take
+        tokens_BS, positions_BS, valid_BS = whole.tokens_BS, whole.meta.positions_BS, whole.meta.valid_BS
+        for number in range(self.spec.num_layers):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
             if valid_BS is not None:
                 # A place without a token ahead counts as its own token does, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
-            meta = self._look_ahead(batch.meta, None if valid_BS is None else take(valid_BS), depth)
-            embedded_SBH = embedding(take(tokens_BS), take(positions_BS), meta)
-            if spec.detach_heads:
-                embedded_SBH = embedded_SBH.detach()
-            hidden_SBH = self.layers[str(depth % self.num_layers)](hidden_SBH, embedded_SBH, meta)
-            yield Ahead(hidden_SBH, *target)
+            meta = self._look_ahead(batch.meta, None if valid_BS is None else take(valid_BS), number)
+            layer = self.layers[str(number % self.num_layers)]
+            assert isinstance(layer, MTPLayer), f"depth {number} is a {type(layer).__name__}"
+            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), meta, layer)
 
     def _look_ahead(self, meta: TokenMeta, valid_BS: Tensor | None, depth: int) -> TokenMeta:
         """The meta of a depth from that of the model."""
@@ -102,6 +126,34 @@ class MTP(nn.Module):
             aux_scale=meta.aux_scale / (self.spec.num_layers if self.spec.repeated_layer else 1),
             random_key=None if key is None else (*key, "mtp", depth),
         )
+
+
+@dataclass(frozen=True)
+class _Depth:
+    """One depth on one microbatch."""
+
+    is_first: bool
+    tokens_BS: Tensor
+    """Moved left by as many places as the depth counts."""
+    positions_BS: Tensor
+    meta: TokenMeta
+    layer: MTPLayer
+
+
+@dataclass(frozen=True)
+class _Deeper:
+    """Between two nodes of a depth: the hidden states of the depths before it, and what its layer has come to."""
+
+    so_far: tuple[Tensor, ...]
+    state: Any
+
+
+def _beside(step: Step, deeper: _Deeper) -> _Deeper:
+    return replace(deeper, state=step.run(deeper.state))
+
+
+def _last(step: Step, depth: _Depth, deeper: _Deeper) -> tuple[Tensor, ...]:
+    return *deeper.so_far, depth.layer.final_layernorm(step.run(deeper.state))
 
 
 def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -116,15 +116,19 @@ class InFlight:
 
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self.exchange = exchange
+        self.anchor: Any = None
+        """A tensor that holds the graph of both halves together; over one rank the rows themselves. Who cuts the graph
+        between the halves puts what he likes here, and a tensor back before `finish`."""
         self._landing: Landing | None = None
         if exchange.group.size == 1:
-            self._anchor = rows
+            self.anchor = rows
         else:
-            self._anchor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
+            self.anchor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
 
     def finish(self) -> Tensor:
         """The rows that came to this rank; to be called once."""
-        anchor, self._anchor = self._anchor, torch.empty(0)
+        anchor, self.anchor = self.anchor, None
+        assert isinstance(anchor, Tensor), f"finished with {anchor} in the place of what holds the graph together"
         if self.exchange.group.size == 1:
             return anchor
         return _Finish.apply(anchor, self)  # type: ignore[no-untyped-call,no-any-return]

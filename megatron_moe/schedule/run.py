@@ -1,20 +1,22 @@
 """Executes a schedule: the only place that decides when a forward or a backward runs, and when stages exchange data.
 
-One code path for every schedule: a pipeline of one rank, 1F1B, interleaved, forward only. What a stage sends is freed
-once it has left: for the backward only the edge of the graph is kept, not the output itself. What a stage receives is a
-leaf of its own graph; its gradient is handed back explicitly.
+One code path for every schedule: a pipeline of one rank, 1F1B, interleaved, overlapped, forward only. Every microbatch
+passes a chunk as a `Chain` of steps; it has one step unless a schedule interleaves the nodes of two microbatches. What
+a stage sends is freed once it has left: for the backward only the edge of the graph is kept, not the output itself.
+What a stage receives begins a graph of its own; its gradient is handed back explicitly.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_moe.parallel.lanes import Lanes
 from megatron_moe.parallel.p2p import Kind, Links
-from megatron_moe.specs.pipeline.actions import Action, Entry, parts
+from megatron_moe.schedule.chain import Chain
+from megatron_moe.specs.pipeline.actions import Action, Entry, Pair
+from megatron_moe.specs.pipeline.slots import Slot, Step
 from megatron_moe.specs.pipeline.stages import StageMap
 
 At = tuple[int, int]
@@ -24,9 +26,13 @@ At = tuple[int, int]
 class Stage(Protocol):
     """What a schedule knows of the chunks of the model that a rank holds."""
 
-    def forward(self, microbatch: int, chunk: int, received: Tensor | None) -> Tensor:
-        """Runs one microbatch through one chunk, from what the stage before sent (None: there is none before). Returns
-        what the next stage receives; from the last stage, the scalar to differentiate."""
+    def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
+        """The forward of one microbatch through one chunk. The first step takes what the stage before sent (None: there
+        is none before); the last leaves what the next stage receives, in the last stage the scalar to differentiate."""
+        ...
+
+    def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
+        """The order of work of a pair. With slots for weight gradients its backward leaves them to those."""
         ...
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
@@ -46,35 +52,33 @@ class Stage(Protocol):
         ...
 
 
-def run_schedule(entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap) -> None:
+def run_schedule(
+    entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap, lanes: Lanes | None = None
+) -> None:
     """Runs the entries of this rank in order. Without gradients enabled they are forwards only.
 
     Everything that comes in must go out again: what is received into a computation, what is computed to the next stage,
-    every forward into its backward.
+    every forward into its backward. `lanes`: None: those of a CPU.
     """
-    run = _Run(stage, links, stages)
+    run = _Run(stage, links, stages, lanes or Lanes())
     for entry in entries:
-        for action in parts(entry):
-            run.do(action)
+        if isinstance(entry, Pair):
+            run.do_pair(entry)
+        else:
+            run.do(entry)
     run.finish()
-
-
-@dataclass(frozen=True)
-class _Flying:
-    """A microbatch between its forward and its backward in one chunk."""
-
-    received: Tensor | None
-    output: GradientEdge
 
 
 class _Run:
     """One pass of one rank through its schedule."""
 
-    def __init__(self, stage: Stage, links: Links, stages: StageMap) -> None:
+    def __init__(self, stage: Stage, links: Links, stages: StageMap, lanes: Lanes) -> None:
         self._stage = stage
         self._links = links
         self._stages = stages
-        self._flying: dict[At, _Flying] = {}
+        self._lanes = lanes
+        self._flying: dict[At, Chain] = {}
+        """Microbatches between their forward and their backward in one chunk."""
         self._owed: list[At] = []
         """Backwards whose weight gradients wait."""
         self._coming: dict[tuple[Kind, At], Callable[[], Tensor]] = {}
@@ -83,24 +87,45 @@ class _Run:
         self._overdue: list[Callable[[], object]] = []
 
     def do(self, action: Action) -> None:
-        at = (action.microbatch, action.chunk)
+        at = _at(action)
         if action.peer is not None:
             self._transfer(action, action.peer, at)
             return
         self._free_sent()
         match action.kind:
             case "forward":
-                self._forward(at)
+                self._end_forward(at, self._begin_forward(at))
             case "backward":
-                self._backward(at)
+                self._end_backward(at, self._begin_backward(at))
             case "backward_input":
                 self._stage.defer_weight_gradients(True)
-                self._backward(at)
+                self._end_backward(at, self._begin_backward(at))
                 self._stage.defer_weight_gradients(False)
                 self._owed.append(at)
             case "backward_weight":
                 self._owed.remove(at)
                 self._stage.weight_gradients()
+
+    def do_pair(self, pair: Pair) -> None:
+        """A forward and a backward, slot by slot."""
+        self._free_sent()
+        slots = self._stage.slots(pair.forward.chunk, pair.backward.chunk)
+        ahead, behind = self._begin_forward(_at(pair.forward)), self._begin_backward(_at(pair.backward))
+        split = any(slot.direction == "weight" for slot in slots)
+        self._stage.defer_weight_gradients(split)
+        for slot in slots:
+            match slot.direction:
+                case "forward":
+                    ahead.forward(slot)
+                case "backward":
+                    behind.backward(slot)
+                case "weight":
+                    self._stage.weight_gradients()
+        self._end_forward(_at(pair.forward), ahead)
+        self._end_backward(_at(pair.backward), behind)
+        if split:
+            self._stage.weight_gradients()
+            self._stage.defer_weight_gradients(False)
 
     def finish(self) -> None:
         """Waits until everything has left, and proves that nothing was forgotten."""
@@ -111,26 +136,31 @@ class _Run:
         assert not self._coming, f"received and never used: {sorted(self._coming)}"
         assert not self._outgoing, f"computed and never sent: {sorted(self._outgoing)}"
 
-    def _forward(self, at: At) -> None:
+    def _begin_forward(self, at: At) -> Chain:
         received = self._arrived("activation", at)
         assert (received is None) == (self._number(at) == 0), f"(microbatch, chunk) {at} has not received its input"
-        if received is not None and torch.is_grad_enabled():
-            received.requires_grad_()
-        output = self._stage.forward(*at, received)
-        if torch.is_grad_enabled():
-            self._flying[at] = _Flying(received, get_gradient_edge(output))
-        if self._number(at) < self._stages.num_stages - 1:
-            self._outgoing["activation", at] = output.detach()
+        return Chain(self._stage.steps(*at), received, self._lanes)
 
-    def _backward(self, at: At) -> None:
-        flying = self._flying.pop(at)
+    def _end_forward(self, at: At, chain: Chain) -> None:
+        chain.forward()
+        output = chain.output()
+        if torch.is_grad_enabled():
+            self._flying[at] = chain
+        if self._number(at) < self._stages.num_stages - 1:
+            self._outgoing["activation", at] = output
+
+    def _begin_backward(self, at: At) -> Chain:
+        chain = self._flying.pop(at)
         gradient = self._arrived("gradient", at)
         is_last = self._number(at) == self._stages.num_stages - 1
         assert (gradient is None) == is_last, f"(microbatch, chunk) {at} has not received its gradient"
-        torch.autograd.backward((flying.output,), (gradient,))
-        if flying.received is not None:
-            assert flying.received.grad is not None, f"what (microbatch, chunk) {at} received has no gradient"
-            self._outgoing["gradient", at] = flying.received.grad
+        chain.begin_backward(gradient)
+        return chain
+
+    def _end_backward(self, at: At, chain: Chain) -> None:
+        chain.backward()
+        if self._number(at) > 0:
+            self._outgoing["gradient", at] = chain.input_gradient()
         self._stage.after_backward(*at)
 
     def _transfer(self, action: Action, peer: int, at: At) -> None:
@@ -159,3 +189,7 @@ class _Run:
     def _number(self, at: At) -> int:
         """Position in the model of a chunk of this rank."""
         return self._stages.stage(self._links.rank, at[1])
+
+
+def _at(action: Action) -> At:
+    return action.microbatch, action.chunk

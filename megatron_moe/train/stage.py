@@ -1,6 +1,8 @@
 """What one pipeline rank does for a schedule: its chunks of the model, on the microbatches of a step."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -8,10 +10,12 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.lanes import lanes_of
 from megatron_moe.parallel.p2p import connect
 from megatron_moe.schedule.run import run_schedule
 from megatron_moe.specs.pipeline.actions import Entry
 from megatron_moe.specs.pipeline.schedule import ScheduleSpec, build_schedule
+from megatron_moe.specs.pipeline.slots import Slot, Step, pair_slots
 from megatron_moe.specs.run import RunPlan
 
 TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
@@ -28,6 +32,7 @@ class Pipeline:
         self.model = model
         self.layout = plan.layout
         self._links = connect(context)
+        self._lanes = lanes_of(context.device)
         self._entries: dict[ScheduleSpec, tuple[Entry, ...]] = {}
 
     def run(self, batches: Sequence[MicroBatch], take_loss: TakeLoss, *, gradients: GradBuffers | None = None) -> None:
@@ -39,7 +44,7 @@ class Pipeline:
         if spec not in self._entries:
             self._entries[spec] = build_schedule(spec)[self._links.rank]
         stage = RankStage(self, batches, take_loss, gradients)
-        run_schedule(self._entries[spec], stage, self._links, spec.stages)
+        run_schedule(self._entries[spec], stage, self._links, spec.stages, self._lanes)
 
 
 class RankStage:
@@ -53,11 +58,32 @@ class RankStage:
         self._take_loss = take_loss
         self._gradients = gradients
 
-    def forward(self, microbatch: int, chunk: int, received: Tensor | None) -> Tensor:
+    def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
         """See `Stage`."""
-        batch = self._batches[microbatch]
-        output = self._pipeline.model(batch, received, chunk=chunk)
-        return self._take_loss(output, batch) if isinstance(output, LossOutput) else output
+        batch, model = self._batches[microbatch], self._pipeline.model
+        if self._gradients is not None and self._pipeline.plan.pipeline.overlap:
+            steps = model.steps(batch, chunk)
+        else:
+            steps = [Step("chunk", None, lambda received: model(batch, received, chunk=chunk))]
+        return steps if not model.chunks[chunk].loss else [*steps[:-1], self._with_loss(steps[-1], batch)]
+
+    def _with_loss(self, step: Step, batch: MicroBatch) -> Step:
+        def run(state: Any) -> Tensor:
+            output = step.run(state)
+            assert isinstance(output, LossOutput), f"the last stage gives losses, not {type(output).__name__}"
+            return self._take_loss(output, batch)
+
+        return replace(step, run=run)
+
+    def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
+        """See `Stage`."""
+        chunks, spec = self._pipeline.model.chunks, self._pipeline.plan.pipeline
+        return pair_slots(
+            chunks[forward_chunk],
+            chunks[backward_chunk],
+            split_backward=spec.split_backward,
+            early_attention_backward=spec.early_attention_backward,
+        )
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
         """[S, B, H] of what travels into a stage. Behind a stage of multi-token prediction the hidden states of all

@@ -8,6 +8,7 @@ from megatron_moe.schedule.run import run_schedule
 from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.pipeline.actions import Action
 from megatron_moe.specs.pipeline.schedule import ScheduleSpec, build_schedule
+from megatron_moe.specs.pipeline.slots import Slot, Step
 from megatron_moe.specs.pipeline.stages import StageMap
 from tests.ranks import on_processes, on_threads
 from tests.tolerances import EXACT
@@ -25,6 +26,12 @@ class Product:
         self.objectives = []
         self.deferred = False
         self.alive = self.most_alive = 0
+
+    def steps(self, microbatch, chunk):
+        return [Step("chunk", None, lambda received: self.forward(microbatch, chunk, received))]
+
+    def slots(self, forward_chunk, backward_chunk):
+        return [Slot("backward", "chunk"), Slot("forward", "chunk")]
 
     def forward(self, microbatch, chunk, received):
         self.events.append(f"F{microbatch}.{chunk}")

@@ -5,16 +5,34 @@ pair of layers is Megatron's. Order changes no number: nodes of one direction ke
 meet in weight gradients alone, which only the backward writes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_moe.specs.pipeline.layout import StageSpec
 
 Direction = Literal["forward", "backward", "weight"]
-Node = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head"]
-"""Of a layer: attention with router and shared experts; tokens to experts; experts; rows back; the residual sum. The
-experts of a dense layer are its MLP, and nothing travels. The head has final norm and loss."""
+Node = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
+"""Of a layer: attention with router; tokens to experts; experts; rows back; shared experts and the residual sum. The
+experts of a dense layer are its MLP, and nothing travels. A final norm belongs to the layer before it, the loss to the
+head. A chunk is everything at once."""
+Stream = Literal["compute", "communication"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A piece of the forward of one microbatch through one chunk. An exchange is two: one sends, one receives."""
+
+    node: Node
+    layer: int | None
+    """As in `Slot`."""
+    run: Callable[[Any], Any]
+    """From what the step before left to what this one leaves. The first takes what the chunk receives, the last leaves
+    what the chunk gives."""
+
+    @property
+    def stream(self) -> Stream:
+        return stream_of(self.node)
 
 
 @dataclass(frozen=True)
@@ -27,12 +45,17 @@ class Slot:
     """Position in the chunk, layers of multi-token prediction last; None for embedding and head."""
 
     @property
-    def stream(self) -> Literal["compute", "communication"]:
-        return "communication" if self.node in ("dispatch", "combine") else "compute"
+    def stream(self) -> Stream:
+        return stream_of(self.node)
 
     def __str__(self) -> str:
         at = "" if self.layer is None else str(self.layer)
         return f"{'W' if self.direction == 'weight' else self.direction[0].upper()}{at}.{self.node}"
+
+
+def stream_of(node: Node) -> Stream:
+    """Dispatch and combine are communication."""
+    return "communication" if node in ("dispatch", "combine") else "compute"
 
 
 _TOGETHER: tuple[tuple[Direction, Node], ...] = (

@@ -17,3 +17,5 @@ class PipelineSpec:
     """Forward and backward of different microbatches interleave, node by node."""
     split_backward: bool = False
     """Weight gradients are computed apart from those of inputs."""
+    early_attention_backward: bool = False
+    """In a pair the backward of attention comes before the forward of the experts (`pair_slots`)."""
