@@ -1,0 +1,38 @@
+"""Collects runs into one table: `python tools/summarize_run.py runs/a runs/sweep [--format text|csv|markdown]`.
+
+A place is a run folder or a folder with runs below it. Speeds are medians over a run's reports after the first.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
+from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
+from megatron_moe.watch.summary import as_csv, as_markdown, as_text, find_runs, names_of, summarize  # noqa: E402
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("places", type=Path, nargs="+", help="run folders, or folders with runs below them")
+    parser.add_argument("--format", choices=("text", "csv", "markdown"), default="text")
+    parser.add_argument("--skip", type=int, default=1, help="reports of a run that do not count for speed (default: 1)")
+    parser.add_argument("--output", type=Path, help="write the table to this file as well")
+    options = parser.parse_args(argv)
+    try:
+        runs = find_runs(options.places)
+        rows = [summarize(run, name, options.skip) for run, name in zip(runs, names_of(runs), strict=True)]
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    table = {"text": as_text, "csv": as_csv, "markdown": as_markdown}[options.format](rows)
+    print(table)
+    if options.output:
+        options.output.write_text(table + "\n", encoding="utf-8")
+    return int(ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
