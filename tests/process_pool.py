@@ -8,6 +8,7 @@ import atexit
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,13 @@ REPOSITORY = Path(__file__).parent.parent
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to end once one has failed."""
 START_SECONDS = 120.0
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class RankFailure(AssertionError):
@@ -95,15 +103,18 @@ class Pool:
         dtype: torch.dtype,
         seed: int,
         timeout: float,
+        on_gpu: bool = False,
     ) -> list[Any]:
         """`function(context, *arguments)` on every rank; the results by rank. Raises RankFailure."""
+        assert not on_gpu or len(self.workers) in (0, spec.world_size), f"{len(self.workers)} ranks share a group"
         while len(self.workers) < spec.world_size:
             self.workers.append(self._worker())
         workers = self.workers[: spec.world_size]
         for worker in workers:
             worker.wait_until_ready()
         store = self.folder / f"store-{next(self.numbers)}"
-        jobs = [Job(function, tuple(arguments), spec, r, str(store), dtype, seed) for r in range(len(workers))]
+        place = f"tcp://127.0.0.1:{free_port()}" if on_gpu else f"file://{store}"
+        jobs = [Job(function, tuple(arguments), spec, r, place, dtype, seed, on_gpu) for r in range(len(workers))]
         for worker, job in zip(workers, jobs, strict=True):
             worker.pipe.send_bytes(pickle.dumps(job))
         try:

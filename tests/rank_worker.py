@@ -1,4 +1,6 @@
-"""One process of the pool: waits for jobs, runs each as one rank of a fresh gloo group, sends back what it returned.
+"""One process of the pool: waits for jobs, runs each as one rank, sends back what it returned.
+
+On the CPU every job gets a fresh gloo group. On GPUs the process joins one NCCL group that stands as long as it lives.
 
 Started by `tests/process_pool.py`, which has the other end of the pipe.
 """
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context import Handles, ParallelContext
 from megatron_moe.specs.parallel import ParallelSpec
 
 
@@ -29,10 +31,12 @@ class Job:
     arguments: tuple[Any, ...]
     spec: ParallelSpec
     rank: int
-    store: str
-    """File through which the ranks of this job, and only they, meet."""
+    place: str
+    """Where the ranks of this job, and only they, meet: a URL that torch.distributed understands."""
     dtype: torch.dtype
     seed: int
+    on_gpu: bool = False
+    """Rank r computes on GPU r. All jobs of a pool have the same number of ranks then."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +47,42 @@ class Answer:
     trace: str | None = None
 
 
-def run(job: Job) -> Answer:
-    """The job's function on this rank, in a process group that exists for this job alone."""
+def run(job: Job, handles: Handles) -> Answer:
+    """The job's function on this rank. `handles` are the communicators of the GPUs' process group."""
     try:
-        # Minutes of patience: the watchdog of the pool is quicker and sees all ranks.
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(job.store, job.spec.world_size),
-            rank=job.rank,
-            world_size=job.spec.world_size,
-            timeout=timedelta(minutes=5),
-        )
+        if job.on_gpu:
+            return Answer(job.function(_on_gpu(job, handles), *job.arguments))
+        _meet(job, "gloo", None)
         context = ParallelContext.within(job.spec, job.rank, dtype=job.dtype, seed=job.seed)
         return Answer(job.function(context, *job.arguments))
     except BaseException:  # noqa: BLE001  told to the test, which fails with it
         return Answer(trace=traceback.format_exc())
-    finally:
-        # Whoever still waits for this rank learns that it has gone.
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def leave(job: Job) -> None:
+    """Ends the job's own process group: whoever still waits for this rank learns that it has gone."""
+    if dist.is_initialized() and not job.on_gpu:
+        dist.destroy_process_group()
+
+
+def _on_gpu(job: Job, handles: Handles) -> ParallelContext:
+    device = torch.device("cuda", job.rank)
+    if not dist.is_initialized():
+        torch.cuda.set_device(device)
+        _meet(job, "nccl", device)
+    return ParallelContext.within(job.spec, job.rank, dtype=job.dtype, device=device, seed=job.seed, handles=handles)
+
+
+def _meet(job: Job, backend: str, device: torch.device | None) -> None:
+    dist.init_process_group(
+        backend,
+        init_method=job.place,
+        rank=job.rank,
+        world_size=job.spec.world_size,
+        # Minutes of patience: the watchdog of the pool is quicker and sees all ranks.
+        timeout=timedelta(minutes=5),
+        device_id=device,
+    )
 
 
 def main(descriptor: int) -> None:
@@ -71,9 +92,12 @@ def main(descriptor: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     pipe.send_bytes(pickle.dumps(Answer()))  # ready
+    handles: Handles = {}
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(run(job)))
+        # The answer first: an error is known before the errors of those that it abandons.
+        pipe.send_bytes(pickle.dumps(run(job, handles)))
+        leave(job)

@@ -1,7 +1,6 @@
 """Runs a function on several ranks: as threads of this process, as pooled gloo processes, or under torchrun."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.mailbox import Mailbox
 from megatron_moe.specs.parallel import ParallelSpec
-from tests.process_pool import Pool, start_pool
+from tests.process_pool import Pool, free_port, start_pool
 
 Result = TypeVar("Result")
 REPOSITORY = Path(__file__).parent.parent
@@ -85,6 +84,11 @@ def _pool() -> Pool:
     return start_pool()
 
 
+@cache
+def _gpu_pool(num_gpus: int) -> Pool:
+    return start_pool()
+
+
 def on_processes(
     spec: ParallelSpec,
     function: Callable[..., Result],
@@ -102,10 +106,18 @@ def on_processes(
     return _pool().run(spec, function, arguments, dtype=dtype, seed=seed, timeout=timeout)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def on_gpus(
+    spec: ParallelSpec,
+    function: Callable[..., Result],
+    *arguments: Any,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 1234,
+    timeout: float = 60.0,
+) -> list[Result]:
+    """The same as `on_processes` on one GPU per rank. All jobs of so many ranks share one NCCL process group, and their
+    contexts share its communicators, until one fails."""
+    pool = _gpu_pool(spec.world_size)
+    return pool.run(spec, function, arguments, dtype=dtype, seed=seed, timeout=timeout, on_gpu=True)
 
 
 def run_program(

@@ -43,6 +43,10 @@ class Group:
         return len(self.ranks)
 
 
+Handles = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
+"""(ranks, what they say to each other) -> their communicator. Equal rank lists share one for each purpose."""
+
+
 class ParallelContext:
     """Groups of both grids, device, parameter dtype and seed of this rank."""
 
@@ -51,6 +55,7 @@ class ParallelContext:
         spec: ParallelSpec,
         launch: Launch,
         groups: dict[str, Group],
+        handles: Handles,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -65,6 +70,7 @@ class ParallelContext:
         self.mailbox: Mailbox | None = None
         """Carries point-to-point messages when ranks are threads; None: torch.distributed does."""
         self._groups = groups
+        self._handles = handles
         self._owns_process_group = owns_process_group
 
     @property
@@ -85,6 +91,11 @@ class ParallelContext:
         """The group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
         etp_ep of the expert grid; embedding (the stages that hold a copy of it); world."""
         return self._groups[name]
+
+    def communicator(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+        """The ranks' communicator for one purpose, made when first asked for. Every rank of the world must ask for the
+        same ones in the same order; a rank outside gets one that is of no use to it."""
+        return _communicator(self._handles, ranks, purpose)
 
     @classmethod
     def start(
@@ -113,11 +124,13 @@ class ParallelContext:
         device: str | torch.device = "cpu",
         seed: int = 1234,
         mailbox: Mailbox | None = None,
+        handles: Handles | None = None,
     ) -> "ParallelContext":
         """A rank of a process group that stands already: pooled processes of a test, or threads, which share a
-        mailbox."""
+        mailbox. `handles` has the communicators of earlier contexts of this process group, and keeps those of this
+        one: under NCCL each costs a fraction of a second."""
         launch = Launch(rank=rank, world_size=spec.world_size, local_rank=rank, local_world_size=spec.world_size)
-        context = cls._build(spec, launch, torch.device(device), dtype, seed, owns=False)
+        context = cls._build(spec, launch, torch.device(device), dtype, seed, owns=False, handles=handles)
         context.mailbox = mailbox
         return context
 
@@ -150,20 +163,20 @@ class ParallelContext:
         *,
         owns: bool,
         alone: bool = False,
+        handles: Handles | None = None,
     ) -> "ParallelContext":
         spec = replace(spec, world_size=launch.world_size)
         groups = {}
-        handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        handles = {} if handles is None else handles
         for name, lists in all_groups(spec).items():
             for ranks in lists:
                 if alone and launch.rank not in ranks:
                     continue
-                # Every rank takes part in making every group, in the same order; equal rank lists share one handle.
-                if ranks not in handles:
-                    handles[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                # Every rank takes part in making every group, in the same order.
+                handle = _communicator(handles, ranks, "collectives") if len(ranks) > 1 else None
                 if launch.rank in ranks:
-                    groups[name] = Group(name, ranks, ranks.index(launch.rank), handles[ranks], device)
-        return cls(spec, launch, groups, device=device, dtype=dtype, seed=seed, owns_process_group=owns)
+                    groups[name] = Group(name, ranks, ranks.index(launch.rank), handle, device)
+        return cls(spec, launch, groups, handles, device=device, dtype=dtype, seed=seed, owns_process_group=owns)
 
     def stop(self) -> None:
         """Leaves the process group. The context is of no use afterwards."""
@@ -177,6 +190,12 @@ class ParallelContext:
             f"tensor-model-parallel size: {spec.tp}, pipeline-model-parallel size: {spec.pp}, "
             f"expert-model-parallel size: {spec.ep}, device: {self.device}, parameters: {self.dtype}"
         )
+
+
+def _communicator(handles: Handles, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+    if (ranks, purpose) not in handles:
+        handles[ranks, purpose] = dist.new_group(list(ranks))
+    return handles[ranks, purpose]
 
 
 def _choose_device(wish: str, launch: Launch) -> torch.device:

@@ -100,9 +100,8 @@ class ProcessLinks:
         for ranks in all_groups(context.spec)["pp"]:
             for kind in KINDS:
                 for colour in colours:
-                    handle = dist.new_group(list(ranks))
+                    handle = context.communicator(ranks, f"{kind} {colour}")
                     if context.rank in ranks:
-                        assert isinstance(handle, dist.ProcessGroup), f"rank {context.rank} is not in its {ranks}"
                         self._handles[kind, colour] = handle
 
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
