@@ -49,11 +49,11 @@ def count_parameters(model: ModelSpec, *, active: bool = False) -> ParamCount:
     With `active`, the parameters that one token meets: of the routed experts only `topk` per layer, everything else
     (embedding and head included) whole.
     """
-    layers = sum((_layer(layer, active) for layer in model.layers), ParamCount())
+    layers = sum((count_layer(layer, active=active) for layer in model.layers), ParamCount())
     positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
     ends = ParamCount(
         embedding=(model.vocab_size + positions) * model.hidden_size,
-        norms=_norm(model.norm, model.hidden_size),
+        norms=count_norm(model.norm, model.hidden_size),
         head=_head(model),
         mtp=_mtp(model, active),
     )
@@ -65,7 +65,7 @@ def count_expert_elements(model: ModelSpec) -> int:
     layers = list(model.layers)
     if model.mtp is not None:
         layers += [model.layers[-1]] * (1 if model.mtp.repeated_layer else model.mtp.num_layers)
-    return sum(_layer(layer, active=False).experts for layer in layers)
+    return sum(count_layer(layer).experts for layer in layers)
 
 
 def _head(model: ModelSpec) -> int:
@@ -78,20 +78,22 @@ def _mtp(model: ModelSpec, active: bool) -> int:
     if model.mtp is None:
         return 0
     hidden = model.hidden_size
-    one = 3 * _norm(model.norm, hidden) + 2 * hidden * hidden + _layer(model.layers[-1], active).total
+    one = 3 * count_norm(model.norm, hidden) + 2 * hidden * hidden + count_layer(model.layers[-1], active=active).total
     return one * (1 if model.mtp.repeated_layer else model.mtp.num_layers)
 
 
-def _layer(layer: LayerSpec, active: bool) -> ParamCount:
+def count_layer(layer: LayerSpec, *, active: bool = False) -> ParamCount:
+    """Parameters of one layer, or those of them that one token meets."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     attention = _mla(mixer) if isinstance(mixer, MLASpec) else _attention(mixer)
-    norms = ParamCount(norms=2 * _norm(layer.norm, mixer.hidden_size))
+    norms = ParamCount(norms=2 * count_norm(layer.norm, mixer.hidden_size))
     if isinstance(feed_forward, MoESpec):
         return attention + norms + _moe(feed_forward, active)
     return attention + norms + ParamCount(dense_mlp=_mlp(feed_forward))
 
 
-def _norm(norm: NormSpec, width: int) -> int:
+def count_norm(norm: NormSpec, width: int) -> int:
+    """Parameters of a norm over `width` channels."""
     return width * (2 if norm.kind == "LayerNorm" else 1)
 
 
@@ -101,7 +103,7 @@ def _attention(spec: AttentionSpec) -> ParamCount:
     biases = (qkv_width if spec.qkv_bias else 0) + (spec.hidden_size if spec.out_bias else 0)
     sinks = spec.num_heads if spec.core.sinks else 0
     normed = {"none": 0, "per_head": 2 * spec.head_dim, "full": spec.q_width + spec.kv_width}[spec.qk_norm]
-    return ParamCount(attention=matrices + biases + sinks, norms=_norm(spec.norm, normed))
+    return ParamCount(attention=matrices + biases + sinks, norms=count_norm(spec.norm, normed))
 
 
 def _mla(spec: MLASpec) -> ParamCount:
@@ -115,7 +117,7 @@ def _mla(spec: MLASpec) -> ParamCount:
     out = spec.num_heads * spec.v_head_dim * spec.hidden_size
     sinks = spec.num_heads if spec.core.sinks else 0
     normed = spec.kv_lora_rank + (spec.q_lora_rank or 0) if spec.qk_norm else 0
-    return ParamCount(attention=query + down + up + out + sinks, norms=_norm(spec.norm, normed))
+    return ParamCount(attention=query + down + up + out + sinks, norms=count_norm(spec.norm, normed))
 
 
 def _mlp(spec: MLPSpec) -> int:

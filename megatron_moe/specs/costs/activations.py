@@ -1,0 +1,281 @@
+"""What one rank keeps of a microbatch between forward and backward: every saved tensor, by name.
+
+The list is that of our own modules, with kernels that keep what their backward needs and nothing else: a norm keeps its
+input, an activation its input, attention q, k, v, its output and one number per query; rotation, permutation and sums
+keep nothing. Sizes are those of one rank. Shapes are written with these letters, the alphabet of docs/shapes.md:
+
+  T tokens of the residual stream on this rank: S / (cp * tp) * B under sequence parallelism, else S / cp * B
+  U tokens that heads and dense channels see: S / cp * B
+  R rows that this rank's experts take       N, G heads and query groups on this rank, D, E their widths
+  H hidden, F ffn channels on this rank      V rows of the vocabulary on this rank
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from megatron_moe.specs.attention import AttentionSpec, MLASpec, NormSpec
+from megatron_moe.specs.costs.shards import share_of_layer
+from megatron_moe.specs.model import LayerSpec, ModelSpec
+from megatron_moe.specs.moe import MLPSpec, MoESpec, SharedExpertsSpec
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.pipeline.layout import StageSpec
+from megatron_moe.specs.precision import FloatName, PrecisionSpec
+
+_BYTES = (("fp64", 8), ("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 1))
+_INDEX = 8
+"""Bytes of an id."""
+
+
+def num_bytes(name: str) -> int:
+    """Bytes of one number of a format."""
+    return dict(_BYTES)[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """One saved tensor."""
+
+    module: str
+    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding."""
+    name: str
+    shape: str
+    bytes: int
+    elements: int
+    low: bool = False
+    """The input of a matrix and of nothing else: with FP8 products it is kept in FP8."""
+    forgotten: tuple[str, ...] = ()
+    """Modules of selective recompute that free it."""
+    moves: str = ""
+    """Module of activation offloading that moves it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much a rank sees of a microbatch, and in what formats."""
+
+    residual: int
+    """T."""
+    inner: int
+    """U."""
+    activation: int
+    """Bytes of an activation."""
+    internal: int
+    """Bytes of promote(fp32, activation)."""
+
+    @classmethod
+    def of(cls, parallel: ParallelSpec, precision: PrecisionSpec, *, micro: int, seq_length: int) -> "Sizes":
+        """Of one microbatch of `micro` sequences."""
+        inner = seq_length // parallel.cp * micro
+        wide: FloatName = "fp64" if precision.params == "fp64" else "fp32"
+        return cls(
+            residual=inner // parallel.tp if parallel.sequence_parallel else inner,
+            inner=inner,
+            activation=num_bytes(precision.params),
+            internal=num_bytes(wide),
+        )
+
+
+def expert_rows(spec: MoESpec, parallel: ParallelSpec, num_tokens: int) -> float:
+    """R: rows that a rank's experts take of a microbatch with `num_tokens` tokens on every rank, evenly loaded.
+
+    The all-gather dispatcher sizes its buffers by the bound that no routing exceeds.
+    """
+    ranks, router = parallel.ep * parallel.etp, spec.router
+    local = router.num_experts // parallel.ep
+    if spec.capacity is not None and spec.capacity.pad:
+        fair = num_tokens * router.topk / router.num_experts * spec.capacity.factor
+        return ranks * local * min(num_tokens, ceil(fair))
+    if ranks > 1 and spec.dispatcher == "allgather":
+        return ranks * num_tokens * min(router.topk, local)
+    return parallel.etp * num_tokens * router.topk
+
+
+def layer_tensors(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> list[Kept]:
+    """What one layer keeps of a microbatch."""
+    share = share_of_layer(layer, parallel)
+    hidden = share.mixer.hidden_size
+    feed_forward = share.feed_forward
+    moe = isinstance(feed_forward, MoESpec)
+    kept = list(_norm("input_norm", layer.norm, hidden, sizes, low=True, input_moves="attn_norm", moves="qkv_linear"))
+    mixer = share.mixer
+    kept += _mla(mixer, sizes) if isinstance(mixer, MLASpec) else _attention(mixer, layer, sizes)
+    # the router reads the same tensor in the activations' format, so that FP8 products free nothing of it
+    kept += _norm("mlp_norm", layer.norm, hidden, sizes, low=not moe, input_moves="mlp_norm", moves="")
+    if isinstance(feed_forward, MoESpec):
+        kept += _moe(feed_forward, parallel, sizes)
+    else:
+        kept += _mlp("mlp", feed_forward, sizes, "mlp")
+    if layer.hidden_dropout:
+        at = ("attention", "mlp")
+        kept += [_tensor(module, "dropout mask", "T H", sizes.residual * hidden, sizes.activation) for module in at]
+    return kept
+
+
+def stage_tensors(model: ModelSpec, stage: StageSpec, parallel: ParallelSpec, sizes: Sizes) -> list[Kept]:
+    """What a stage keeps besides its layers: ids, the final norm, logits, and multi-token prediction."""
+    kept: list[Kept] = []
+    if stage.embedding:
+        kept.append(_tensor("embedding", "tokens", "U", sizes.inner, _INDEX))
+    if stage.final_norm:
+        kept += _norm("final_norm", model.norm, model.hidden_size, sizes)
+    if stage.loss:
+        kept += _head(model, parallel, sizes)
+    depths = model.mtp.num_layers if model.mtp else 0
+    if stage.num_mtp:
+        for _ in range(depths):
+            kept += _look_ahead(model, parallel, sizes)
+    if stage.loss:
+        kept += [replace(each, module="mtp") for _ in range(depths) for each in _head(model, parallel, sizes)]
+    return kept
+
+
+def _tensor(module: str, name: str, shape: str, elements: float, size: int, **marks: object) -> Kept:
+    count = int(elements)
+    return Kept(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)  # type: ignore[arg-type]
+
+
+def _norm(
+    module: str,
+    spec: NormSpec,
+    width: int,
+    sizes: Sizes,
+    *,
+    low: bool = False,
+    input_moves: str = "",
+    moves: str = "",
+) -> Iterator[Kept]:
+    """A norm of the residual stream: its input, and its output, which is the input of what follows."""
+    tokens = sizes.residual
+    numbers = 2 if spec.kind == "LayerNorm" else 1
+    yield _tensor(module, "input", "T H", tokens * width, sizes.activation, moves=input_moves)
+    yield _tensor(module, "statistics", "T", tokens * numbers, sizes.internal)
+    forgotten = ("layernorm",) if module in ("input_norm", "mlp_norm") else ()
+    yield _tensor(module, "output", "T H", tokens * width, sizes.activation, low=low, forgotten=forgotten, moves=moves)
+
+
+def _attention(spec: AttentionSpec, layer: LayerSpec, sizes: Sizes) -> Iterator[Kept]:
+    """v is a view of the qkv product, which therefore stays whole; so are q and k where nothing changes them."""
+    tokens, size = sizes.inner, sizes.activation
+    widths = spec.q_width + spec.kv_width
+    q, k, v = ({"moves": "core_attn"} for _ in range(3))
+    qkv = widths + spec.kv_width + (spec.q_width if spec.output_gate else 0)
+    yield _tensor("attention", "qkv", "U (N+2G) D", tokens * qkv, size, **v)
+    if spec.qk_norm == "full":
+        whole = layer.mixer.num_heads * spec.head_dim + _groups(layer) * spec.head_dim
+        yield _tensor("attention", "q and k before their norm", "U (N+G) D", tokens * whole, size)
+    if spec.qk_norm != "none":
+        rows = 2 if spec.qk_norm == "full" else spec.num_heads + spec.num_query_groups
+        yield _tensor("attention", "statistics of q and k", "U (N+G)", tokens * rows, sizes.internal)
+    if spec.qk_norm != "none" or spec.rope is not None:
+        yield _tensor("attention", "q", "U N D", tokens * spec.q_width, size, **q)
+        yield _tensor("attention", "k", "U G D", tokens * spec.kv_width, size, **k)
+    yield from _core(spec.num_heads, spec.q_width, sizes)
+    if spec.output_gate:
+        # the product of the gate is computed in the internal format, and its result is the last matrix's input
+        yield _tensor("attention", "gate and gated", "U 2N D", 2 * tokens * spec.q_width, sizes.internal)
+        yield _tensor("attention", "gated output", "U N D", tokens * spec.q_width, size, low=True)
+
+
+def _groups(layer: LayerSpec) -> int:
+    assert isinstance(layer.mixer, AttentionSpec), f"{layer.mixer} has no query groups"
+    return layer.mixer.num_query_groups
+
+
+def _core(num_heads: int, width: int, sizes: Sizes) -> Iterator[Kept]:
+    """The output, which is the last matrix's input too, and one log-sum-exp per query."""
+    yield _tensor("attention", "output", "U N E", sizes.inner * width, sizes.activation, moves="attn_proj")
+    yield _tensor("attention", "log-sum-exp", "U N", sizes.inner * num_heads, sizes.internal, forgotten=("core_attn",))
+
+
+def _mla(spec: MLASpec, sizes: Sizes) -> Iterator[Kept]:
+    """Latents are made of a rank's own positions and gathered for the way up, which keeps the rank's own ones."""
+    tokens, own, size = sizes.inner, sizes.residual, sizes.activation
+    width = spec.num_heads * spec.q_head_dim
+    up = {"forgotten": ("mla_up_proj",), "moves": "core_attn"}
+    if spec.q_lora_rank is not None:
+        yield _tensor("attention", "q latent", "T Q", own * spec.q_lora_rank, size)
+        if spec.qk_norm:
+            yield _tensor("attention", "q latent, normed", "T Q", own * spec.q_lora_rank, size, low=True)
+    yield _tensor("attention", "kv latent", "T (L+P)", own * (spec.kv_lora_rank + spec.qk_rope_dim), size)
+    if spec.qk_norm:
+        yield _tensor("attention", "kv latent, normed", "T L", own * spec.kv_lora_rank, size, low=True)
+        statistics = 2 if spec.q_lora_rank is not None else 1
+        yield _tensor("attention", "statistics of latents", "T", own * statistics, sizes.internal)
+    yield _tensor("attention", "q", "U N D", tokens * width, size, **up)
+    yield _tensor("attention", "k", "U N D", tokens * width, size, **up)
+    kv = spec.num_heads * (spec.qk_head_dim + spec.v_head_dim)
+    yield _tensor("attention", "kv, of which v is a view", "U N (D-P+E)", tokens * kv, size, **up)
+    yield from _core(spec.num_heads, spec.num_heads * spec.v_head_dim, sizes)
+
+
+def _mlp(module: str, spec: MLPSpec, sizes: Sizes, forgotten: str) -> Iterator[Kept]:
+    tokens, ffn = sizes.inner, spec.ffn_hidden_size
+    fan, mark = spec.activation.fan, {"forgotten": (forgotten,)}
+    yield _tensor(module, "first product", "U 2F" if fan == 2 else "U F", tokens * fan * ffn, sizes.activation, **mark)
+    yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=True, **mark)
+
+
+def _moe(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
+    for each in (*_router(spec, sizes), *_experts(spec, parallel, sizes), *_shared(spec.shared, sizes)):
+        yield replace(each, forgotten=(*each.forgotten, "moe"))
+
+
+def _router(spec: MoESpec, sizes: Sizes) -> Iterator[Kept]:
+    """Its input is the norm's output. Logits, or the scores made of them, once for the choice and once for losses."""
+    router, tokens = spec.router, sizes.residual
+    losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
+    number = sizes.activation if router.dtype is None else num_bytes(router.dtype)
+    scores = tokens * router.num_experts
+    yield _tensor("router", "scores", "T E", scores, sizes.internal)
+    if losses:
+        yield _tensor("router", "scores of the balancing loss", "T E", scores, sizes.internal)
+    yield _tensor("router", "choices", "T K", tokens * router.topk, _INDEX + number)
+
+
+def _experts(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
+    """The first matrix's rows are copies of tokens; the result of the second is kept by nobody."""
+    experts, size = spec.experts, sizes.activation
+    rows = expert_rows(spec, parallel, sizes.residual)
+    fan, ffn = experts.activation.fan, experts.ffn_hidden_size
+    number = size if spec.router.dtype is None else num_bytes(spec.router.dtype)
+    yield _tensor("experts", "row index", "R", rows * 2, _INDEX)
+    yield _tensor("experts", "probabilities", "R", rows, number)
+    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, moves="expert_fc1")
+    product = rows * fan * ffn
+    yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", product, size, moves="moe_act")
+    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, forgotten=("moe_act",))
+    if experts.bias:
+        # the second bias is multiplied by the probability of each row
+        yield _tensor("experts", "bias of rows", "R H", rows * experts.hidden_size, sizes.internal)
+    if experts.probs_on_input:
+        yield _tensor("experts", "rows before their probability", "R H", rows * experts.hidden_size, sizes.internal)
+    if spec.latent_size:
+        yield _tensor("experts", "latent sum", "T L", sizes.residual * spec.latent_size, size, low=True)
+
+
+def _shared(spec: SharedExpertsSpec | None, sizes: Sizes) -> Iterator[Kept]:
+    if spec is None:
+        return
+    yield from _mlp("shared", spec.mlp, sizes, "shared_experts")
+    if spec.gate:
+        hidden = spec.mlp.hidden_size
+        mark = {"forgotten": ("shared_experts",)}
+        yield _tensor("shared", "output", "T H", sizes.residual * hidden, sizes.activation, **mark)
+        yield _tensor("shared", "gate", "T", sizes.residual * 2, sizes.internal, **mark)
+
+
+def _head(model: ModelSpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
+    """The head's input is the final norm's output."""
+    yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
+    yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)
+
+
+def _look_ahead(model: ModelSpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
+    """One depth of multi-token prediction. The state it starts from is kept already, by the final norm's reader."""
+    hidden, tokens = model.hidden_size, sizes.residual
+    yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
+    yield _tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)
+    yield _tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, low=True)
+    for each in (*layer_tensors(model.layers[-1], parallel, sizes), *_norm("mtp", model.norm, hidden, sizes)):
+        yield replace(each, module="mtp")

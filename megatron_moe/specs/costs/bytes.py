@@ -1,0 +1,298 @@
+"""Bytes on the device, in closed form: what every pipeline rank of a plan holds at its fullest moment.
+
+Not in it: the CUDA context, NCCL's own buffers, cuBLAS workspaces and what the allocator cannot use.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from megatron_moe.specs.costs.activations import Kept, Sizes, expert_rows, layer_tensors, num_bytes, stage_tensors
+from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements, share_of_layer
+from megatron_moe.specs.memory import OffloadSpec, RecomputeSpec
+from megatron_moe.specs.model import LayerSpec
+from megatron_moe.specs.moe import MoESpec
+from megatron_moe.specs.pipeline.actions import Entry, parts
+from megatron_moe.specs.pipeline.schedule import computations
+from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
+from megatron_moe.specs.run import RunPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """What stays from step to step."""
+
+    weights: float
+    gradients: float
+    master: float
+    """Weights of higher precision, of which ZeRO-1 leaves each rank a share."""
+    moments: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.master + self.moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """One pipeline rank at its fullest moment."""
+
+    rank: int
+    """Pipeline rank."""
+    held: Held
+    state: StateBytes
+    activations: tuple[tuple[str, float], ...]
+    """(module, bytes) of all microbatches that wait for their backward."""
+    in_flight: int
+    """(microbatch, chunk) pairs then."""
+    dispatch: float
+    """Rows on their way to experts and back, of one layer."""
+    logits: float
+    """The gradient of logits in the internal format, where the loss is."""
+    working: float
+    """Gradients of activations, and what is computed again, of the layer at work."""
+    transfers: float
+    """Hidden states and gradients that travel between pipeline ranks."""
+    on_host: float
+    """Moved to host memory; not part of the total."""
+
+    @property
+    def kept(self) -> float:
+        """Activations of all modules."""
+        return sum(size for _, size in self.activations)
+
+    @property
+    def total(self) -> float:
+        return self.state.total + self.kept + self.dispatch + self.logits + self.working + self.transfers
+
+
+def state_bytes(plan: RunPlan, held: Held, low: Held) -> StateBytes:
+    """Weights and gradients of all parameters, and this rank's share of what the optimizer keeps.
+
+    With d copies of a parameter, bf16 weights, fp32 gradients, master weights and moments: 6 + 12 / d bytes each.
+    """
+    precision, parallel = plan.precision, plan.parallel
+    sharded = plan.data_parallel.sharded_optimizer
+    owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
+    owned = held.attention / owners[0] + held.expert / owners[1]
+    stays = 1 - plan.memory.offload.optimizer_fraction
+    copy = precision.params != precision.master
+    weight = num_bytes(precision.params)
+    weights = float(held.total * weight)
+    if precision.low and precision.low_params:
+        weights -= low.total * (weight - _low_weight(precision))
+    return StateBytes(
+        weights=weights,
+        gradients=held.total * num_bytes(precision.grads),
+        master=owned * num_bytes(precision.master) * stays if copy else 0.0,
+        moments=owned * _moments(precision) * stays,
+    )
+
+
+def _moments(precision: PrecisionSpec) -> int:
+    if precision.master == "fp64":
+        return 16
+    return num_bytes(precision.exp_avg) + num_bytes(precision.exp_avg_sq)
+
+
+def _low_weight(precision: PrecisionSpec) -> float:
+    """Bytes of a weight that is kept in a low format. MXFP8 and NVFP4 scale rows and columns apart: two copies."""
+    match precision.low:
+        case "mxfp8":
+            return 2 * (1 + 1 / 32)
+        case "nvfp4":
+            return 2 * (0.5 + 1 / 16)
+        case _:
+            return 1 + 4 / 128**2
+
+
+def _low_activation(recipe: LowPrecision) -> float:
+    """Bytes of a matrix's input in a low format with its scales, rounded once."""
+    match recipe:
+        case "blockwise":
+            return 1 + 4 / 128
+        case "mxfp8":
+            return 1 + 1 / 32
+        case "nvfp4":
+            return 0.5 + 1 / 16
+        case _:
+            return 1.0
+
+
+@dataclass
+class _Chunk:
+    """What one microbatch in one chunk leaves on the device, by module; and in host memory."""
+
+    modules: dict[str, float]
+    on_host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.modules.values())
+
+
+@dataclass(frozen=True)
+class _Remains:
+    """What is left of a saved tensor."""
+
+    module: str
+    device: float
+    host: float = 0.0
+    again: float = 0.0
+    """Computed again in the backward."""
+
+
+class RankMemory:
+    """Bytes of the ranks of a plan."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.sizes = Sizes.of(plan.parallel, plan.precision, micro=plan.batch.micro, seq_length=plan.data.seq_length)
+        self._layers: dict[LayerSpec, list[Kept]] = {}
+
+    def all_ranks(self, num_microbatches: int) -> list[RankBytes]:
+        """Every pipeline rank."""
+        return [self.of_rank(rank, num_microbatches) for rank in range(self.plan.layout.pp)]
+
+    def of_rank(self, rank: int, num_microbatches: int) -> RankBytes:
+        """One pipeline rank."""
+        plan, layout = self.plan, self.plan.layout
+        stages = layout.chunks(rank)
+        layers = [plan.model.layers[index] for stage in stages for index in stage.layers]
+        layers += [plan.model.layers[-1]] * sum(stage.num_mtp for stage in stages)
+        held = held_by_rank(plan.model, layout, rank, plan.parallel)
+        low = sum((low_elements(layer, plan.parallel) for layer in layers), Held())
+        chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
+        entries = computations(plan.schedule(num_microbatches), rank)
+        fullest, in_flight = _fullest(entries, [chunk.total for chunk in chunks])
+        modules: dict[str, float] = {}
+        for count, chunk in zip(fullest, chunks, strict=True):
+            for module, size in chunk.modules.items():
+                modules[module] = modules.get(module, 0.0) + count * size
+        has_loss = any(stage.loss for stage in stages)
+        return RankBytes(
+            rank=rank,
+            held=held,
+            state=state_bytes(plan, held, low),
+            activations=tuple(modules.items()),
+            in_flight=in_flight,
+            dispatch=max((self._dispatch(layer) for layer in set(layers)), default=0.0),
+            logits=self._logits() if has_loss else 0.0,
+            working=self._working(layers),
+            transfers=self._transfers(),
+            on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
+        )
+
+    def tensors(self, layer: LayerSpec) -> list[Kept]:
+        """What a layer keeps of a microbatch before anything is recomputed or moved."""
+        if layer not in self._layers:
+            self._layers[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
+        return self._layers[layer]
+
+    def _chunk(self, rank: int, index: int) -> _Chunk:
+        plan = self.plan
+        stage = plan.layout.chunks(rank)[index]
+        chunk = _Chunk({})
+        for place, layer in enumerate(stage.layers):
+            whole = _recomputes_whole(plan.memory.recompute, place)
+            tensors = self.tensors(plan.model.layers[layer])
+            self._add(chunk, self._input(tensors, plan.memory.recompute, place) if whole else tensors)
+        self._add(chunk, stage_tensors(plan.model, stage, plan.parallel, self.sizes))
+        return chunk
+
+    def _input(self, tensors: list[Kept], recompute: RecomputeSpec, place: int) -> list[Kept]:
+        """A layer that is computed again keeps its input; of a run of such layers the first does."""
+        first = recompute.method == "block" or place % recompute.num_layers == 0
+        return [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
+
+    def _add(self, chunk: _Chunk, tensors: Iterable[Kept]) -> None:
+        for each in tensors:
+            left = self._remains(each)
+            chunk.modules[left.module] = chunk.modules.get(left.module, 0.0) + left.device
+            chunk.on_host += left.host
+
+    def _remains(self, kept: Kept) -> _Remains:
+        memory, precision = self.plan.memory, self.plan.precision
+        if memory.recompute.granularity == "selective" and set(kept.forgotten) & set(memory.recompute.modules):
+            return _Remains(kept.module, 0.0, again=kept.bytes)
+        size = float(kept.bytes)
+        if kept.low and precision.low:
+            size = kept.elements * _low_activation(precision.low)
+        moved = size * memory.offload.fraction if _moves(kept, memory.offload) else 0.0
+        return _Remains(kept.module, size - moved, host=moved)
+
+    def _working(self, layers: Sequence[LayerSpec]) -> float:
+        """Of the dearest layer: gradients of its activations, half of which are alive together, and what is computed
+        again for it or comes back from the host."""
+        most = 0.0
+        recompute = self.plan.memory.recompute
+        for layer in set(layers):
+            tensors = self.tensors(layer)
+            left = [self._remains(each) for each in tensors]
+            again = sum(each.again + each.host for each in left)
+            if recompute.granularity == "full":
+                run = recompute.num_layers if recompute.method == "uniform" else 1
+                again = run * sum(each.bytes for each in tensors)
+            most = max(most, sum(each.bytes for each in tensors) / 2 + again)
+        return most
+
+    def _dispatch(self, layer: LayerSpec) -> float:
+        """Rows as they leave and as they arrive."""
+        feed_forward, parallel = layer.feed_forward, self.plan.parallel
+        if not isinstance(feed_forward, MoESpec) or parallel.ep * parallel.etp == 1:
+            return 0.0
+        width = share_of_layer(layer, parallel).feed_forward.experts.hidden_size  # type: ignore[union-attr]
+        tokens = self.sizes.residual
+        sent = tokens * feed_forward.router.topk
+        if feed_forward.dispatcher == "allgather":
+            sent = tokens * parallel.ep * parallel.etp
+            return sent * width * (self.sizes.activation + self.sizes.internal)
+        return (sent + expert_rows(feed_forward, parallel, tokens)) * width * self.sizes.activation
+
+    def _logits(self) -> float:
+        rows = self.plan.model.vocab_size // self.plan.parallel.tp
+        return float(self.sizes.inner * rows * self.sizes.internal)
+
+    def _transfers(self) -> float:
+        """One hidden state on its way in and one on its way out, in either direction."""
+        if self.plan.layout.pp == 1:
+            return 0.0
+        return 4.0 * self.sizes.residual * self.plan.model.hidden_size * self.sizes.activation
+
+
+def _recomputes_whole(recompute: RecomputeSpec, place: int) -> bool:
+    """Is the layer at this place of its stage computed again as a whole?"""
+    if recompute.granularity != "full":
+        return False
+    return recompute.method == "uniform" or place < recompute.num_layers
+
+
+def _moves(kept: Kept, offload: OffloadSpec) -> bool:
+    return kept.moves in offload.modules and kept.elements >= offload.min_elements
+
+
+def _fullest(entries: Iterable[Entry], chunks: Sequence[float]) -> tuple[list[int], int]:
+    """(microbatches in flight by chunk, all of them) at the moment at which their activations are largest."""
+    now, fullest = [0] * len(chunks), [0] * len(chunks)
+    size = most = 0.0
+    for entry in entries:
+        for action in parts(entry):
+            if action.kind == "forward":
+                now[action.chunk] += 1
+                size += chunks[action.chunk]
+                if size > most:
+                    most, fullest = size, list(now)
+        for action in parts(entry):
+            if action.kind in ("backward", "backward_weight"):
+                now[action.chunk] -= 1
+                size -= chunks[action.chunk]
+    return fullest, sum(fullest)
+
+
+def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:
+    """The rank that needs most."""
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def state_table(state: StateBytes) -> list[tuple[str, float]]:
+    """(name, bytes) of every kind of state."""
+    return [(entry.name, getattr(state, entry.name)) for entry in fields(StateBytes)]

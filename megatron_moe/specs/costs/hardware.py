@@ -1,0 +1,132 @@
+"""What machines can do, as their data sheets say, and how ranks stand on them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from megatron_moe.specs.count_flops import peak_flops
+
+GpuKind = Literal["h100", "h200", "b200", "gb200", "gb300"]
+
+GIB = 1 << 30
+LINK_EFFICIENCY = 0.7
+"""Share of a link's rate that large collectives reach. Measured on H200, rows of 4 KB: 0.54 (NCCL) to 0.76 (own
+kernels) of NVLink."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU in the machine it is usually built into. Rates are per GPU and direction."""
+
+    kind: GpuKind
+    name: str
+    memory_gib: float
+    """What torch finds to allocate."""
+    hbm: float
+    """Bytes per second."""
+    nvlink: float
+    """Bytes per second to GPUs of the same NVLink domain."""
+    network: float
+    """Bytes per second to all others."""
+    per_node: int
+    """GPUs, and so ranks, of one host."""
+    nvlink_domain: int
+    """GPUs that NVLink joins: those of a host, or of a rack."""
+
+    @property
+    def bf16(self) -> float:
+        """Dense FLOP/s."""
+        peak = peak_flops(self.name, "bf16")
+        assert peak is not None, f"no bf16 rate of {self.name}"
+        return peak
+
+    @property
+    def fp8(self) -> float:
+        """Dense FLOP/s: twice those of bf16 on all of these kinds."""
+        return 2 * self.bf16
+
+    def domain_ranks(self, world_size: int) -> int:
+        """Ranks that share an NVLink domain. Of the 72 GPUs of a rack larger jobs take 64: their groups are powers of
+        two (`sbatch --segment=16`)."""
+        if self.nvlink_domain <= self.per_node or world_size <= self.nvlink_domain:
+            return self.nvlink_domain
+        return 1 << (self.nvlink_domain.bit_length() - 1)
+
+
+_HOPPER_LINK, _BLACKWELL_LINK = 450e9, 900e9
+_PORT = 50e9
+
+_KINDS = (
+    Gpu("h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_HOPPER_LINK, network=_PORT, per_node=8, nvlink_domain=8),
+    Gpu("h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_HOPPER_LINK, network=_PORT, per_node=8, nvlink_domain=8),
+    Gpu("b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_BLACKWELL_LINK, network=_PORT, per_node=8, nvlink_domain=8),
+    Gpu(
+        "gb200", "GB200", memory_gib=184, hbm=8e12, nvlink=_BLACKWELL_LINK, network=_PORT, per_node=4, nvlink_domain=72
+    ),
+    Gpu(
+        "gb300",
+        "GB300",
+        memory_gib=277,
+        hbm=8e12,
+        nvlink=_BLACKWELL_LINK,
+        network=2 * _PORT,
+        per_node=4,
+        nvlink_domain=72,
+    ),
+)
+"""NVIDIA's data sheets of HGX H100 and H200, HGX B200, GB200 NVL72, GB300 NVL72: 80, 141, 180, 186 and 279 GB of HBM;
+NVLink 900 and 1800 GB/s in both directions together; one 400 Gb/s port per GPU (ConnectX-7), 800 Gb/s for GB300
+(ConnectX-8). The memory is what drivers report of it, in GiB."""
+
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the ranks of groups of one name stand, when ranks fill nodes one after the other."""
+
+    size: int
+    """Ranks of a group."""
+    nodes: tuple[int, int]
+    """(fewest, most) nodes that one group touches."""
+    domains: tuple[int, int]
+    """(fewest, most) NVLink domains."""
+    near: float
+    """Share of a rank's peers that are in its NVLink domain; the mean over ranks."""
+
+    def __str__(self) -> str:
+        if self.size == 1:
+            return "one rank"
+        if self.nodes[1] == 1:
+            return "inside a node"
+        if self.domains[1] == 1:
+            return f"inside an NVLink domain, {_span(self.nodes)} nodes"
+        return f"over {_span(self.domains)} NVLink domains, {_span(self.nodes)} nodes"
+
+
+def place(groups: Sequence[Sequence[int]], gpu: Gpu, world_size: int) -> Placement:
+    """Where the groups of one name stand. `groups` cover the world."""
+    domain_ranks = gpu.domain_ranks(world_size)
+    nodes = [len({rank // gpu.per_node for rank in group}) for group in groups]
+    by_domain = [_counts(rank // domain_ranks for rank in group) for group in groups]
+    size = len(groups[0])
+    pairs = sum(count * (count - 1) for counts in by_domain for count in counts)
+    everyone = sum(len(group) * (len(group) - 1) for group in groups)
+    return Placement(
+        size=size,
+        nodes=(min(nodes), max(nodes)),
+        domains=(min(map(len, by_domain)), max(map(len, by_domain))),
+        near=pairs / everyone if everyone else 1.0,
+    )
+
+
+def _counts(values: Iterable[int]) -> list[int]:
+    found: dict[int, int] = {}
+    for value in values:
+        found[value] = found.get(value, 0) + 1
+    return list(found.values())
+
+
+def _span(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"

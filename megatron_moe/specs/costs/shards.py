@@ -1,0 +1,109 @@
+"""What one rank holds of the model: the same specs with this rank's share of heads, channels, experts and vocabulary.
+
+Everything that counts parameters or activations of a whole layer then counts a rank's share of it.
+"""
+
+from dataclasses import dataclass, replace
+
+from megatron_moe.specs.attention import AttentionSpec, MLASpec
+from megatron_moe.specs.count import ParamCount, count_layer, count_norm
+from megatron_moe.specs.model import LayerSpec, ModelSpec
+from megatron_moe.specs.moe import MLPSpec, MoESpec
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.pipeline.layout import PipelineLayout, StageSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Parameters of one rank, in elements, by the grid that they live on."""
+
+    attention: int = 0
+    expert: int = 0
+
+    def __add__(self, other: "Held") -> "Held":
+        return Held(attention=self.attention + other.attention, expert=self.expert + other.expert)
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.expert
+
+
+def share_of_layer(layer: LayerSpec, parallel: ParallelSpec) -> LayerSpec:
+    """The layer as one rank has it: heads and dense channels over tp, experts over ep, their channels over etp."""
+    tp = parallel.tp
+    mixer: AttentionSpec | MLASpec = replace(layer.mixer, num_heads=layer.mixer.num_heads // tp)
+    if isinstance(mixer, AttentionSpec):
+        mixer = replace(mixer, num_query_groups=mixer.num_query_groups // tp)
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, MLPSpec):
+        return replace(layer, mixer=mixer, feed_forward=_share_of_mlp(feed_forward, tp))
+    experts, shared = feed_forward.experts, feed_forward.shared
+    mine = replace(
+        experts,
+        num_experts=experts.num_experts // parallel.ep,
+        ffn_hidden_size=experts.ffn_hidden_size // parallel.etp,
+    )
+    if shared is not None:
+        shared = replace(shared, mlp=_share_of_mlp(shared.mlp, tp))
+    return replace(layer, mixer=mixer, feed_forward=replace(feed_forward, experts=mine, shared=shared))
+
+
+def _share_of_mlp(mlp: MLPSpec, tp: int) -> MLPSpec:
+    return replace(mlp, ffn_hidden_size=mlp.ffn_hidden_size // tp)
+
+
+def held_by_layer(layer: LayerSpec, parallel: ParallelSpec) -> Held:
+    """Parameters of one rank's share of a layer."""
+    count = count_layer(share_of_layer(layer, parallel))
+    return Held(attention=count.total - count.experts + _whole_norms(layer, parallel), expert=count.experts)
+
+
+def _whole_norms(layer: LayerSpec, parallel: ParallelSpec) -> int:
+    """Norms over all heads together are whole on every rank, though the heads are not."""
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec) or mixer.qk_norm != "full":
+        return 0
+    width = mixer.q_width + mixer.kv_width
+    return count_norm(mixer.norm, width - width // parallel.tp)
+
+
+def held_by_stage(model: ModelSpec, stage: StageSpec, parallel: ParallelSpec) -> Held:
+    """Parameters of one rank's share of a stage, with the embedding where tokens enter."""
+    held = sum((held_by_layer(model.layers[index], parallel) for index in stage.layers), Held())
+    hidden, rows = model.hidden_size, model.vocab_size // parallel.tp
+    own = held_by_embedding(model, parallel) if stage.embedding else 0
+    own += count_norm(model.norm, hidden) if stage.final_norm else 0
+    if stage.loss:
+        own += (0 if model.tied_embeddings else rows * hidden) + (rows if model.head_bias else 0)
+    if stage.num_mtp and model.mtp is not None:
+        depths = 1 if model.mtp.repeated_layer else model.mtp.num_layers
+        joined = 3 * count_norm(model.norm, hidden) + 2 * hidden * hidden // parallel.tp
+        layer = held_by_layer(model.layers[-1], parallel)
+        held += Held(attention=depths * (layer.attention + joined), expert=depths * layer.expert)
+    return held + Held(attention=own)
+
+
+def held_by_embedding(model: ModelSpec, parallel: ParallelSpec) -> int:
+    """Rows of words, shared out over tp, and of learned positions, which every rank has."""
+    positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
+    return (model.vocab_size // parallel.tp + positions) * model.hidden_size
+
+
+def held_by_rank(model: ModelSpec, layout: PipelineLayout, pipeline_rank: int, parallel: ParallelSpec) -> Held:
+    """Parameters of a rank: of its chunks, and of a copy of the embedding that its head or look-ahead needs."""
+    chunks = layout.chunks(pipeline_rank)
+    held = sum((held_by_stage(model, chunk, parallel) for chunk in chunks), Held())
+    copied = pipeline_rank in layout.embedding_ranks(tied=model.tied_embeddings)
+    if copied and not any(chunk.embedding for chunk in chunks):
+        held += Held(attention=held_by_embedding(model, parallel))
+    return held
+
+
+def low_elements(layer: LayerSpec, parallel: ParallelSpec) -> Held:
+    """Of `held_by_layer`, the elements of matrices that may be kept in a low format: not norms, router and biases."""
+    share = share_of_layer(layer, parallel)
+    count: ParamCount = count_layer(share)
+    kept = count.norms + count.router
+    if isinstance(share.feed_forward, MoESpec) and share.feed_forward.shared and share.feed_forward.shared.gate:
+        kept += share.mixer.hidden_size
+    return Held(attention=count.total - count.experts - kept, expert=count.experts)

@@ -1,0 +1,263 @@
+"""What a rank sends in one step, by group, and how long that takes if nothing else happens meanwhile.
+
+Bytes are those that leave the rank. Of collectives over n ranks: all-gather and reduce-scatter of N bytes (N / n on
+each rank) send N (n - 1) / n, an all-reduce twice that, whatever the algorithm. Formulas and their derivation are in
+docs/volumes.md.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec
+from megatron_moe.specs.costs.activations import Sizes, num_bytes
+from megatron_moe.specs.costs.hardware import LINK_EFFICIENCY, Gpu, Placement
+from megatron_moe.specs.costs.routing import Choice, Spread
+from megatron_moe.specs.costs.shards import held_by_rank, share_of_layer
+from megatron_moe.specs.model import LayerSpec
+from megatron_moe.specs.moe import MoESpec
+from megatron_moe.specs.run import RunPlan
+
+_PROBABILITY = 4
+"""Bytes of a row's probability and its place, which travel with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """One kind of communication of one rank."""
+
+    group: str
+    what: str
+    bytes: float
+    """Sent by the rank in one step."""
+    far: float
+    """Of these, to ranks outside its NVLink domain."""
+    hidden: bool = False
+    """Other work goes on meanwhile, as far as there is any."""
+
+    def seconds(self, gpu: Gpu) -> float:
+        """With NVLink and network at work together, at the rate that large collectives reach."""
+        near = (self.bytes - self.far) / gpu.nvlink
+        return max(near, self.far / gpu.network) / LINK_EFFICIENCY
+
+
+def ring(size: int, num_bytes: float, placement: Placement, **names: str) -> Traffic:
+    """An all-gather or a reduce-scatter of `num_bytes` in whole, around a ring. Where the group leaves an NVLink domain
+    the ring crosses the network once per domain, and the ports of the ranks there share that."""
+    sent = num_bytes * (size - 1) / size
+    return Traffic(bytes=sent, far=_crossing_share(placement) * sent, **names)  # type: ignore[arg-type]
+
+
+def _crossing_share(placement: Placement) -> float:
+    """Of what goes around a ring, the share that passes the network port of one rank."""
+    domains = placement.domains[1]
+    return domains / placement.size if domains > 1 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTraffic:
+    """Rows of one MoE layer and one microbatch on their way to experts, of one rank."""
+
+    ranks: Spread
+    """Ranks that one token goes to, its own included."""
+    domains: Spread
+    """NVLink domains that one token goes to, its own included."""
+    rows_sent: float
+    """Rows to other ranks: one per choice."""
+    copies_sent: float
+    """One copy per other rank that holds an expert of the token."""
+    copies_far: float
+    """One copy per other NVLink domain."""
+    rows_taken: Spread
+    """Rows that one rank's experts take."""
+    row_bytes: float
+    """With its probability and place."""
+    low_row_bytes: float
+    """The same of a row in FP8, with its scales."""
+
+
+def expert_traffic(spec: MoESpec, num_ranks: int, num_domains: int, sizes: Sizes, *, block: int = 128) -> ExpertTraffic:
+    """Of a router under which all experts are equally likely. `block`: channels of a row that share a scale, of 4 bytes
+    (1 x 128 blocks), or of 1 byte for the 32 of MXFP8."""
+    choice, tokens = Choice.of(spec.router), sizes.residual
+    ranks, domains = choice.destinations(num_ranks), choice.destinations(num_domains)
+    width = spec.experts.hidden_size
+    scale = 4 if block == 128 else 1
+    other = (num_ranks - 1) / num_ranks
+    return ExpertTraffic(
+        ranks=ranks,
+        domains=domains,
+        rows_sent=tokens * spec.router.topk * other,
+        copies_sent=tokens * ranks.mean * other,
+        copies_far=tokens * domains.mean * (num_domains - 1) / num_domains,
+        rows_taken=choice.rows(num_ranks, num_ranks * tokens),
+        row_bytes=width * sizes.activation + _PROBABILITY,
+        low_row_bytes=width + scale * (width // block) + _PROBABILITY,
+    )
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Communication of the ranks of one pipeline stage."""
+
+    plan: RunPlan
+    placements: dict[str, Placement]
+    """By name of a group."""
+    num_microbatches: int
+
+    def of_rank(self, rank: int) -> list[Traffic]:
+        """Everything that a rank of pipeline rank `rank` sends in a step."""
+        found: dict[tuple[str, str], Traffic] = {}
+        for each in (*self._layers(rank), *self._ends(rank), *self._data_parallel(rank), *self._pipeline(rank)):
+            at = (each.group, each.what)
+            if at in found:
+                found[at] = replace(found[at], bytes=found[at].bytes + each.bytes, far=found[at].far + each.far)
+            elif each.bytes:
+                found[at] = each
+        return list(found.values())
+
+    def expert_traffic(self, spec: MoESpec) -> ExpertTraffic:
+        """Of one layer and microbatch."""
+        placement = self.placements["ep"]
+        block = 32 if self.plan.precision.low == "mxfp8" else 128
+        return expert_traffic(spec, placement.size, placement.domains[1], self._sizes, block=block)
+
+    @property
+    def _sizes(self) -> Sizes:
+        plan = self.plan
+        return Sizes.of(plan.parallel, plan.precision, micro=plan.batch.micro, seq_length=plan.data.seq_length)
+
+    def _layers(self, rank: int) -> Iterator[Traffic]:
+        model = self.plan.model
+        for stage in self.plan.layout.chunks(rank):
+            layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * stage.num_mtp
+            for layer in set(layers):
+                times = layers.count(layer) * self.num_microbatches
+                for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
+                    yield replace(each, bytes=each.bytes * times, far=each.far * times)
+
+    def _tensor_parallel(self, layer: LayerSpec) -> Iterator[Traffic]:
+        """Into a matrix cut by columns: all-gather, in the backward once more and a reduce-scatter. Out of one cut by
+        rows: reduce-scatter, all-gather in the backward. Without sequence parallelism an all-reduce each."""
+        mixer, feed_forward, hidden = layer.mixer, layer.feed_forward, layer.mixer.hidden_size
+        if isinstance(mixer, MLASpec):
+            into = [mixer.kv_lora_rank, hidden if mixer.q_lora_rank is None else mixer.q_lora_rank]
+            into.append(mixer.qk_rope_dim)
+        else:
+            into = [hidden]
+        yield self._crossing("attention", sum(into), hidden)
+        if not isinstance(feed_forward, MoESpec):
+            yield self._crossing("MLP", hidden, hidden)
+        elif feed_forward.shared is not None:
+            yield self._crossing("shared experts", hidden, hidden)
+
+    def _crossing(self, what: str, into: int, out: int) -> Traffic:
+        passes = 3 * into + 2 * out if self.plan.parallel.sequence_parallel else 2 * (into + out)
+        size = float(self._sizes.inner * passes * self._sizes.activation)
+        return ring(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
+
+    def _context_parallel(self, layer: LayerSpec) -> Iterator[Traffic]:
+        """What is exchanged so that every query meets its keys."""
+        cp, sizes = self.plan.parallel.cp, self._sizes
+        share = share_of_layer(layer, self.plan.parallel).mixer
+        keys = _key_value_width(share)
+        heads = _query_width(share) + keys + _output_width(share)
+        here, wide = sizes.inner * sizes.activation, sizes.inner * sizes.internal
+        match _exchange(share.core):
+            case "p2p":
+                size = (2 * (cp - 1) * keys * here + cp * keys * wide) if cp > 1 else 0.0
+            case "allgather":
+                size = (cp - 1) * keys * (here + wide)
+            case _:
+                size = 2 * heads * here * (cp - 1) / cp
+        far = size * _crossing_share(self.placements["cp"])
+        yield Traffic(group="cp", what="keys and values", bytes=size, far=far, hidden=True)
+
+    def _experts(self, layer: LayerSpec) -> Iterator[Traffic]:
+        spec, parallel, sizes = layer.feed_forward, self.plan.parallel, self._sizes
+        if not isinstance(spec, MoESpec) or parallel.ep * parallel.etp == 1:
+            return
+        if spec.dispatcher == "allgather":
+            yield from self._gathered(spec)
+            return
+        traffic, placement = self.expert_traffic(spec), self.placements["ep"]
+        far = 1 - placement.near
+        for what, rows in (("dispatch", "rows"), ("combine", "results")):
+            # forward, and in the backward the gradients the same way back
+            if spec.dispatcher == "flex":
+                sent = 2 * traffic.copies_sent * traffic.row_bytes
+                crossing = 2 * traffic.copies_far * traffic.row_bytes
+            else:
+                sent = 2 * traffic.rows_sent * traffic.row_bytes
+                crossing = sent * far
+            yield Traffic(group="ep", what=f"{what}: {rows}", bytes=sent, far=min(sent, crossing))
+        rows_of_all = float(parallel.etp * sizes.residual * spec.router.topk)
+        size = rows_of_all * spec.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
+        yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
+
+    def _gathered(self, spec: MoESpec) -> Iterator[Traffic]:
+        """Tokens to all ranks, sums back in the internal format; in the backward the same with the parts exchanged."""
+        sizes, ranks = self._sizes, self.plan.parallel.ep * self.plan.parallel.etp
+        each = float(ranks * sizes.residual * spec.experts.hidden_size)
+        placement = self.placements["etp_ep"]
+        size = each * (sizes.activation + sizes.internal)
+        yield ring(ranks, size, placement, group="etp_ep", what="dispatch: tokens of all ranks")
+        yield ring(ranks, 2 * each * sizes.internal, placement, group="etp_ep", what="combine: sums of all ranks")
+
+    def _ends(self, rank: int) -> Iterator[Traffic]:
+        """Embedding and head under tensor parallelism."""
+        hidden = self.plan.model.hidden_size
+        mtp = self.plan.model.mtp.num_layers if self.plan.model.mtp else 0
+        for stage in self.plan.layout.chunks(rank):
+            for name, times in (("embedding", stage.embedding + stage.num_mtp), ("head", stage.loss * (1 + mtp))):
+                into, out = (0, hidden) if name == "embedding" else (hidden, 0)
+                each = self._crossing(name, into, out)
+                count = times * self.num_microbatches
+                yield replace(each, bytes=each.bytes * count, far=each.far * count)
+
+    def _data_parallel(self, rank: int) -> Iterator[Traffic]:
+        """Gradients are reduced once per step; with ZeRO-1 to their owners, who send new weights to all."""
+        plan, parallel = self.plan, self.plan.parallel
+        held = held_by_rank(plan.model, plan.layout, rank, parallel)
+        spec = plan.data_parallel
+        for group, size, elements, names in (
+            ("dp_cp", parallel.dp * parallel.cp, held.attention, "all but experts"),
+            ("edp", parallel.edp, held.expert, "experts"),
+        ):
+            placement = self.placements[group]
+            grads = float(elements * num_bytes(plan.precision.grads))
+            passes = 1 if spec.sharded_optimizer else 2
+            reduced = ring(size, passes * grads, placement, group=group, what=f"gradients: {names}")
+            yield replace(reduced, hidden=spec.overlap_grad_reduce)
+            if spec.sharded_optimizer:
+                weights = float(elements * num_bytes(plan.precision.params))
+                gathered = ring(size, weights, placement, group=group, what=f"weights: {names}")
+                yield replace(gathered, hidden=spec.overlap_param_gather)
+
+    def _pipeline(self, rank: int) -> Iterator[Traffic]:
+        """Hidden states to the next stage, their gradients to the one before."""
+        layout, sizes = self.plan.layout, self._sizes
+        if layout.pp == 1:
+            return
+        last = len(layout.stages) - 1
+        sent = sum((chunk < last) + (chunk > 0) for chunk in range(rank, last + 1, layout.pp))
+        size = float(sent * self.num_microbatches * sizes.residual * self.plan.model.hidden_size * sizes.activation)
+        crosses = self.placements["pp"].domains[1] > 1
+        yield Traffic(group="pp", what="hidden states", bytes=size, far=size if crosses else 0.0, hidden=True)
+
+
+def _exchange(core: CoreAttentionSpec) -> str:
+    return core.context_exchange
+
+
+def _query_width(spec: AttentionSpec | MLASpec) -> int:
+    return spec.num_heads * spec.q_head_dim if isinstance(spec, MLASpec) else spec.q_width
+
+
+def _output_width(spec: AttentionSpec | MLASpec) -> int:
+    return spec.num_heads * spec.v_head_dim if isinstance(spec, MLASpec) else spec.q_width
+
+
+def _key_value_width(spec: AttentionSpec | MLASpec) -> int:
+    if isinstance(spec, MLASpec):
+        return spec.num_heads * (spec.q_head_dim + spec.v_head_dim)
+    return 2 * spec.kv_width
