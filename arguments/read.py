@@ -63,6 +63,8 @@ class _Told:
 
     settings: Settings
     environment: dict[str, str] = field(default_factory=dict)
+    full: Settings | None = None
+    """With `--proxy`: before it shrank them."""
 
 
 def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
@@ -78,16 +80,30 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     for file in files:
         problems += file.problems
     settings.problems[:0] = problems
-    if asked.setting("proxy").value:
-        settings = _small(settings, layers, words, environ)
     environment = {name: value for file in files for name, value in file.environment.items()}
+    if asked.setting("proxy").value:
+        return _small(settings, environment, layers, words, environ)
     return _Told(settings, environment)
 
 
+def full_size(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """What a command line says before `--proxy` shrinks it, for who chooses the ranks to shrink it to.
+
+    Raises FlagErrors.
+    """
+    full = _told([*argv, "--proxy"], environ, Registry.declared()).full
+    assert full is not None, argv
+    return full
+
+
 def _small(
-    settings: Settings, files: Sequence[Sequence[Given]], words: Sequence[Given], environ: Mapping[str, str]
-) -> Settings:
-    """The settings that `--proxy` makes of these. Words behind it stay as they are."""
+    settings: Settings,
+    environment: dict[str, str],
+    files: Sequence[Sequence[Given]],
+    words: Sequence[Given],
+    environ: Mapping[str, str],
+) -> _Told:
+    """What `--proxy` makes of these settings. Words behind it stay as they are."""
     _refuse([*settings.problems, *missing_flags(settings)])
     registry = settings.registry
     behind = 1 + max(place for place, given in enumerate(words) if normal(given.option) == "--proxy")
@@ -99,7 +115,7 @@ def _small(
         raise FlagErrors([trouble.problem]) from None
     small, rewrites = proxied(full, pinned, num_ranks)
     small.notes = [*settings.notes, *rewrites]
-    return small
+    return _Told(small, environment, full)
 
 
 def _is_start_flag(given: Given, registry: Registry) -> bool:

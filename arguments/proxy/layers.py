@@ -1,5 +1,6 @@
 """Fewer layers: which ones stay, and on which pipeline stages they stand."""
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -61,18 +62,19 @@ def fewer_layers(
 
 
 def _stages_that_stay(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages: int, mtp_stage: int) -> list[int]:
-    """The ends and the stage with multi-token prediction; between them first those that show another kind."""
-    stages = layout.stages
-    stays = list(dict.fromkeys((0, len(stages) - 1, mtp_stage)))[:num_stages]
-    seen = {kinds[layer] for index in stays for layer in stages[index].layers}
-    before = [index for index in range(1, mtp_stage) if index not in stays]
-    others = [*before, *(index for index in range(mtp_stage, len(stages)) if index not in stays)]
-    for must_show_more in (True, False):
-        for index in others:
-            shows = {kinds[layer] for layer in stages[index].layers}
-            if len(stays) < num_stages and index not in stays and (not must_show_more or shows - seen):
-                stays.append(index)
-                seen |= shows
+    """The ends and the stage with multi-token prediction; between them those that show another kind, then those that
+    look like most stages do, if possible before multi-token prediction."""
+    shows = [frozenset(kinds[layer] for layer in stage.layers) for stage in layout.stages]
+    last = len(shows) - 1
+    stays = list(dict.fromkeys((0, last, mtp_stage)))[:num_stages]
+    seen = {kind for index in stays for kind in shows[index]}
+    usual = Counter(shows)
+    others = [index for index in range(1, last) if index not in stays]
+    while len(stays) < num_stages:
+        best = min(others, key=lambda index: (not shows[index] - seen, index > mtp_stage, -usual[shows[index]], index))
+        others.remove(best)
+        stays.append(best)
+        seen |= shows[best]
     return sorted(stays)
 
 

@@ -73,7 +73,10 @@ def _other_hardware(draft: Draft) -> None:
     if draft.value("fp16"):
         draft.put("fp16", False, "needs loss scaling")
         draft.put("bf16", True, "instead of fp16")
+    double = draft.pinned.get("fp64")
     for name, flag in draft.settings.registry.flags.items():
+        if flag.group == "precision" and double is not None and double.value:
+            draft.default(name, "double precision")
         value = draft.value(name)
         hardware = flag.group == "precision" or flag.declaration.harmless
         if draft.settings.known(name) and not flag.available(value) and hardware:

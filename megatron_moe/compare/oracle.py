@@ -25,7 +25,7 @@ from megatron_moe.train.step import Trainer
 def oracle_plan(plan: RunPlan) -> RunPlan:
     """The plan of one rank that sees the microbatches of all data-parallel ranks, one after the other."""
     batch = plan.batch
-    if _balances_globally(plan.model):
+    if balances_globally(plan.model):
         batch = replace(batch, micro=batch.micro * plan.parallel.dp)
     return replace(plan, model=_local(plan.model), parallel=ParallelSpec(), launch=Launch(), batch=batch, device="cpu")
 
@@ -76,7 +76,8 @@ def _rows_of(routing: Routing, rows: Tensor, router: Router) -> Routing:
     return replace(routing, ids_TK=ids_TK, probs_TK=routing.probs_TK[rows], counts_E=counts_E, chosen_TK=ids_TK)
 
 
-def _balances_globally(spec: ModelSpec) -> bool:
+def balances_globally(spec: ModelSpec) -> bool:
+    """Does a loss count the microbatches of all data-parallel ranks at once?"""
     moe = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
     return any("global_aux_loss" in each.router.balancing for each in moe)
 

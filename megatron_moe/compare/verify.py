@@ -1,0 +1,91 @@
+"""A layout against one rank, both in double precision, on processes of this host."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_moe import build
+from megatron_moe.compare.oracle import balances_globally, oracle_plan, partition_tokens
+from megatron_moe.compare.plant import Plant
+from megatron_moe.compare.processes import Ranks
+from megatron_moe.compare.record import RankRecord, record_run
+from megatron_moe.compare.samples import random_datasets
+from megatron_moe.compare.table import Comparison, Row, compare_runs
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.run import RunPlan
+
+PER_MICROBATCH = ("moe/max_violation", "moe/load_entropy", "moe/dead_experts")
+"""Metrics that are not sums or means over tokens: they differ where the oracle takes several microbatches as one."""
+_COLUMNS = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
+
+
+def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: Plant | None = None) -> Comparison:
+    """Trains `num_steps` steps on all ranks of the plan and on one, and compares everything they saw.
+
+    Args:
+        plan: in double precision, with the launch of any of its ranks.
+        timeout: seconds that the ranks may take.
+        plant: an error for the ranks.
+
+    Raises:
+        RankFailure: a rank failed, or they wait for each other.
+    """
+    globally = balances_globally(plan.model)
+    ranks = Ranks(plan, num_steps=num_steps, uneven=not globally, plant=plant)
+    oracle = _record_oracle(plan, num_steps, uneven=not globally)
+    return compare_runs(oracle, ranks.records(timeout), ignore=PER_MICROBATCH if globally else ())
+
+
+def _record_oracle(plan: RunPlan, num_steps: int, *, uneven: bool) -> RankRecord:
+    torch.set_num_threads(1)
+    context = ParallelContext.single(seed=plan.loop.seed)
+    return record_run(
+        oracle_plan(plan),
+        context,
+        build.build_kernels(plan, context),
+        random_datasets(plan, num_steps=num_steps, uneven=uneven),
+        num_steps=num_steps,
+        prepare=lambda trainer: partition_tokens(trainer, plan),
+    )
+
+
+def summary(comparison: Comparison) -> str:
+    """One line per kind of quantity, layers and steps taken together, with the worst of each; then the verdict."""
+    cells = [_COLUMNS, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS) - 1)]
+    lines = ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in cells]
+    return "\n".join([*lines, "", *_diagnosis(comparison), comparison.verdict()])
+
+
+def _diagnosis(comparison: Comparison) -> Iterator[str]:
+    """What is wrong first: gradients belong to the first step, and what is wrong in them spreads to everything."""
+    wrong = [row for row in comparison.bad if row.what == "gradient"]
+    if not wrong:
+        return
+    right = {_without_numbers(row.name) for row in comparison.rows if row.what == "gradient" and not row.bad}
+    yield f"gradients of the first step are wrong in {len(wrong)} parameters, and so is all that follows from them:"
+    for (_, name, _), rows in _kinds(wrong):
+        some = " (in some layers)" if name in right else ""
+        yield f"  {name}{some}  {rows[0].remark}".rstrip()
+
+
+def _kinds(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, str, str], list[Row]]]:
+    kinds: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row.what, _without_numbers(row.name), row.grid), []).append(row)
+    yield from kinds.items()
+
+
+def _without_numbers(name: str) -> str:
+    """`decoder.layers.*.mlp.router.weight`, `load_balancing_loss`."""
+    name = re.sub(r",? ?(step|layer) \d+", "", name)
+    return re.sub(r"\.\d+\.", ".*.", name) or "all"
+
+
+def _cells(key: tuple[str, str, str], rows: Sequence[Row]) -> tuple[str, ...]:
+    worst = max(rows, key=lambda row: (row.bad, row.error))
+    ratio = "" if worst.ratio is None else f"{worst.ratio:.6g}"
+    num_bad = sum(row.bad for row in rows)
+    count = f"{len(rows)}" if not num_bad else f"{num_bad} of {len(rows)} WRONG"
+    return (*key, count, f"{worst.error:.1e}", ratio, worst.remark)
