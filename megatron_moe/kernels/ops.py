@@ -242,10 +242,12 @@ class Kernels(Protocol):
         step: Tensor,
         grad_scale: Tensor,
         proceed: Tensor,
+        weights: Tensor | None = None,
     ) -> None:
         """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar,
         already counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False,
-        even if the gradient is not finite. Afterwards `grad` is undefined."""
+        even if the gradient is not finite. `weights`, the masters in another dtype, follow them if given.
+        Afterwards `grad` is undefined."""
         ...
 
 

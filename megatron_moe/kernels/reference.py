@@ -237,6 +237,7 @@ def adamw_(
     step: Tensor,
     grad_scale: Tensor,
     proceed: Tensor,
+    weights: Tensor | None = None,
 ) -> None:
     """Loshchilov and Hutter, arXiv 1711.05101, as `torch.optim.AdamW` computes it."""
     wide = internal_dtype(master.dtype)
@@ -248,3 +249,5 @@ def adamw_(
     moved = master.to(wide) * (1 - lr * weight_decay) - lr * update
     for state, new in ((master, moved), (exp_avg, first), (exp_avg_sq, second)):
         state.copy_(torch.where(proceed, new.to(state.dtype), state))
+    if weights is not None:
+        weights.copy_(torch.where(proceed, master.to(weights.dtype), weights))

@@ -144,8 +144,10 @@ class Optimizer:
                 step=self.step_count.clamp(min=1),
                 grad_scale=grad_scale,
                 proceed=proceed,
+                weights=state.weights if state.owns_master else None,
             )
-        self._send_weights()
+        if self._gather is not None:
+            self._gather.start()
         if not self._gather_in_forward:
             self.finish_gather()
 

@@ -71,7 +71,10 @@ def test_proofs_in_fp64_run_on_plain_torch() -> None:
 
 def test_on_a_gpu_expert_products_in_bf16_keep_their_offsets_on_the_device() -> None:
     chosen = backend_of(choose(KernelSpec(), torch.device("cuda"), torch.bfloat16))
-    assert {chosen[op] for op in OPS if op.startswith("grouped_")} == {"torch_native"}
+    taken = {op: name for op, name in chosen.items() if op.startswith("grouped_")}
+    assert taken == dict.fromkeys(("grouped_forward", "grouped_input_grad"), "torch_native") | {
+        "grouped_weight_grad": "triton"
+    }
     chosen = backend_of(choose(KernelSpec(), torch.device("cuda"), torch.float32))
     assert {chosen[op] for op in OPS if op.startswith("grouped_")} == {"reference"}
 
@@ -91,7 +94,7 @@ def test_a_wish_for_a_whole_backend_leaves_to_plain_torch_what_it_does_not_have_
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     assert refusal(KernelSpec(backend="tritn")) == (
-        "Kernel backend 'tritn' does not exist; use auto, reference or torch_native."
+        "Kernel backend 'tritn' does not exist; use auto, reference, torch_native or triton."
     )
     assert "'rms' does not exist; the ops are linear_forward" in refusal(KernelSpec(per_op=(("rms", "reference"),)))
     assert "'apex', asked for 'rope', does not exist" in refusal(KernelSpec(per_op=(("rope", "apex"),)))

@@ -64,7 +64,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "sum_of_squares": "one reduction",
         "adamw_": "fused",
     }
-    return Judgement(Fit.BEST, reasons[op])
+    return Judgement(Fit.BETTER, reasons[op])
 
 
 # matrix products
@@ -302,6 +302,7 @@ def adamw_(
     step: Tensor,
     grad_scale: Tensor,
     proceed: Tensor,
+    weights: Tensor | None = None,
 ) -> None:
     """Torch's fused kernel leaves the scaled gradient in `grad`."""
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
@@ -318,6 +319,7 @@ def adamw_(
             step=step,
             grad_scale=grad_scale,
             proceed=proceed,
+            weights=weights,
         )
         return
     torch._fused_adamw_(
@@ -337,3 +339,5 @@ def adamw_(
         grad_scale=grad_scale.to(torch.float32).reciprocal(),  # it divides
         found_inf=(~proceed).to(torch.float32),
     )
+    if weights is not None:
+        weights.copy_(master)  # after a refused step the same bits again

@@ -1,0 +1,89 @@
+"""Cross-entropy of every token, one pass over the logits in the forward and one in the backward.
+
+Nothing wider than the logits' own dtype is ever stored: a row's maximum and sum are taken together (Milakov and
+Gimelshein, arXiv 1805.02867), and the backward needs only their log-sum-exp.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+
+TILE = 8192
+"""Logits that one program holds at a time."""
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """See `Kernels.cross_entropy`."""
+    loss_T: Tensor = _CrossEntropy.apply(logits_TV, labels_T)  # type: ignore[no-untyped-call]
+    return loss_T
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels_T: Tensor) -> Tensor:
+        logits_TV = rows_of(logits)
+        num_tokens, vocab = logits_TV.shape
+        loss_T = torch.empty(num_tokens, device=logits.device, dtype=torch.float32)
+        normalizer_T = torch.empty_like(loss_T)
+        tile = min(TILE, power_of_two(vocab))
+        if num_tokens:
+            _forward[(num_tokens,)](
+                logits_TV, labels_T, loss_T, normalizer_T, vocab, logits_TV.stride(0), TILE=tile, num_warps=8
+            )
+        ctx.save_for_backward(logits_TV, labels_T, normalizer_T)
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TV, labels_T, normalizer_T = ctx.saved_tensors
+        num_tokens, vocab = logits_TV.shape
+        grad_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
+        tile = min(TILE // 2, power_of_two(vocab))
+        if num_tokens:
+            _backward[(num_tokens, triton.cdiv(vocab, tile))](
+                logits_TV, labels_T, normalizer_T, grads[0].contiguous(), grad_TV, vocab, logits_TV.stride(0), TILE=tile
+            )
+        return grad_TV, None
+
+
+@triton.jit
+def _forward(logits_ptr, labels_ptr, loss_ptr, normalizer_ptr, vocab, stride, TILE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + token * stride
+    columns = tl.arange(0, TILE)
+    # one running maximum and sum per column of the tile; they meet once, at the end
+    peak = tl.full((TILE,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((TILE,), dtype=tl.float32)
+    for start in range(0, vocab, TILE):
+        held = start + columns < vocab
+        logits = tl.load(row_ptr + start + columns, mask=held, other=float("-inf")).to(tl.float32)
+        new_peak = tl.maximum(peak, logits)
+        # minus infinity minus itself is not a number: a column that has seen nothing stays at 0
+        scale = tl.where(peak == new_peak, 1.0, tl.exp(peak - new_peak))
+        total = total * scale + tl.where(logits == float("-inf"), 0.0, tl.exp(logits - new_peak))
+        peak = new_peak
+    row_peak = tl.max(peak, axis=0)
+    row_total = tl.sum(tl.where(peak == float("-inf"), 0.0, total * tl.exp(peak - row_peak)), axis=0)
+    normalizer = row_peak + tl.log(row_total)
+    chosen = tl.load(row_ptr + tl.load(labels_ptr + token)).to(tl.float32)
+    tl.store(loss_ptr + token, normalizer - chosen)
+    tl.store(normalizer_ptr + token, normalizer)
+
+
+@triton.jit
+def _backward(
+    logits_ptr, labels_ptr, normalizer_ptr, grad_loss_ptr, grad_ptr, vocab, stride, TILE: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    held = columns < vocab
+    logits = tl.load(logits_ptr + token * stride + columns, mask=held, other=float("-inf")).to(tl.float32)
+    probs = tl.exp(logits - tl.load(normalizer_ptr + token))
+    probs -= tl.where(columns == tl.load(labels_ptr + token), 1.0, 0.0)
+    grad = probs * tl.load(grad_loss_ptr + token).to(tl.float32)
+    tl.store(grad_ptr + token * vocab + columns, grad.to(grad_ptr.dtype.element_ty), mask=held)

@@ -1,0 +1,62 @@
+"""Weight gradients of the experts, accumulated in fp32 straight into the gradient buffer.
+
+One program makes one tile of one expert's gradient from that expert's rows; the offsets stay on the device. torch's
+grouped product gives bf16 alone, which would cost a rounding and three more passes over the buffer.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED
+from megatron_moe.kernels.ops import Operand
+
+
+def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+    """See `Kernels.grouped_weight_grad`."""
+    grad_RO, rows_RI = grad.plain(), rows.plain()
+    grad_RO = grad_RO if grad_RO.stride(-1) == 1 else grad_RO.contiguous()
+    rows_RI = rows_RI if rows_RI.stride(-1) == 1 else rows_RI.contiguous()
+    num_experts, outputs, inputs = out.shape
+    assert out.is_contiguous() and len(offsets_e) == num_experts, f"{tuple(out.shape)}, {len(offsets_e)} offsets"
+    tile_o, tile_i, tile_r = 128, 128, 64
+    tiles = triton.cdiv(outputs, tile_o) * triton.cdiv(inputs, tile_i)
+    if tiles and num_experts:
+        _kernel[(tiles * num_experts,)](
+            grad_RO, rows_RI, offsets_e, out, outputs, inputs, grad_RO.stride(0), rows_RI.stride(0),
+            ACCUMULATE=accumulate, WIDEN=INTERPRETED, TILE_O=tile_o, TILE_I=tile_i, TILE_R=tile_r,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+
+
+@triton.jit
+def _kernel(
+    grad_ptr, rows_ptr, offsets_ptr, out_ptr, outputs, inputs, grad_stride, rows_stride,
+    ACCUMULATE: tl.constexpr, WIDEN: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, TILE_R: tl.constexpr,
+):  # fmt: skip
+    num_o, num_i = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
+    expert = tl.program_id(0) // (num_o * num_i)
+    tile = tl.program_id(0) % (num_o * num_i)
+    o = (tile % num_o) * TILE_O + tl.arange(0, TILE_O)
+    i = (tile // num_o) * TILE_I + tl.arange(0, TILE_I)
+    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    end = tl.load(offsets_ptr + expert).to(tl.int64)
+    r = start + tl.arange(0, TILE_R)
+    grad_ptrs = grad_ptr + r[None, :] * grad_stride + o[:, None]
+    rows_ptrs = rows_ptr + r[:, None] * rows_stride + i[None, :]
+    total = tl.zeros((TILE_O, TILE_I), dtype=tl.float32)
+    for first in range(start, end, TILE_R):
+        held = first + tl.arange(0, TILE_R) < end
+        # beyond the edge of a matrix both are zero; beyond the expert's rows as well: the next expert's stand there
+        grad = tl.load(grad_ptrs, mask=held[None, :] & (o < outputs)[:, None], other=0.0)
+        rows = tl.load(rows_ptrs, mask=held[:, None] & (i < inputs)[None, :], other=0.0)
+        if WIDEN:
+            grad, rows = grad.to(tl.float32), rows.to(tl.float32)
+        total = tl.dot(grad, rows, total, input_precision="ieee")
+        grad_ptrs += TILE_R * grad_stride
+        rows_ptrs += TILE_R * rows_stride
+    inside = (o < outputs)[:, None] & (i < inputs)[None, :]
+    place = out_ptr + expert.to(tl.int64) * outputs * inputs + o[:, None].to(tl.int64) * inputs + i[None, :]
+    if ACCUMULATE:
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,88 @@
+"""Rotary positions (Su et al., arXiv 2104.09864 section 3.4.2), forward and backward by one kernel.
+
+The backward of a rotation is the rotation the other way round: the same kernel with the sines negated.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import power_of_two
+
+TILE = 4096
+"""Elements of x that one program rotates."""
+
+
+def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
+    """See `Kernels.rope`."""
+    out: Tensor = _Rope.apply(x_SBND, cos_SBD, sin_SBD, interleaved)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos_SBD, sin_SBD)
+        ctx.interleaved = interleaved
+        return _rotate(x_SBND, cos_SBD, sin_SBD, interleaved, backward=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos_SBD, sin_SBD = ctx.saved_tensors
+        return _rotate(grads[0], cos_SBD, sin_SBD, ctx.interleaved, backward=True), None, None, None
+
+
+def _rotate(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, *, backward: bool) -> Tensor:
+    if x_SBND.stride(-1) != 1:
+        x_SBND = x_SBND.contiguous()
+    cos_SBD, sin_SBD = cos_SBD.contiguous(), sin_SBD.contiguous()
+    length, batch, heads, width = x_SBND.shape
+    out_SBND = torch.empty(x_SBND.shape, device=x_SBND.device, dtype=x_SBND.dtype)
+    turned = cos_SBD.shape[-1]
+    pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
+    tile_heads = min(power_of_two(heads), max(TILE // max(2 * pairs + rest, 1), 1))
+    if out_SBND.numel():
+        _kernel[(length * batch, triton.cdiv(heads, tile_heads))](
+            x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, turned,
+            *x_SBND.stride()[:3], cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
+            INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=turned < width,
+            HEADS=tile_heads, PAIRS=pairs, REST=rest,
+        )  # fmt: skip
+    return out_SBND
+
+
+@triton.jit
+def _kernel(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, batch, num_heads, width, turned,
+    stride_s, stride_b, stride_n, angle_stride_s, angle_stride_b,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HAS_REST: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    s, b = (token // batch).to(tl.int64), (token % batch).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pairs = tl.arange(0, PAIRS)
+    half = turned // 2
+    angle = s * angle_stride_s + b * angle_stride_b + pairs
+    cos = tl.load(cos_ptr + angle, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+    if BACKWARD:
+        sin = -sin
+    if INTERLEAVED:
+        first, second = 2 * pairs, 2 * pairs + 1
+    else:
+        first, second = pairs, pairs + half
+    held = (heads < num_heads)[:, None] & (pairs < half)[None, :]
+    from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
+    to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
+    x1 = tl.load(from_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
+    x2 = tl.load(from_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
+    tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=held)
+    if HAS_REST:
+        rest = turned + tl.arange(0, REST)
+        kept = (heads < num_heads)[:, None] & (rest < width)[None, :]
+        tl.store(to_ptr + rest[None, :], tl.load(from_ptr + rest[None, :], mask=kept), mask=kept)

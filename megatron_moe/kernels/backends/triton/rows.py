@@ -1,0 +1,217 @@
+"""Rows: where each choice goes (a stable counting sort), and the copies to and from there.
+
+Everything is deterministic: no atomics, sums in a fixed order.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.ops import RowIndex
+
+SORT_TILE = 8192
+"""Choices times experts that one program of the sort compares at a time."""
+COPY_TILE = 4096
+"""Elements that one program copies at a time."""
+
+
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
+    """See `Kernels.sort_rows`. Experts padded to a capacity are left to plain torch."""
+    if capacity is not None or not ids_TK.numel():
+        return reference.sort_rows(ids_TK, num_experts, capacity)
+    ids = ids_TK.contiguous()
+    num_choices, device = ids.numel(), ids.device
+    experts = power_of_two(num_experts)
+    block = max(SORT_TILE // experts, 16)
+    num_blocks = triton.cdiv(num_choices, block)
+    counts_BE = torch.empty(num_blocks, num_experts, device=device, dtype=torch.int32)
+    _count[(num_blocks,)](ids, counts_BE, num_choices, num_experts, BLOCK=block, EXPERTS=experts)
+    ends_BE = counts_BE.cumsum(dim=0, dtype=torch.int32)
+    offsets_E = ends_BE[-1].cumsum(dim=0, dtype=torch.int32)
+    starts_BE = ends_BE - counts_BE + (offsets_E - ends_BE[-1])
+    token_R = torch.full((num_choices,), -1, device=device, dtype=torch.int64)
+    choice_R = torch.full_like(token_R, -1)
+    rows_TK = torch.empty_like(ids)
+    _place[(num_blocks,)](
+        ids, starts_BE, token_R, choice_R, rows_TK, num_choices, num_experts, ids.shape[1], BLOCK=block, EXPERTS=experts
+    )
+    return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
+
+
+def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """See `Kernels.count_tokens`."""
+    ids = ids_TK.contiguous()
+    if not ids.numel():
+        return torch.zeros(num_experts, device=ids.device, dtype=torch.int64)
+    experts = power_of_two(num_experts)
+    block = max(SORT_TILE // experts, 16)
+    num_blocks = triton.cdiv(ids.numel(), block)
+    counts_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
+    _count[(num_blocks,)](ids, counts_BE, ids.numel(), num_experts, BLOCK=block, EXPERTS=experts)
+    return counts_BE.sum(dim=0)
+
+
+def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
+    """See `Kernels.permute`."""
+    if index.rows_TK is None:
+        return reference.permute(tokens_TH, index)
+    out: Tensor = _Permute.apply(tokens_TH, index)  # type: ignore[no-untyped-call]
+    return out
+
+
+def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
+    """See `Kernels.unpermute`."""
+    if index.rows_TK is None:
+        return reference.unpermute(rows_RH, index, num_tokens)
+    out: Tensor = _Unpermute.apply(rows_RH, index)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
+    """See `Kernels.gather_probs`."""
+    if index.rows_TK is None:
+        return reference.gather_probs(probs, index)
+    out: Tensor = _GatherProbs.apply(probs, index)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_TH: Tensor, index: RowIndex) -> Tensor:
+        ctx.index = index
+        return _gather(tokens_TH, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(grads[0], ctx.index), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RH: Tensor, index: RowIndex) -> Tensor:
+        ctx.index = index
+        return _sum(rows_RH, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(grads[0], ctx.index), None
+
+
+class _GatherProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs_TK: Tensor, index: RowIndex) -> Tensor:
+        ctx.rows_TK = index.rows_TK
+        return _pick(probs_TK, index.choice_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _pick(grads[0], ctx.rows_TK), None
+
+
+def _pick(values: Tensor, places: Tensor) -> Tensor:
+    """values.flatten()[places], 0 where the place is -1; in the shape of `places`."""
+    out = torch.empty(places.shape, device=values.device, dtype=values.dtype)
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), 1024),)
+        _pick_kernel[grid](values.contiguous(), places.contiguous(), out, out.numel(), BLOCK=1024)
+    return out
+
+
+def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
+    """[T, H] -> [R, H], zeros in rows that hold nothing."""
+    tokens_TH = rows_of(tokens_TH)
+    num_rows, width = len(index.token_R), tokens_TH.shape[1]
+    rows_RH = torch.empty(num_rows, width, device=tokens_TH.device, dtype=tokens_TH.dtype)
+    if rows_RH.numel():
+        rows, columns = _copy_tile(width)
+        _gather_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            tokens_TH, index.token_R, rows_RH, num_rows, width, tokens_TH.stride(0), ROWS=rows, COLUMNS=columns
+        )
+    return rows_RH
+
+
+def _sum(rows_RH: Tensor, index: RowIndex) -> Tensor:
+    """[R, H] -> [T, H], one token's rows added in fp32 in the order of its choices."""
+    assert index.rows_TK is not None, "a dense form has no rows per choice"
+    rows_RH = rows_of(rows_RH)
+    num_tokens, topk = index.rows_TK.shape
+    width = rows_RH.shape[1]
+    tokens_TH = torch.empty(num_tokens, width, device=rows_RH.device, dtype=rows_RH.dtype)
+    if tokens_TH.numel():
+        columns = min(power_of_two(width), 2048)
+        _sum_choices[(num_tokens, triton.cdiv(width, columns))](
+            rows_RH, index.rows_TK.contiguous(), tokens_TH, topk, width, rows_RH.stride(0), COLUMNS=columns
+        )
+    return tokens_TH
+
+
+def _copy_tile(width: int) -> tuple[int, int]:
+    columns = min(power_of_two(width), 2048)
+    return max(COPY_TILE // columns, 1), columns
+
+
+@triton.jit
+def _count(ids_ptr, counts_ptr, num_choices, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    choices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    experts = tl.arange(0, EXPERTS)
+    ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
+    hits = (ids[:, None] == experts[None, :]).to(tl.int32)
+    place = counts_ptr + tl.program_id(0).to(tl.int64) * num_experts + experts
+    tl.store(place, tl.sum(hits, axis=0), mask=experts < num_experts)
+
+
+@triton.jit
+def _place(
+    ids_ptr, starts_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts, topk,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Row of a choice: where its block's choices of this expert start, plus how many of them stand before it."""
+    choices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    experts = tl.arange(0, EXPERTS)
+    ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
+    hits = ids[:, None] == experts[None, :]
+    start_ptr = starts_ptr + tl.program_id(0).to(tl.int64) * num_experts + experts
+    starts = tl.load(start_ptr, mask=experts < num_experts, other=0)
+    before = tl.cumsum(hits.to(tl.int32), axis=0) - 1
+    rows = tl.sum(tl.where(hits, starts[None, :] + before, 0), axis=1)
+    chosen = (ids >= 0) & (choices < num_choices)
+    tl.store(rows_ptr + choices, tl.where(chosen, rows, -1).to(tl.int64), mask=choices < num_choices)
+    tl.store(token_ptr + rows, (choices // topk).to(tl.int64), mask=chosen)
+    tl.store(choice_ptr + rows, choices.to(tl.int64), mask=chosen)
+
+
+@triton.jit
+def _pick_kernel(values_ptr, places_ptr, out_ptr, num, BLOCK: tl.constexpr):
+    each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.load(places_ptr + each, mask=each < num, other=-1)
+    tl.store(out_ptr + each, tl.load(values_ptr + places, mask=places >= 0, other=0.0), mask=each < num)
+
+
+@triton.jit
+def _gather_rows(
+    tokens_ptr, token_ptr, rows_ptr, num_rows, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    tokens = tl.load(token_ptr + rows, mask=rows < num_rows, other=-1)
+    inside = (columns < width)[None, :]
+    held = (tokens >= 0)[:, None] & inside
+    values = tl.load(tokens_ptr + tokens[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    tl.store(rows_ptr + rows[:, None] * width + columns[None, :], values, mask=(rows < num_rows)[:, None] & inside)
+
+
+@triton.jit
+def _sum_choices(rows_ptr, places_ptr, tokens_ptr, topk, width, stride, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for choice in range(topk):
+        row = tl.load(places_ptr + token * topk + choice)
+        held = (columns < width) & (row >= 0)
+        total += tl.load(rows_ptr + row * stride + columns, mask=held, other=0.0).to(tl.float32)
+    tl.store(tokens_ptr + token * width + columns, total.to(tokens_ptr.dtype.element_ty), mask=columns < width)

@@ -1,0 +1,56 @@
+"""Our own Triton kernels for NVIDIA GPUs: memory-bound ops in one pass each, and weight gradients accumulated in fp32.
+
+Nothing is read from the device by the host, and nothing depends on the order in which programs run: results repeat bit
+for bit. Under `TRITON_INTERPRET=1` the same kernels run on the CPU, for tests.
+"""
+
+import torch
+import triton
+
+from megatron_moe.kernels.backends.triton.activation import activation as activation
+from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
+from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
+from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
+from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
+from megatron_moe.kernels.backends.triton.rope import rope as rope
+from megatron_moe.kernels.backends.triton.rows import count_tokens as count_tokens
+from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
+from megatron_moe.kernels.backends.triton.rows import permute as permute
+from megatron_moe.kernels.backends.triton.rows import sort_rows as sort_rows
+from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
+from megatron_moe.kernels.bundle import Fit, Judgement
+
+NAME = "triton"
+NEEDS = ("triton",)
+PROVIDES = (
+    "grouped_weight_grad",
+    "rms_norm",
+    "rope",
+    "activation",
+    "cross_entropy",
+    "count_tokens",
+    "sort_rows",
+    "permute",
+    "unpermute",
+    "gather_probs",
+    "adamw_",
+)
+
+
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
+    """See `megatron_moe.kernels.choose`."""
+    if dtype is torch.float64:
+        return Judgement(Fit.NO, "fp64 is for proofs, which run on plain torch")
+    if device.type == "cpu":
+        if triton.knobs.runtime.interpret:
+            return Judgement(Fit.YES, "interpreted, for tests")
+        return Judgement(Fit.NO, "Triton compiles for GPUs")
+    if op == "grouped_weight_grad" and dtype is torch.float32:
+        return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
+    reasons = {
+        "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
+        "adamw_": "one pass that also writes the rounded weights",
+        "sort_rows": "a counting sort in two launches",
+        "count_tokens": "a histogram without atomics",
+    }
+    return Judgement(Fit.BEST, reasons.get(op, "one pass over memory"))

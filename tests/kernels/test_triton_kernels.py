@@ -1,0 +1,239 @@
+"""Our Triton kernels under the interpreter against the reference: every op, sizes that are no multiple of a tile."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.ops import Operand
+from megatron_moe.specs.moe import ActivationSpec
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, Tolerance
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
+    pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
+]
+REFERENCE = reference.bundle()
+BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
+DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
+KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Result and input gradients, for a fixed incoming gradient."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out.dtype))
+    return [out.detach(), *grads]
+
+
+def compare(op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """The kernel in `dtype` against the reference in fp64 on the same rounded inputs. In bf16 it may also be off by
+    twice what the reference itself is off in bf16."""
+    rounded = [x.to(dtype) for x in inputs]
+    actual = with_gradients(op(triton_kernels), rounded, dtype)
+    exact = with_gradients(op(REFERENCE), rounded, torch.float64)
+    plain = with_gradients(op(REFERENCE), rounded, dtype)
+    for number, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
+        what = "result" if number == 0 else f"gradient {number}"
+        assert a.dtype is p.dtype, f"{what}: {a.dtype}, the contract says {p.dtype}"
+        slack = 2 * float((p.double() - e).abs().max()) if e.numel() else 0.0
+        bar = BARS[dtype]
+        Tolerance(bar.rtol, max(bar.atol, slack), bar.why).check(a, e, what)
+
+
+@DTYPES
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3, 48), (1, 1, 128), (70, 1), (0, 16), (3, 2, 2, 100)])
+def test_rms_norm_is_the_reference(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
+    inputs = [draw(*shape), draw(shape[-1], seed=1)]
+    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-6, zero_centered), inputs, dtype)
+
+
+def test_rms_norm_of_a_view_reads_the_view_and_not_what_lies_between() -> None:
+    wide = draw(6, 40)
+    compare(lambda k: lambda x, w: k.rms_norm(x[:, 3:19], w, 1e-6, False), [wide, draw(16, seed=1)], torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "width", "turned", "batch"), [(3, 8, 8, 1), (5, 12, 6, 2), (1, 64, 2, 2)])
+def test_rope_is_the_reference(heads: int, width: int, turned: int, batch: int, interleaved: bool, dtype: torch.dtype) -> None:
+    half = draw(7, batch, turned // 2, seed=2).float()
+    cos, sin = (torch.cat([f(half)] * 2, dim=-1) for f in (torch.cos, torch.sin))
+    for angles in ((cos, sin), (cos[:, :1], sin[:, :1])):
+        compare(
+            lambda k, a=angles: lambda x: k.rope(x, a[0].to(torch.promote_types(x.dtype, torch.float32)), a[1].to(
+                torch.promote_types(x.dtype, torch.float32)), interleaved),
+            [draw(7, batch, heads, width)],
+            dtype,
+        )  # fmt: skip
+
+
+def test_rope_reads_heads_that_stand_apart() -> None:
+    cos, sin = draw(4, 1, 6, seed=2), draw(4, 1, 6, seed=3)
+    op = lambda k: lambda x: k.rope(x[:, :, 1:, 2:8], cos.to(x.dtype), sin.to(x.dtype), False)  # noqa: E731
+    compare(op, [draw(4, 2, 3, 10)], torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_is_the_reference(kind: Any, gated: bool, weighted: bool, dtype: torch.dtype) -> None:
+    spec = ActivationSpec(kind=kind, gated=gated)
+    inputs = [2 * draw(9, 20 * spec.fan)] + ([draw(9, seed=1).abs()] if weighted else [])
+    compare(lambda k: lambda x, *p: k.activation(x, *(p or (None,)), spec), inputs, dtype)
+
+
+def test_activation_may_be_clamped_and_shifted_over_several_tiles() -> None:
+    spec = ActivationSpec(kind="quick_gelu", gated=True, clamp=1.0, linear_offset=1.0)
+    inputs = [2 * draw(3, 2, 2 * 1100), draw(3, 2, seed=1).abs()]
+    compare(lambda k: lambda x, p: k.activation(x, p, spec), inputs, torch.float32)
+
+
+@DTYPES
+def test_rows_without_a_token_leave_nothing_behind_in_the_activation(dtype: torch.dtype) -> None:
+    spec = ActivationSpec(kind="silu", gated=True)
+    x, probs = draw(4, 16).to(dtype), torch.tensor([0.5, 0.0, 0.25, 0.0]).to(dtype)
+    x[1], x[3] = torch.nan, torch.inf
+    x.requires_grad_(), probs.requires_grad_()
+    out = triton_kernels.activation(x, probs, spec)
+    grad = torch.ones_like(out)
+    grad[3] = torch.nan  # rows past the last offset are undefined
+    grad_x, grad_probs = torch.autograd.grad(out, [x, probs], grad)
+    for tensor in (out.detach(), grad_x, grad_probs):
+        assert (tensor[[1, 3]] == 0).all() and torch.isfinite(tensor).all()
+        assert (tensor[[0, 2]] != 0).any()
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "vocab"), [(5, 33), (1, 1), (3, 8200), (0, 7)])
+def test_cross_entropy_is_the_reference(tokens: int, vocab: int, dtype: torch.dtype) -> None:
+    labels = torch.arange(tokens) * 7 % vocab
+    compare(lambda k: lambda x: k.cross_entropy(x, labels), [5 * draw(tokens, vocab)], dtype)
+
+
+def test_cross_entropy_of_huge_and_forbidden_logits_is_finite() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0]], requires_grad=True)
+    loss = triton_kernels.cross_entropy(logits, torch.tensor([0, 1]))
+    FP32_REF.check(loss, torch.tensor([0.0, 0.3132616875182228]), "loss")
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    assert torch.isfinite(grad).all() and grad[1, 0] == 0
+
+
+def choices(tokens: int, topk: int, experts: int, *, some_empty: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens + topk)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :topk]
+    if some_empty:
+        ids = torch.where(torch.rand(tokens, topk, generator=generator) < 0.3, -1, ids)
+        ids = torch.where(ids == experts - 1, -1, ids)  # an expert without tokens
+    return ids
+
+
+ROUTINGS = pytest.mark.parametrize(
+    ("tokens", "topk", "experts", "some_empty"),
+    [(0, 2, 4, False), (1, 1, 1, False), (50, 3, 7, True), (130, 2, 128, False), (33, 4, 5, True)],
+)
+
+
+@ROUTINGS
+def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, some_empty: bool) -> None:
+    ids = choices(tokens, topk, experts, some_empty=some_empty)
+    actual = triton_kernels.sort_rows(ids, experts, None)
+    expected = REFERENCE.sort_rows(ids, experts, None)
+    for name in ("token_R", "choice_R", "offsets_E", "rows_TK"):
+        mine, theirs = getattr(actual, name), getattr(expected, name)
+        assert mine.dtype is theirs.dtype and mine.tolist() == theirs.tolist(), name
+    counts = triton_kernels.count_tokens(ids, experts)
+    assert counts.dtype is torch.int64 and counts.tolist() == REFERENCE.count_tokens(ids, experts).tolist()
+
+
+@DTYPES
+@ROUTINGS
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_rows_travel_there_and_back_as_in_the_reference(
+    tokens: int, topk: int, experts: int, some_empty: bool, capacity: int | None, dtype: torch.dtype
+) -> None:
+    ids = choices(tokens, topk, experts, some_empty=some_empty)
+    index = REFERENCE.sort_rows(ids, experts, capacity)
+    compare(lambda k: lambda x: k.permute(x, index), [draw(tokens, 20)], dtype)
+    compare(lambda k: lambda x: k.gather_probs(x, index), [draw(tokens, topk)], dtype)
+    compare(lambda k: lambda x: k.unpermute(x, index, tokens), [draw(len(index.token_R), 20)], dtype)
+
+
+def test_the_dense_form_is_taken_too() -> None:
+    map_TE = torch.tensor([[True, False], [True, True], [False, False]])
+    index = REFERENCE.sort_rows_dense(map_TE, 6, None)
+    compare(lambda k: lambda x: k.permute(x, index), [draw(3, 5)], torch.float32)
+    compare(lambda k: lambda x: k.unpermute(x, index, 3), [draw(6, 5)], torch.float32)
+    compare(lambda k: lambda x: k.gather_probs(x, index), [draw(3, 2)], torch.float32)
+
+
+def test_rows_that_hold_nothing_do_not_reach_a_token() -> None:
+    index = REFERENCE.sort_rows(torch.tensor([[0, -1], [1, 0]]), 2, None)
+    rows = draw(4, 6).float()
+    rows[3] = torch.nan
+    assert torch.isfinite(triton_kernels.unpermute(rows, index, 2)).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("counts", [(3, 0, 70, 1), (0, 0, 0, 0), (64, 64, 1, 130)])
+def test_grouped_weight_gradients_add_up_in_the_buffer(
+    counts: tuple[int, ...], accumulate: bool, dtype: torch.dtype
+) -> None:
+    num_rows = sum(counts) + 5  # the last rows belong to no expert
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    grad, rows = draw(num_rows, 24).to(dtype), draw(num_rows, 40, seed=1).to(dtype)
+    grad[sum(counts) :], rows[sum(counts) :] = torch.nan, torch.nan
+    before = draw(len(counts), 24, 40, seed=2).float()
+    actual, expected = before.clone(), before.double()
+    triton_kernels.grouped_weight_grad(Operand(data=grad), Operand(data=rows), offsets, actual, accumulate)
+    REFERENCE.grouped_weight_grad(
+        Operand(data=grad.double()), Operand(data=rows.double()), offsets, expected, accumulate
+    )
+    FP32_REF.check(actual, expected, "weight gradient")
+
+
+def adamw_state() -> list[Tensor]:
+    return [draw(3000, seed=seed).float() for seed in range(2)] + [draw(3000, seed=s).float().abs() for s in (2, 3)]
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+def test_adamw_moves_masters_and_rounds_the_weights(step: int) -> None:
+    settings = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    counters = dict(step=torch.tensor(step), grad_scale=torch.tensor(0.5), proceed=torch.tensor(True))
+    mine, theirs = adamw_state(), [x.double() for x in adamw_state()]
+    weights = torch.zeros(3000, dtype=torch.bfloat16)
+    triton_kernels.adamw_(*mine, **settings, **counters, weights=weights)
+    REFERENCE.adamw_(*theirs, **settings, **counters)
+    for name, actual, expected in zip(
+        ("master", "exp_avg", "exp_avg_sq"), mine[:1] + mine[2:], theirs[:1] + theirs[2:], strict=True
+    ):
+        FP32_REF.check(actual, expected, name)
+    # the interpreter cuts digits off where a GPU rounds
+    BF16_KERNEL.check(weights, mine[0].bfloat16(), "weights")
+
+
+def test_a_refused_step_leaves_every_bit() -> None:
+    state = adamw_state()
+    state[1][:5] = torch.nan
+    before = [x.clone() for x in state]
+    weights = torch.ones(3000, dtype=torch.bfloat16)
+    triton_kernels.adamw_(
+        *state, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1,
+        step=torch.tensor(1), grad_scale=torch.tensor(torch.nan), proceed=torch.tensor(False), weights=weights,
+    )  # fmt: skip
+    for actual, expected in zip(
+        (state[0], *state[2:], weights), (before[0], *before[2:], torch.ones(3000)), strict=True
+    ):
+        EXACT.check(actual.float(), expected, "state")
