@@ -1,6 +1,9 @@
-"""Settings as a YAML file that reads back as the same settings."""
+"""Settings as a YAML file, a JSON file or a command line, each of which reads back as the same settings."""
 
+import json
 import re
+import shlex
+import textwrap
 from collections.abc import Sequence
 
 from arguments.flag import Flag
@@ -13,19 +16,58 @@ _NULL_WORDS = ("null", "Null", "NULL", "~", "")
 _COMMENT_COLUMN = 56
 
 
+def export(settings: Settings, environment: dict[str, str], form: str) -> str:
+    """What `--print-config` prints: `yaml` and `json` hold every flag, `flags` those that were given."""
+    if form == "flags":
+        return flags_text(settings)
+    return json_text(settings, environment) if form == "json" else yaml_text(settings, environment)
+
+
 def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence[str] = ()) -> str:
     """Every flag by group, each with the origin of its value as a comment."""
     lines = [f"# {line}" for line in heading]
     if environment:
         lines += ["environment:", *(f"  {name}: {_scalar(value)}" for name, value in environment.items())]
-    for group in group_classes():
-        if group != "start":
-            lines += [f"{group}:", *_group_lines(settings, group)]
+    for group in _groups():
+        lines += [f"{group}:", *(_line(settings, flag) for flag in _flags(settings, group))]
     return "\n".join(lines) + "\n"
 
 
-def _group_lines(settings: Settings, group: str) -> list[str]:
-    return [_line(settings, flag) for flag in settings.registry.flags.values() if flag.group == group]
+def json_text(settings: Settings, environment: dict[str, str]) -> str:
+    """Every flag by group, as JSON that is YAML too, so that `--config` reads it."""
+    variables = [f"{_string(name)}: {_string(value)}" for name, value in environment.items()]
+    entries = [f'"environment": {_object(variables)}']
+    for group in _groups():
+        known = [flag for flag in _flags(settings, group) if settings.known(flag.name)]
+        lines = [f"{_string(flag.option[2:])}: {_json(flag, settings.setting(flag.name).value)}" for flag in known]
+        entries.append(f'"{group}": {_object(lines)}')
+    return _object(entries) + "\n"
+
+
+def flags_text(settings: Settings) -> str:
+    """Flags that were given, one a line, as words for a shell."""
+    given = [flag for group in _groups() for flag in _flags(settings, group) if flag.name in settings.values]
+    lines = [" ".join(map(shlex.quote, words_to_set(flag, settings.setting(flag.name).value))) for flag in given]
+    return " \\\n".join(lines) + "\n"
+
+
+def words_to_set(flag: Flag, value: object) -> list[str]:
+    """The words of a command line that give a flag its value. A value that is not set has none: nobody gave it."""
+    if value is None:
+        return []
+    if flag.is_switch:
+        return [flag.option if value else flag.off_options[0]]
+    words = [f'"{word}"' if word.startswith("--") else word for word in words_of(flag.type, value)]
+    return [f"{flag.option}={words[0]}"] if words == [""] else [flag.option, *words]
+
+
+def _groups() -> list[str]:
+    """Those that a file may hold."""
+    return [group for group in group_classes() if group != "start"]
+
+
+def _flags(settings: Settings, group: str) -> list[Flag]:
+    return [flag for flag in settings.registry.flags.values() if flag.group == group]
 
 
 def _line(settings: Settings, flag: Flag) -> str:
@@ -55,3 +97,24 @@ def _character(character: str) -> str:
     if character in '"\\':
         return "\\" + character
     return character if character.isprintable() else f"\\U{ord(character):08x}"
+
+
+def _object(entries: Sequence[str]) -> str:
+    return "{\n" + ",\n".join(textwrap.indent(entry, "  ") for entry in entries) + "\n}" if entries else "{}"
+
+
+def _json(flag: Flag, value: object) -> str:
+    if isinstance(value, tuple) and is_list(flag.type):
+        items = zip(value, words_of(flag.type, value), strict=True)
+        return f"[{', '.join(_json_item(item, word) for item, word in items)}]"
+    return "null" if value is None else _json_item(value, words_of(flag.type, value)[0])
+
+
+def _json_item(value: object, word: str) -> str:
+    return json.dumps(value) if isinstance(value, bool | int | float) else _string(word)
+
+
+def _string(text: str) -> str:
+    """Only what cannot be printed is escaped, because YAML takes the pairs apart that JSON makes of rare characters."""
+    parts = (json.dumps(part, ensure_ascii=not part.isprintable())[1:-1] for part in text.replace("$", "$$"))
+    return f'"{"".join(parts)}"'

@@ -41,6 +41,7 @@ class Declaration:
     note: str
     harmless: bool
     essential: bool
+    bare: str | None
 
 
 def flag(
@@ -55,6 +56,7 @@ def flag(
     note: str = "",
     harmless: bool = False,
     essential: bool = False,
+    bare: str | None = None,
 ) -> Any:
     """A dataclass field that is a flag.
 
@@ -69,6 +71,7 @@ def flag(
         note: for "close": the difference; for "no effect": why; for "not yet" and "refused": what to use instead.
         harmless: leaving it out changes no number, so `--allow-ignored-flags` may ignore it where it is not available.
         essential: shown by a plain `--help`.
+        bare: its value when it stands there without one.
     """
     declaration = Declaration(
         names=names,
@@ -80,6 +83,7 @@ def flag(
         note=note,
         harmless=harmless,
         essential=essential,
+        bare=bare,
     )
     return field(default=default, metadata={"flag": declaration})
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from arguments.flag import Flag, flag, flags_of
 from arguments.groups.attention import AttentionFlags
@@ -31,8 +31,19 @@ class StartFlags:
     """YAML files with flags; later ones win over earlier ones, and the command line over all."""
     recipe: str | None = flag(None, status="ours", essential=True)
     """Name of a file below scripts/recipes, read before `--config`; docs/recipes.md lists them."""
-    print_config: bool = flag(False, status="ours", essential=True)
-    """Print every value with its origin as a YAML file, and leave."""
+    print_config: Literal["yaml", "flags", "json"] | None = flag(None, status="ours", essential=True, bare="yaml")
+    """Print every value with its origin as a YAML file, or as JSON, or the given flags as a command line, and leave."""
+    from_hf_config: str | None = flag(None, status="ours")
+    """Folder with a Hugging Face config.json: its model's flags, which files and the command line win over."""
+    check_against_hf: str | None = flag(None, status="ours")
+    """Folder with a Hugging Face config.json: compare the model with it, print what differs, and leave; exit code 2 if
+    anything does."""
+    dry_run: Literal["text", "json"] | None = flag(None, status="ours", essential=True, bare="text")
+    """Tell what the run would need and do, and leave: grids, stages, bytes, schedule, communication, time."""
+    world_size: int | None = flag(None, status="ours", least=1)
+    """Of a dry run: ranks. Not set: those of the recipe, or of the launcher."""
+    gpu: Literal["h100", "h200", "b200", "gb200", "gb300"] | None = flag(None, status="ours")
+    """Of a dry run: the kind of every rank's device. Not set: that of the recipe, or h100."""
     proxy: bool = flag(False, status="ours", essential=True)
     """Shrink the run to the machine at hand: fewer layers, experts and ranks, less width, random tokens, 5 iterations;
     the same paths. Flags behind it stay as they are; every rewrite is printed."""

@@ -151,6 +151,8 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
         if len(given.words) > 1:
             raise BadValue("takes no value")
         return (parse(bool, given.words) if given.words else True) is switched_on
+    if not given.words and flag.declaration.bare is not None:
+        return flag.declaration.bare
     if not given.words and not is_list(flag.type):
         raise BadValue("needs a value")
     words = cut(given.words[0]) if given.state == "one text" and is_list(flag.type) else given.words

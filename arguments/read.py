@@ -16,9 +16,10 @@ from arguments.checks.run import (
     unavailable_flags,
 )
 from arguments.errors import Finished, FlagErrors, Problem
-from arguments.export import yaml_text
+from arguments.export import export, yaml_text
 from arguments.files import read_files
 from arguments.flags import Flags, Registry, normal
+from arguments.huggingface.questions import compared_with, published_flags
 from arguments.launch import LaunchProblem, allocation_note, launch_of
 from arguments.parser import Given, Settings, near, settle, split
 from arguments.proxy.machine import NEEDLESS
@@ -43,18 +44,28 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
     Raises:
         FlagErrors: everything that is wrong with it, at once.
         Finished: it asked for a text (`--help`, `--find`, `--print-config`), which the exception carries.
+        AnotherModel: `--check-against-hf` found another model.
     """
     registry = Registry.declared()
     answer = explain.answer(argv, registry)
     if answer is not None:
         raise Finished(answer)
     told = _told(argv, environ, registry)
-    if told.settings.setting("print_config").value:
-        _refuse(told.settings.problems)
-        raise Finished(yaml_text(told.settings, told.environment))
+    _answer(told)
     flags, launch = _checked(told, environ)
     vocab_size = _vocab_size(flags, vocab_size_of, told.settings)
     return _plan(flags, launch, vocab_size, told, environ, argv)
+
+
+def _answer(told: "_Told") -> None:
+    """Raises Finished when the command line asks for a text about its settings."""
+    form = told.settings.setting("print_config").value
+    if form:
+        _refuse(told.settings.problems)
+        raise Finished(export(told.settings, told.environment, form))
+    folder = told.settings.setting("check_against_hf").value
+    if folder:
+        raise Finished(compared_with(folder, told.settings))
 
 
 @dataclass
@@ -75,8 +86,11 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     needless = NEEDLESS if asked.setting("proxy").value else frozenset()
     files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
-    layers = [file.flags for file in files]
+    folder = asked.setting("from_hf_config").value
+    published, notes = published_flags(folder, registry) if folder else ([], [])
+    layers = [published, *(file.flags for file in files)]
     settings = settle(registry, [*layers, words])
+    settings.notes += notes
     for file in files:
         problems += file.problems
     settings.problems[:0] = problems

@@ -80,7 +80,7 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
     """Every rule that does not hold."""
     facts = _facts(settings, launch)
     for rule in rules:
-        names = _parameters(rule)
+        names = parameters(rule)
         if all(name in facts or (name in settings.registry.flags and settings.known(name)) for name in names):
             complaint = rule(**{name: _value(name, settings, facts) for name in names})
             if complaint:
@@ -113,15 +113,16 @@ def _virtual_stages(settings: Settings) -> int | None:
 def given_hints(settings: Settings, known: Sequence[Hint] = hints.HINTS) -> Iterator[str]:
     """What may not be meant, of settings that break no rule."""
     for hint in known:
-        text = hint(**{name: settings.setting(name).value for name in _parameters(hint)})
+        text = hint(**{name: settings.setting(name).value for name in parameters(hint)})
         if text:
             yield text
 
 
-def missing_flags(settings: Settings) -> Iterator[Problem]:
-    """Flags that must be given and are not."""
+def missing_flags(settings: Settings, groups: Sequence[str] | None = None) -> Iterator[Problem]:
+    """Flags that must be given and are not, of all groups or of some."""
     for name, flag in settings.registry.flags.items():
-        if flag.required and name not in settings.values and name not in settings.failed:
+        asked_for = flag.required and (groups is None or flag.group in groups)
+        if asked_for and name not in settings.values and name not in settings.failed:
             yield Problem(what=f"{flag.option} is required", remedy=f"--help {flag.option} explains it")
 
 
@@ -200,7 +201,8 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
     return flag.option, shown(flag, setting.value), setting.origin
 
 
-def _parameters(function: Callable[..., object]) -> list[str]:
+def parameters(function: Callable[..., object]) -> list[str]:
+    """What a rule or a hint asks for."""
     return list(inspect.signature(function).parameters)
 
 

@@ -1,5 +1,6 @@
 """YAML files in their three shapes, variables, origins, and files that are wrong."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -273,7 +274,7 @@ def test_print_config_shows_every_value_with_its_origin():
     lines = [" ".join(line.split()) for line in caught.value.text.splitlines()]
     assert "lr: 1.0 # command line" in lines
     assert "adam-beta1: 0.9 # default" in lines
-    assert any(line.startswith("num-layers: 4 # ") and line.endswith("quickstart.yaml:3") for line in lines)
+    assert any(line.startswith("num-layers: 4 # ") and re.search(r"quickstart\.yaml:\d+$", line) for line in lines)
 
 
 def test_print_config_of_nothing_names_what_is_required():

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given, settings
@@ -13,13 +12,8 @@ from hypothesis import strategies as st
 
 from arguments.errors import Finished, FlagErrors
 from arguments.explain import document, surface
-from arguments.export import yaml_text
-from arguments.files import read_file
-from arguments.flag import Flag
 from arguments.flags import Registry, group_classes
-from arguments.parser import Setting, Settings, settle
 from arguments.read import read_plan
-from arguments.values import LayerPattern, is_optional, without_none
 from megatron_moe.specs.run import RunPlan
 from tests.arguments.test_checks import CASES
 from tests.command_lines import SMALL, plan_of, words
@@ -38,52 +32,6 @@ def answer_to(*argv: str) -> str:
 def specs_of(plan: RunPlan) -> RunPlan:
     """The plan without the story of how it came about."""
     return replace(plan, resolved_yaml="", command_line="", notes=())
-
-
-def value_of(flag: Flag) -> st.SearchStrategy:
-    """Any value that a flag can have."""
-    kind = without_none(flag.type)
-    least, below = flag.declaration.least, flag.declaration.below
-    if kind == LayerPattern:
-        values = st.integers(0, 99) | st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
-    elif get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
-        item = scalar(get_args(kind)[0], least, below)
-        values = st.lists(item.filter(bool), max_size=4).map(tuple)
-    elif get_origin(kind) is tuple:
-        values = st.tuples(*(scalar(item, least, below) for item in get_args(kind)))
-    else:
-        values = scalar(kind, least, below)
-    return st.none() | values if is_optional(flag.type) else values
-
-
-def scalar(kind: object, least: float | None, below: float | None) -> st.SearchStrategy:
-    if get_origin(kind) is Literal:
-        return st.sampled_from(get_args(kind))
-    if kind is bool:
-        return st.booleans()
-    if kind is int:
-        return st.integers(-(10**9) if least is None else int(least), 10**9)
-    if kind is float:
-        return st.floats(least, below, exclude_max=below is not None, allow_nan=False, allow_infinity=False)
-    return st.text(st.characters(codec="utf-8"), max_size=9)
-
-
-@settings(max_examples=100)
-@given(st.data())
-def test_settings_survive_being_written_and_read(tmp_path_factory, data):
-    flags = [flag for flag in REGISTRY.flags.values() if flag.group != "start"]
-    chosen = data.draw(st.lists(st.sampled_from(flags), max_size=12, unique_by=lambda flag: flag.name))
-    before = Settings(REGISTRY, {flag.name: Setting(data.draw(value_of(flag)), "here") for flag in chosen})
-    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), st.text(st.characters(codec="utf-8"))))
-    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
-    path.write_text(yaml_text(before, environment, ["a heading"]), encoding="utf-8")
-    file = read_file(path, REGISTRY, {})
-    after = settle(REGISTRY, [file.flags])
-    assert (file.problems, after.problems, after.notes) == ([], [], [])
-    assert file.environment == environment
-    for flag in flags:
-        if before.known(flag.name):
-            assert after.setting(flag.name).value == before.setting(flag.name).value, flag.option
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.environ], ids=lambda case: case.rule)

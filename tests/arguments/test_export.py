@@ -1,0 +1,168 @@
+"""Exports read back as what they were made from, whatever the values are."""
+
+import json
+import shlex
+from dataclasses import replace
+from typing import Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arguments.errors import Finished
+from arguments.export import export, flags_text, json_text, yaml_text
+from arguments.files import read_file
+from arguments.flag import Flag
+from arguments.flags import Registry
+from arguments.parser import Setting, Settings, settle, split
+from arguments.read import read_plan
+from arguments.values import LayerPattern, is_optional, without_none
+from megatron_moe.specs.run import RunPlan
+from tests.arguments.test_checks import CASES
+from tests.command_lines import SMALL, VOCAB_SIZE, plan_of, words
+
+REGISTRY = Registry.declared()
+FLAGS = [flag for flag in REGISTRY.flags.values() if flag.group != "start"]
+ALL = st.characters(codec="utf-8")
+LEGIBLE = ALL.filter(lambda character: character.isprintable() or ord(character) <= 0xFFFF)
+"""Other characters are written by JSON as pairs of escapes, which YAML takes apart."""
+LEGAL = [case for case in CASES if not case.environ]
+
+
+def value_of(flag: Flag, characters: st.SearchStrategy) -> st.SearchStrategy:
+    """Any value that a flag can have."""
+    kind = without_none(flag.type)
+    least, below = flag.declaration.least, flag.declaration.below
+    if kind == LayerPattern:
+        values = st.integers(0, 99) | st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+    elif get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+        item = scalar(get_args(kind)[0], least, below, characters)
+        values = st.lists(item.filter(bool), max_size=4).map(tuple)
+    elif get_origin(kind) is tuple:
+        values = st.tuples(*(scalar(item, least, below, characters) for item in get_args(kind)))
+    else:
+        values = scalar(kind, least, below, characters)
+    return st.none() | values if is_optional(flag.type) else values
+
+
+def scalar(kind: object, least: float | None, below: float | None, characters: st.SearchStrategy) -> st.SearchStrategy:
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return st.integers(-(10**9) if least is None else int(least), 10**9)
+    if kind is float:
+        return st.floats(least, below, exclude_max=below is not None, allow_nan=False, allow_infinity=False)
+    return st.text(characters, max_size=9)
+
+
+def settings_of(data: st.DataObject, characters: st.SearchStrategy = ALL) -> Settings:
+    chosen = data.draw(st.lists(st.sampled_from(FLAGS), max_size=12, unique_by=lambda flag: flag.name))
+    return Settings(REGISTRY, {flag.name: Setting(data.draw(value_of(flag, characters)), "here") for flag in chosen})
+
+
+def same_values(before: Settings, after: Settings) -> bool:
+    assert (after.problems, after.notes) == ([], [])
+    known = [flag for flag in FLAGS if before.known(flag.name)]
+    differing = [flag for flag in known if after.setting(flag.name).value != before.setting(flag.name).value]
+    return [(flag.option, before.setting(flag.name), after.setting(flag.name)) for flag in differing] == []
+
+
+def specs_of(plan: RunPlan) -> RunPlan:
+    """The plan without the story of how it came about."""
+    return replace(plan, resolved_yaml="", command_line="", notes=())
+
+
+def shell_words(text: str) -> list[str]:
+    """As a shell reads lines that go on after a backslash."""
+    return shlex.split(text.replace(" \\\n", " "))
+
+
+def printed(form: str, argv: list[str]) -> str:
+    with pytest.raises(Finished) as caught:
+        read_plan([*argv, "--print-config", form], {})
+    return caught.value.text
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_a_yaml_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data):
+    before = settings_of(data)
+    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), st.text(ALL)))
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(yaml_text(before, environment, ["a heading"]), encoding="utf-8")
+    file = read_file(path, REGISTRY, {})
+    assert (file.problems, file.environment) == ([], environment)
+    assert same_values(before, settle(REGISTRY, [file.flags]))
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_a_json_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data):
+    before = settings_of(data, LEGIBLE)
+    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), st.text(LEGIBLE)))
+    path = tmp_path_factory.getbasetemp() / "round_trip.json"
+    text = json_text(before, environment)
+    path.write_text(text, encoding="utf-8")
+    assert set(json.loads(text)) > {"environment", "model", "data"}
+    file = read_file(path, REGISTRY, {})
+    assert (file.problems, file.environment) == ([], environment)
+    assert same_values(before, settle(REGISTRY, [file.flags]))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_command_line_reads_back_as_the_settings_it_holds(data):
+    before = settings_of(data)
+    given_words, problems = split(shell_words(flags_text(before)))
+    assert problems == []
+    assert same_values(before, settle(REGISTRY, [given_words]))
+
+
+def test_no_flag_has_a_default_that_a_command_line_cannot_return_to():
+    """A value that is not set has no words, so it must be the default."""
+    assert [flag.option for flag in FLAGS if is_optional(flag.type) and flag.default is not None] == []
+
+
+def test_json_holds_numbers_texts_and_lists_as_such():
+    held = json.loads(printed("json", words(SMALL)))
+    assert held["model"]["num-layers"] == 4
+    assert held["moe"]["moe-layer-freq"] == "([0]*1+[1]*3)"
+    assert held["moe"]["moe-aux-loss-coeff"] == [0.01]
+    assert held["model"]["swiglu"] is True
+    assert held["attention"]["window-size"] is None
+    assert held["data"]["data-path"] == ["corpus_text_document"]
+
+
+def test_a_command_line_is_what_was_given_in_order_of_groups():
+    lines = printed("flags", words(SMALL)).split(" \\\n")
+    assert lines[:2] == ["--num-layers 4", "--hidden-size 256"]
+    assert "--moe-layer-freq '([0]*1+[1]*3)'" in lines
+    assert "--no-add-bias-linear" in lines
+    assert not any(line.startswith("--adam-beta1") for line in lines)
+
+
+def test_bare_print_config_is_yaml():
+    with pytest.raises(Finished) as caught:
+        read_plan([*words(SMALL), "--print-config"], {})
+    assert caught.value.text == printed("yaml", words(SMALL))
+
+
+@pytest.mark.parametrize("form", ["yaml", "json", "flags"])
+@pytest.mark.parametrize("case", LEGAL[::4], ids=lambda case: case.rule)
+def test_a_plan_survives_every_form_of_its_settings(tmp_path, case, form):
+    """Flags to plan, to a file or a command line, and to the same plan again; and that prints the same once more."""
+    plan = plan_of(case.good, case.without)
+    argv = [*words(SMALL, case.without), *shlex.split(case.good)]
+    text = printed(form, argv)
+    path = tmp_path / "exported"
+    path.write_text(text, encoding="utf-8")
+    again = shell_words(text) if form == "flags" else ["--config", str(path)]
+    assert specs_of(read_plan(again, {}, vocab_size_of=lambda spec: spec.vocab_size or VOCAB_SIZE)) == specs_of(plan)
+    if form != "yaml":  # whose comments say where every value came from
+        assert printed(form, again) == text
+
+
+def test_every_form_has_a_text():
+    assert [bool(export(Settings(REGISTRY), {}, form)) for form in ("yaml", "json", "flags")] == [True, True, True]

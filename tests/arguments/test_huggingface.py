@@ -1,0 +1,182 @@
+"""Flags from a config.json and back: every public family, what no flag says, and what is refused."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.errors import Finished, FlagErrors
+from arguments.flags import Registry
+from arguments.huggingface.model_flags import model_flags, unsaid
+from arguments.huggingface.questions import AnotherModel
+from arguments.read import read_plan
+from megatron_moe.specs.attention import MLASpec
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.run import RunPlan
+from tests.command_lines import plan_of
+from tests.zoo import model_spec, zoo_rows
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data_files" / "hf_configs.json").read_text()
+)
+REST = (
+    "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --tokenizer-type NullTokenizer "
+    "--make-vocab-size-divisible-by 1"
+)
+ARCHITECTURES = (
+    "--hidden-dropout 0 --attention-dropout 0",
+    "--normalization LayerNorm --apply-layernorm-1p --add-bias-linear --squared-relu --no-swiglu",
+    "--window-size 15,0 --window-attn-skip-freq 2 --softmax-type learnable --attention-output-gate",
+    "--window-size 15,0 --window-attn-skip-freq [1,1,0,0] --softmax-type off-by-one",
+    "--no-rope-freq 4 --rotary-percent 0.5 --rotary-interleaved --rotary-base 5e5",
+    "--no-rope-freq [0,1,1,0] --use-rope-scaling --rope-scaling-factor 4",
+    "--rotary-seq-len-interpolation-factor 2 --qk-layernorm --qk-layernorm-over all-heads",
+    "--position-embedding-type none --moe-layer-freq 2 --mtp-num-layers 2",
+    "--position-embedding-type learned_absolute --no-untie-embeddings-and-output-weights",
+    "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-latent-size 32",
+    "--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input --num-query-groups 4 --add-qkv-bias",
+    "--no-group-query-attention --multi-latent-attention --q-lora-rank 24 --rotary-scaling-factor 4 --mscale 0.7 "
+    "--mscale-all-dim 0.7 --original-max-position-embeddings 64",
+    "--num-experts 0 --moe-aux-loss-coeff 0",
+)
+"""More of what a command line can ask of a model."""
+
+
+def folder_of(tmp_path: Path, name: str, **change: Any) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name], **change}))
+    return str(tmp_path)
+
+
+def plan_from(folder: str, more: str = "") -> RunPlan:
+    return read_plan(["--from-hf-config", folder, *shlex.split(f"{REST} {more}")], {})
+
+
+def answer_to(*words: str) -> str:
+    with pytest.raises(Finished) as caught:
+        read_plan(words, {})
+    return caught.value.text
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_is_built_from_its_config_alone(tmp_path, name):
+    plan = plan_from(folder_of(tmp_path, name))
+    published = model_spec_from_hf(PUBLISHED[name], mtp=True)
+    assert differences(plan.model, published) == unsaid(published)
+    assert plan.model.vocab_size == published.vocab_size
+
+
+@pytest.mark.parametrize("row", zoo_rows(), ids=str)
+def test_flags_can_say_every_model_of_the_public_table(row):
+    assert unsaid(model_spec(row)) == []
+
+
+@pytest.mark.parametrize("more", ARCHITECTURES)
+def test_flags_of_a_model_give_the_same_model(more):
+    assert unsaid(plan_of(more).model) == []
+
+
+def test_a_config_is_the_lowest_layer_and_its_values_know_their_origin(tmp_path):
+    folder = folder_of(tmp_path, "Mixtral-8x7B")
+    plan = plan_from(folder, "--num-layers 2")
+    assert (len(plan.model.layers), plan.model.hidden_size) == (2, 4096)
+    (line,) = [line for line in plan.resolved_yaml.splitlines() if line.startswith("  hidden-size:")]
+    assert line.split() == ["hidden-size:", "4096", "#", f"{tmp_path}/config.json"]
+
+
+def test_what_no_flag_says_is_noted(tmp_path):
+    notes = plan_from(folder_of(tmp_path, "Moonlight-16B-A3B")).notes
+    assert any("no flag says that layers 0-26 mixer norm eps: 1e-05, published 1e-06" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_agrees_with_the_config_it_came_from(tmp_path, name):
+    folder = folder_of(tmp_path, name)
+    words = ("--from-hf-config", folder, "--check-against-hf", folder)
+    if unsaid(model_spec_from_hf(PUBLISHED[name])):
+        with pytest.raises(AnotherModel, match="mixer norm eps"):
+            read_plan(words, {})
+    else:
+        assert answer_to(*words) == f"The flags describe the model of {folder}/config.json."
+
+
+def test_differences_are_a_table_and_an_exit_code(tmp_path):
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    words = f"--from-hf-config {folder} --check-against-hf {folder} --rotary-base 5000 --moe-router-topk 4"
+    with pytest.raises(AnotherModel) as caught:
+        read_plan(words.split(), {})
+    assert caught.value.code == ExitCode.CONFIG
+    assert str(caught.value).splitlines() == [
+        f"2 differences from {folder}/config.json:",
+        "  layers 0-60 mixer rope base: 5000.0, published 10000.0",
+        "  layers 3-60 feed_forward router topk: 4, published 8",
+        "",
+        "In flags:",
+        "  flag               this run  published",
+        "  --rotary-base      5000.0    10000.0",
+        "  --moe-router-topk  4         8",
+    ]
+
+
+def test_choices_of_training_are_shown_but_make_no_other_model(tmp_path):
+    folder = folder_of(tmp_path, "GPT-OSS-20B")
+    text = answer_to("--from-hf-config", folder, "--check-against-hf", folder, "--hidden-dropout", "0.1")
+    assert text.splitlines()[0].endswith("Choices of this run:")
+    assert text.splitlines()[-1].split() == ["--hidden-dropout", "0.1", "0.0"]
+
+
+def test_prediction_layers_are_a_choice_of_training(tmp_path):
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    text = answer_to("--from-hf-config", folder, "--check-against-hf", folder, "--mtp-num-layers", "0")
+    assert text.splitlines()[-1].split() == ["--mtp-num-layers", "not", "set", "1"]
+
+
+def test_a_model_that_is_not_described_cannot_be_compared(tmp_path):
+    with pytest.raises(FlagErrors) as caught:
+        read_plan(["--check-against-hf", folder_of(tmp_path, "Mixtral-8x7B"), "--hidden-size", "12"], {})
+    required = [problem.what for problem in caught.value.problems]
+    assert required == [
+        "--num-layers is required",
+        "--max-position-embeddings is required",
+        "--num-attention-heads is required",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "is not JSON"),
+        ("[1]", "holds no names with values"),
+        ('{"model_type": "llama"}', "has the model type llama; this program knows mixtral"),
+        ('{"model_type": "mixtral"}', "has no hidden_size"),
+        (json.dumps({**PUBLISHED["Qwen3-30B-A3B"], "head_dim": "x"}), "holds a value that describes no model"),
+        (json.dumps({**PUBLISHED["Qwen3-30B-A3B"], "num_attention_heads": 0}), "holds a value that describes no model"),
+        (json.dumps({**PUBLISHED["Qwen3-30B-A3B"], "num_hidden_layers": 0}), "holds a value that describes no model"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--from-hf-config", "--check-against-hf"])
+def test_a_config_that_describes_no_model_is_refused(tmp_path, option, text, sentence):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(FlagErrors) as caught:
+        read_plan([option, str(tmp_path)], {})
+    (problem,) = caught.value.problems
+    assert str(tmp_path / "config.json") in problem.what and sentence in problem.what
+
+
+def test_a_model_that_no_flags_make_is_told_apart():
+    spec = plan_of("--multi-latent-attention --rope-type rope --no-group-query-attention").model
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, MLASpec)
+    odd = replace(spec.layers[0], mixer=replace(mixer, rope=replace(mixer.rope, interleaved=False)))
+    assert unsaid(replace(spec, layers=(odd,) * 4)) != []
+
+
+def test_every_value_belongs_to_a_flag():
+    registry = Registry.declared()
+    for name in PUBLISHED:
+        assert set(model_flags(model_spec_from_hf(PUBLISHED[name]))) <= set(registry.flags)
