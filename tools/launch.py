@@ -96,6 +96,13 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
     )
 
 
+def script_of(job: Job, launcher: str) -> str:
+    """The text that starts the job."""
+    if launcher == "torchrun":
+        return torchrun_script(job)
+    return slurm_script(job, (ROOT / "scripts" / "slurm" / "body.sh").read_text(encoding="utf-8"))
+
+
 def write(job: Job, script: str, launcher: str) -> Path:
     """The script in the run folder, and the folder that SLURM's logs need."""
     (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
@@ -124,8 +131,7 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser().parse_known_args(argv)
     try:
         job = job_of(options, flags, os.environ)
-        body = (ROOT / "scripts" / "slurm" / "body.sh").read_text(encoding="utf-8")
-        script = slurm_script(job, body) if options.launcher == "slurm" else torchrun_script(job)
+        script = script_of(job, options.launcher)
         if options.dry_run:
             print(script, end="")
             return 0

@@ -1,0 +1,88 @@
+"""Runs or submits every combination of some flags' values, each in its own folder, and tabulates them.
+
+    python tools/sweep.py --output runs/sweeps/a --set lr 1e-3 3e-4 --set micro-batch-size 1 2 4 --recipe quickstart
+    python tools/sweep.py --output runs/sweeps/b --launcher slurm --nodes 4 --set bf16 on off --config my.yaml
+
+The same command again goes on: finished runs are skipped, others resume from their checkpoints. Combinations that the
+checks refuse are told and left out. All other words are flags of pretrain_moe.py.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+
+from arguments.errors import FlagErrors  # noqa: E402
+from arguments.flags import Registry  # noqa: E402
+from arguments.sweeps import Point, axis_of, points  # noqa: E402
+from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
+from megatron_moe.watch.requeue import read_report  # noqa: E402
+from megatron_moe.watch.summary import METRICS, as_text, summarize  # noqa: E402
+from tools import launch  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = launch.parser()
+    parser.description = (__doc__ or "").splitlines()[0]
+    parser.set_defaults(launcher="torchrun", gpus_per_node=1)
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the sweep: one run folder per combination"
+    )
+    parser.add_argument("--set", nargs="+", action="append", default=[], metavar=("FLAG", "VALUE"), dest="axes")
+    return parser
+
+
+def state_of(run_dir: Path) -> str:
+    """What the run's own report says; `submitted` when only its job is there."""
+    report = read_report(run_dir)
+    if report is not None:
+        return report.state
+    return "submitted" if (run_dir / "job.sbatch").exists() else "new"
+
+
+def start(point: Point, options: argparse.Namespace, flags: list[str]) -> str:
+    """Runs or submits one combination unless that was done; returns a line about it."""
+    run_dir = options.output / point.name
+    state = state_of(run_dir)
+    waits = options.launcher == "slurm" and state in ("submitted", "starting", "running", "saving")
+    if state == "finished" or waits:
+        return f"skipped, {state}"
+    try:
+        words = [*flags, *point.flags, "--run-dir", str(run_dir)]
+        options.name = point.name
+        job = launch.job_of(options, words, os.environ)
+    except FlagErrors as problems:
+        return "refused: " + "; ".join(problem.what for problem in problems.problems)
+    if options.dry_run:
+        return f"would be started: {' '.join(point.flags)}"
+    path = launch.write(job, launch.script_of(job, options.launcher), options.launcher)
+    if options.launcher == "slurm":
+        return "submitted" if launch.submit(path, job, "slurm") == 0 else "sbatch failed"
+    with open(run_dir / "output.txt", "a") as output:
+        code = subprocess.run(["bash", str(path)], stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    return "finished" if code == 0 else f"ended with exit code {code}, see {run_dir / 'output.txt'}"
+
+
+def main(argv: Sequence[str]) -> int:
+    options, flags = parser().parse_known_args(argv)
+    registry = Registry.declared()
+    try:
+        combinations = points([axis_of(words, registry) for words in options.axes], registry)
+        for number, point in enumerate(combinations, 1):
+            print(f"[{number}/{len(combinations)}] {point.name}: {start(point, options, flags)}", flush=True)
+        runs = [point.name for point in combinations if (options.output / point.name / METRICS).exists()]
+        if runs:
+            print(as_text([summarize(options.output / name, name) for name in runs]))
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    return int(ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
