@@ -465,18 +465,18 @@ def test_rules_ask_only_for_flags_and_facts_and_give_a_reason():
         assert (rule.__doc__ or "").endswith("."), rule.__name__
 
 
-@pytest.mark.parametrize(
-    ("more", "without", "hint"),
-    [
-        ("--num-query-groups 2", "--group-query-attention", "no effect without --group-query-attention"),
-        ("", "--moe-ffn-hidden-size", "as wide as dense"),
-        ("--bf16 --num-experts 32", "", "--moe-router-dtype fp32 is better for 32 experts"),
-        ("--moe-aux-loss-coeff 0", "", "nothing keeps the experts equally busy"),
-        ("--moe-router-num-groups 2", "", "no effect without --moe-router-group-topk"),
-        ("", "--run-dir", "no checkpoint is saved"),
-        ("--mock-data", "", "the data files are not read"),
-    ],
+HINT_CASES = (
+    ("--num-query-groups 2", "--group-query-attention", "no effect without --group-query-attention"),
+    ("", "--moe-ffn-hidden-size", "as wide as dense"),
+    ("--bf16 --num-experts 32", "", "--moe-router-dtype fp32 is better for 32 experts"),
+    ("--moe-aux-loss-coeff 0", "", "nothing keeps the experts equally busy"),
+    ("--moe-router-num-groups 2", "", "no effect without --moe-router-group-topk"),
+    ("", "--run-dir", "no checkpoint is saved"),
+    ("--mock-data", "", "the data files are not read"),
 )
+
+
+@pytest.mark.parametrize(("more", "without", "hint"), HINT_CASES)
 def test_what_may_not_be_meant_is_noted(more, without, hint):
     assert any(hint in note for note in plan_of(more, without).notes)
 
