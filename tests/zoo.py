@@ -1,4 +1,4 @@
-"""Public MoE architectures as flag values (data_files/zoo_models.tsv), and the model specs that they mean.
+"""Public MoE architectures as flag values (data_files/zoo_models.tsv): command lines, and the model specs they mean.
 
 Left out are models with parts that this program does not have: linear attention, sparse-attention indexers, Mamba.
 Where a router is foreign (sparsemixer of Phi-3.5-MoE, corrected softmax of ERNIE, here sigmoid) its parameters are
@@ -21,6 +21,15 @@ from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import ActivationSpec, ExpertsSpec, MLPSpec, MoESpec, RouterSpec, SharedExpertsSpec
 
 _FILE = Path(__file__).parent / "data_files" / "zoo_models.tsv"
+_VALUES = (
+    *("num-layers", "hidden-size", "ffn-hidden-size", "moe-ffn-hidden-size", "num-attention-heads", "rotary-base"),
+    *("rotary-percent", "normalization", "norm-epsilon", "num-experts", "moe-router-topk", "moe-layer-freq"),
+    *("moe-router-score-function", "moe-router-num-groups", "moe-router-group-topk", "moe-router-topk-scaling-factor"),
+    *("vocab-size", "kv-channels", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"),
+    "softmax-type",
+)
+_SWITCHES = ("moe-shared-expert-gate", "moe-router-pre-softmax", "moe-router-enable-expert-bias", "add-qkv-bias")
+_RUN = "--micro-batch-size 1 --seq-length 8 --train-iters 1 --max-position-embeddings 64 --mock-data --lr 1e-3 --swiglu"
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,55 @@ class ZooRow:
 def zoo_rows() -> list[ZooRow]:
     with _FILE.open() as lines:
         return [ZooRow(cells) for cells in csv.DictReader(lines, delimiter="\t")]
+
+
+def command_line(row: ZooRow) -> list[str]:
+    """The row as a command line of a short run on one rank."""
+    words = [*_RUN.split(), "--tokenizer-type", "NullTokenizer", "--make-vocab-size-divisible-by", "1"]
+    for flag in _VALUES:
+        if row.cells[flag] != "-":
+            words += [f"--{flag}", row.cells[flag]]
+    words += [f"--{flag}" for flag in _SWITCHES if row.yes(flag)]
+    words += _attention_flags(row)
+    if row.integer("moe-shared-expert-intermediate-size"):
+        words += ["--moe-shared-expert-intermediate-size", row.cells["moe-shared-expert-intermediate-size"]]
+    if row.integer("mtp-num-layers"):
+        words += ["--mtp-num-layers", row.cells["mtp-num-layers"]]
+    if not row.yes("tied-embeddings"):
+        words.append("--untie-embeddings-and-output-weights")
+    if not row.yes("linear-bias"):
+        words.append("--disable-bias-linear")
+    if row.cells["activation"] == "quick_gelu":
+        words.remove("--swiglu")
+        words += "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0".split()
+    return words
+
+
+def _attention_flags(row: ZooRow) -> list[str]:
+    words = []
+    if row.is_mla:
+        words += ["--multi-latent-attention", "--position-embedding-type", "rope"]
+    else:
+        words += ["--group-query-attention", "--num-query-groups", row.cells["num-query-groups"]]
+        words += ["--position-embedding-type", "rope" if row.cells["yarn"] == "-" else "yarn"]
+    if row.cells["qk-layernorm"] != "False" and row.cells["qk-layernorm"] != "none":
+        words.append("--qk-layernorm")
+    if row.cells["qk-layernorm"] == "full":
+        words += ["--qk-layernorm-over", "all-heads"]
+    if row.cells["window-size"] != "-":
+        words += ["--window-size", "127,0", "--window-attn-skip-freq", "2"]
+    yarn = dict(pair.split("=") for pair in row.cells["yarn"].split()) if row.cells["yarn"] != "-" else {}
+    for key, flag in (
+        ("factor", "rotary-scaling-factor"),
+        ("beta_fast", "yarn-beta-fast"),
+        ("mscale", "mscale"),
+        ("mscale_all_dim", "mscale-all-dim"),
+    ):
+        if key in yarn:
+            words += [f"--{flag}", yarn[key]]
+    if yarn.get("truncate") == "0":
+        words.append("--no-yarn-correction-range-round-to-int")
+    return words
 
 
 def model_spec(row: ZooRow) -> ModelSpec:

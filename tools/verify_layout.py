@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from arguments.proxy.fold import Sizes, lost_axes, smallest_fold
 from arguments.proxy.shrink import wanted_sizes
 from arguments.read import full_size, read_plan
+from megatron_moe.compare.plant import Plant
+from megatron_moe.compare.verify import summary, verify_layout
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
 
@@ -60,10 +62,6 @@ def _verify(question: Question, environ: Mapping[str, str]) -> ExitCode:
     plan, rewrites = _folded(question, environ)
     print("\n".join(rewrites))
     started = time.monotonic()
-    # torch comes in only here: refused flags answer without it
-    from megatron_moe.compare.plant import Plant
-    from megatron_moe.compare.verify import summary, verify_layout
-
     plant = Plant.parse(question.inject) if question.inject else None
     found = verify_layout(plan, num_steps=question.num_steps, timeout=question.timeout, plant=plant)
     print(summary(found))

@@ -16,7 +16,7 @@ from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import BatchSpec, TokenizerSpec
 from tests.command_lines import SMALL, plan_of, texts_of, words
-from tests.zoo import ZooRow, zoo_rows
+from tests.zoo import command_line, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
 ITERS = "--train-iters --lr-warmup-iters"
@@ -397,45 +397,9 @@ def test_optimizer_loop_and_kernels():
     assert plan.device == "cpu"
 
 
-def zoo_flags(row: ZooRow) -> list[str]:
-    """A public model as a command line."""
-    cells = row.cells
-    numbers = [
-        "num-layers", "hidden-size", "ffn-hidden-size", "moe-ffn-hidden-size", "num-attention-heads", "rotary-base",
-        "rotary-percent", "norm-epsilon", "num-experts", "moe-router-topk", "moe-layer-freq",
-        "moe-shared-expert-intermediate-size", "moe-router-score-function", "moe-router-num-groups",
-        "moe-router-group-topk", "moe-router-topk-scaling-factor", "mtp-num-layers", "vocab-size", "softmax-type",
-        "normalization",
-    ]  # fmt: skip
-    latent = ["q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"]
-    switches = ["moe-shared-expert-gate", "moe-router-pre-softmax", "moe-router-enable-expert-bias", "add-qkv-bias"]
-    found = [word for name in numbers if cells[name] != "-" for word in (f"--{name}", cells[name])]
-    found += [f"--{name}" for name in switches if cells[name] == "True"]
-    if row.is_mla:
-        found += ["--multi-latent-attention"]
-        found += [word for name in latent if cells[name] != "-" for word in (f"--{name}", cells[name])]
-    else:
-        found += ["--kv-channels", cells["kv-channels"], "--group-query-attention"]
-        found += ["--num-query-groups", cells["num-query-groups"]]
-    if cells["qk-layernorm"] not in ("none", "False"):
-        found += ["--qk-layernorm", "--qk-layernorm-over", "all-heads" if cells["qk-layernorm"] == "full" else "head"]
-    if cells["tied-embeddings"] == "False":
-        found += ["--untie-embeddings-and-output-weights"]
-    if cells["linear-bias"] == "False":
-        found += ["--disable-bias-linear"]
-    if cells["window-size"] != "-":
-        found += ["--window-size", cells["window-size"].split()[0] + ",0", "--window-attn-skip-freq", "2"]
-    found += ["--quick-geglu"] if cells["activation"] == "quick_gelu" else ["--swiglu"]
-    return found
-
-
 @pytest.mark.parametrize("row", zoo_rows(), ids=str)
 def test_flags_of_public_models_make_models_of_their_size(row):
-    rest = (
-        "--position-embedding-type rope --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --lr 1 "
-        "--train-iters 1 --mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1"
-    )
-    model = read_plan([*zoo_flags(row), *rest.split()], {}).model
+    model = read_plan(command_line(row), {}).model
     total = count_parameters(model).without_mtp.total
     active = count_parameters(model, active=True).without_mtp.total
     assert f"{total / 1e9:.2f}" == row.cells["computed-total-B"]
