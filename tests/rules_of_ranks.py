@@ -6,6 +6,7 @@ EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_S
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 CP = "--global-batch-size 32 --context-parallel-size"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+EP4 = "--num-experts 16 --expert-model-parallel-size 4"
 PP2 = "--pipeline-model-parallel-size 2"
 LAYOUT = "--pipeline-model-parallel-layout"
 SHARED = "--moe-shared-expert-intermediate-size 64"
@@ -273,6 +274,13 @@ FOLD_CASES = (
         "--expert-model-parallel-size 16 --num-experts 16 --pipeline-model-parallel-size 2",
         "experts cannot be folded: 1 x 16 x 2 = 32 does not divide 8 ranks",
         "--expert-model-parallel-size 4 --num-experts 16 --pipeline-model-parallel-size 2",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "pipelines_are_those_of_both_grids",
+        f"{PP2} {EP4} --use-tp-pp-dp-mapping",
+        "stages of 1 x 1 = 1 ranks (tensor x context) are not stages of 1 x 4 = 4 ranks (expert-tensor x expert)",
+        f"{PP2} {TP2} --num-experts 16 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 --use-tp-pp-dp-mapping",
         environ=EIGHT_RANKS,
     ),
     Case(

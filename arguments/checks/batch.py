@@ -57,6 +57,33 @@ def expert_grid_covers_the_world(
     )
 
 
+def pipelines_are_those_of_both_grids(
+    use_tp_pp_dp_mapping: bool,
+    pipeline_model_parallel_size: int,
+    tensor_model_parallel_size: int,
+    context_parallel_size: int,
+    expert_tensor_parallel_size: int | None,
+    expert_model_parallel_size: int,
+) -> Complaint:
+    """Attention and experts of a layer stand on the same stage. With stages inside of data parallelism, a stage is as
+    many ranks as attention is split over, and as many as experts are."""
+    if not use_tp_pp_dp_mapping or pipeline_model_parallel_size == 1:
+        return None
+    etp = expert_tensor_parallel_size or tensor_model_parallel_size
+    attention, experts = tensor_model_parallel_size * context_parallel_size, etp * expert_model_parallel_size
+    if attention == experts:
+        return None
+    remedy = "leave out --use-tp-pp-dp-mapping"
+    if attention % etp == 0:
+        remedy += f", or --expert-model-parallel-size {attention // etp}"
+    return (
+        f"--use-tp-pp-dp-mapping: stages of {tensor_model_parallel_size} x {context_parallel_size} = {attention} ranks "
+        f"(tensor x context) are not stages of {etp} x {expert_model_parallel_size} = {experts} ranks "
+        f"(expert-tensor x expert)",
+        remedy,
+    )
+
+
 def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
     """What comes next below each size and fits these ranks when only that size changes, and ranks that fit all."""
     near = []
@@ -293,6 +320,7 @@ def one_format(bf16: bool, fp16: bool, fp64: bool) -> Complaint:
 RULES = (
     attention_grid_covers_the_world,
     expert_grid_covers_the_world,
+    pipelines_are_those_of_both_grids,
     ranks_share_the_experts,
     microbatches_make_the_batch,
     batch_grows_in_whole_steps,

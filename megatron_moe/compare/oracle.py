@@ -18,6 +18,7 @@ from megatron_moe.parallel.sequence_split import split_places
 from megatron_moe.specs.model import LayerSpec, ModelSpec
 from megatron_moe.specs.moe import CapacitySpec, MoESpec
 from megatron_moe.specs.parallel import Launch, ParallelSpec
+from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.step import Trainer
 
@@ -27,7 +28,15 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
     batch = plan.batch
     if balances_globally(plan.model):
         batch = replace(batch, micro=batch.micro * plan.parallel.dp)
-    return replace(plan, model=_local(plan.model), parallel=ParallelSpec(), launch=Launch(), batch=batch, device="cpu")
+    return replace(
+        plan,
+        model=_local(plan.model),
+        parallel=ParallelSpec(),
+        pipeline=PipelineSpec(),
+        launch=Launch(),
+        batch=batch,
+        device="cpu",
+    )
 
 
 def partition_tokens(trainer: Trainer, plan: RunPlan) -> None:

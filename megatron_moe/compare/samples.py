@@ -14,13 +14,15 @@ from megatron_moe.specs.run import RunPlan
 class RandomSamples:
     """Sequences of uniformly drawn ids. The highest id ends a document.
 
-    With `uneven`, every third sequence ends in padding, so that microbatches differ in what they hold.
+    With `uneven`, every third sequence ends in padding, so that microbatches differ in what they hold. With `packed`,
+    four sequences of short documents, of four tokens on average, take turns with four of long ones.
     """
 
     num_samples: int
     seq_length: int
     vocab_size: int
     uneven: bool
+    packed: bool = False
     seed: int = 0
 
     def __len__(self) -> int:
@@ -34,9 +36,19 @@ class RandomSamples:
         """int64 [seq_length + 1]"""
         draw = np.random.default_rng([self.seed, index])
         tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
+        if self.packed and index % 8 < 4:
+            self._cut(tokens, draw.random(self.seq_length + 1) < 0.25, index)
         if self.uneven and index % 3 == 1:
             tokens[draw.integers(self.seq_length // 2, self.seq_length) :] = PADDING
         return tokens
+
+    def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
+        """Ends documents there. No two of neighbouring sequences begin alike: their first tokens would be equal to the
+        model, and rounding alone would say which of them an expert that is full drops."""
+        ends[1:] &= ~ends[:-1]
+        starts = np.flatnonzero(ends[:-1]) + 1
+        tokens[ends] = self.vocab_size - 1
+        tokens[starts] = (index % 8 * 11 + np.arange(len(starts))) % (self.vocab_size - 1)
 
     def locate(self, index: int, position: int) -> str:
         return f"random sequence {index}, token {position}"
@@ -45,10 +57,11 @@ class RandomSamples:
 def random_datasets(plan: RunPlan, *, num_steps: int, uneven: bool) -> Datasets:
     """Enough training sequences for `num_steps`; the plan's masks. With `uneven` the ends of documents carry no loss.
 
-    A mean over microbatches is then not the mean over tokens.
+    A mean over microbatches is then not the mean over tokens. Documents are short where they are kept apart.
     """
     data = plan.data
-    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, uneven)
+    packed = data.reset_position_ids or data.reset_attention_mask
+    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, uneven, packed)
     masks = MaskSpec(
         vocab_size=data.vocab_size,
         eod=data.vocab_size - 1,

@@ -13,7 +13,7 @@ from megatron_moe.specs.parallel import ParallelSpec
 
 
 class FoldError(ValueError):
-    """The axes do not multiply to the world size."""
+    """The axes do not multiply to the world size, or the two grids do not have the same pipelines."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,11 @@ def all_groups(spec: ParallelSpec) -> dict[str, list[tuple[int, ...]]]:
     attention, expert = attention_grid(spec), expert_grid(spec)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
-    assert sorted(groups["pp"]) == sorted(expert.groups(("pp",))), f"pipeline groups of both grids differ for {spec}"
+    if sorted(groups["pp"]) != sorted(expert.groups(("pp",))):
+        raise FoldError(
+            f"in the order {spec.order} the stages of a pipeline are tp {spec.tp} x cp {spec.cp} ranks apart for "
+            f"attention and etp {spec.etp} x ep {spec.ep} ranks apart for experts"
+        )
     groups["embedding"] = [group for ranks in groups["pp"] for group in _embedding_groups(spec, ranks)]
     if spec.cp_sub_axes is not None:
         levels = tuple(zip(("cp_a2a", "cp_p2p"), spec.cp_sub_axes, strict=True))

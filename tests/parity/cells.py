@@ -4,8 +4,10 @@ python -m tests.parity.cells "tp=2 sp=on ep=4"        prints the whole table of 
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 
 import torch
 
@@ -15,13 +17,16 @@ from megatron_moe.compare.samples import random_datasets
 from megatron_moe.compare.table import Comparison, compare_runs
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Bundle
+from megatron_moe.kernels.choose import choose
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import AttentionSpec, MLASpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import CapacitySpec, MoESpec, SharedExpertsSpec
 from megatron_moe.specs.parallel import DataParallelSpec
+from megatron_moe.specs.pipeline.layout import parse_layout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import BatchSpec
 from tests import tiny, tiny_models
 from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, Cell, cell_of, name_of, parallel_spec
@@ -29,15 +34,32 @@ from tests.ranks import on_processes, on_threads
 from tests.tolerances import FP64_LAYOUT
 
 NUM_STEPS = 3
+DROPOUT = 0.1
+LATENT = 20
+CUSTOM_STAGES = MappingProxyType(
+    {
+        ("2", "1"): "Et|tttmL",
+        ("4", "1"): "E|ttt|tm|L",
+        ("2", "2"): "Et||ttt|mL",
+        ("4", "2"): "E|tt|t|t|tt|t|tm|L",
+    }
+)
+"""By (pp, vpp): stages of unequal numbers of layers, one without any, embedding and loss on stages of their own."""
 PER_MICROBATCH = ("moe/max_violation", "moe/load_entropy", "moe/dead_experts")
 """Metrics that are not sums or means over tokens: they differ where the oracle takes several microbatches as one."""
 
 
 def compare_cell(name: str, *, processes: bool = False) -> Comparison:
     """Everything of the cell against its oracle."""
-    cell = cell_of(name)
-    ignore = PER_MICROBATCH if cell["balance"] == "global" else ()
-    return compare_runs(oracle_of(name), ranks_of(name, processes=processes), rtol=FP64_LAYOUT.rtol, ignore=ignore)
+    return compare_records(name, oracle_of(name), ranks_of(name, processes=processes))
+
+
+def compare_records(
+    name: str, oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = FP64_LAYOUT.rtol
+) -> Comparison:
+    """Everything that the ranks of the cell saw against what its oracle did."""
+    ignore = PER_MICROBATCH if cell_of(name)["balance"] == "global" else ()
+    return compare_runs(oracle, ranks, rtol=rtol, ignore=ignore)
 
 
 def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
@@ -51,11 +73,21 @@ def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
 
 
 def run_rank(context: ParallelContext, name: str) -> RankRecord:
-    """One rank of the cell."""
-    cell = cell_of(name)
-    plan = plan_of(cell)
-    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=_uneven(cell))
-    return record_run(plan, context, kernels(), datasets, num_steps=NUM_STEPS)
+    """One rank of the cell, in double precision on the reference kernels."""
+    return _record(plan_of(cell_of(name)), context, kernels(), name)
+
+
+def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
+    """One rank of the cell in single precision, on the kernels that its device runs fastest."""
+    plan = replace(plan_of(cell_of(name)), precision=PrecisionSpec(params="fp32", grads="fp32", master="fp32"))
+    # torch's optimizer kernel scales the gradients in place, and they are compared
+    wishes = KernelSpec(per_op=(("adamw_", reference.NAME),))
+    return _record(plan, context, choose(wishes, context.device, context.dtype), name)
+
+
+def _record(plan: RunPlan, context: ParallelContext, kernels: Bundle, name: str) -> RankRecord:
+    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=_uneven(cell_of(name)))
+    return record_run(plan, context, kernels, datasets, num_steps=NUM_STEPS)
 
 
 @cache
@@ -81,7 +113,7 @@ def kernels() -> Bundle:
 
 def plan_of(cell: Cell) -> RunPlan:
     """fp64, clipping and weight decay on; the cell's model, grids and microbatches."""
-    plan = tiny.plan(model=model_of(cell), parallel=parallel_spec(cell))
+    plan = tiny.plan(model=model_of(cell), parallel=parallel_spec(cell), pipeline=pipeline_of(cell))
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     micro = GLOBAL_BATCH // (int(cell["dp"]) * int(cell["accumulation"]))
     return replace(
@@ -93,23 +125,44 @@ def plan_of(cell: Cell) -> RunPlan:
             overlap_param_gather=cell["overlap"] == "params",
             num_buckets=3 if cell["overlap"] in ("grads", "params") else None,
         ),
-        pipeline=PipelineSpec(overlap=cell["overlap"] == "experts", split_backward=cell["overlap"] == "experts"),
+        data=replace(
+            plan.data,
+            reset_position_ids=cell["documents"] == "packed",
+            reset_attention_mask=cell["documents"] == "packed",
+        ),
         batch=BatchSpec(micro=micro, global_size=GLOBAL_BATCH),
         loop=replace(plan.loop, per_token_loss=cell["loss"] == "token"),
         optimizer=replace(plan.optimizer, eps=STEADY_EPS),
     )
 
 
+def pipeline_of(cell: Cell) -> PipelineSpec:
+    """Which layers stand where, and in which order they work."""
+    layout = None
+    if cell["stages"] == "custom":
+        text = CUSTOM_STAGES[cell["pp"], cell["vpp"]]
+        text = text if cell["mtp"] == "on" else text.replace("m", "")
+        layout = parse_layout(text, pp=int(cell["pp"]), num_layers=None, num_mtp=None)
+    overlap = cell["overlap"] == "experts"
+    return PipelineSpec(layout=layout, overlap=overlap, split_backward=overlap or cell["wgrad"] == "apart")
+
+
 def model_of(cell: Cell) -> ModelSpec:
-    """One dense layer and three MoE layers, or four dense ones."""
+    """One dense layer and three MoE layers, or dense ones alone; more where there are more stages."""
     mixer: AttentionSpec | MLASpec = tiny.attention(num_query_groups=_groups(cell))
     if cell["attention"] == "mla":
         mixer = tiny_models.mla_spec(num_heads=4)
-    mixer = replace(mixer, core=replace(mixer.core, context_exchange=cell["cpcomm"]))
+    dropout = DROPOUT if cell["dropout"] == "on" else 0.0
+    core = replace(mixer.core, context_exchange=cell["cpcomm"], sinks=cell["sinks"] == "on", dropout=dropout)
+    mixer = replace(mixer, core=core)
     dense = tiny_models.mlp_spec(ffn_hidden_size=48)
-    kinds = [dense] + [moe_of(cell) if cell["layers"] == "moe" else dense] * (NUM_LAYERS - 1)
+    num_layers = max(NUM_LAYERS, int(cell["pp"]) * int(cell["vpp"]))
+    kinds = [dense] + [moe_of(cell) if cell["layers"] == "moe" else dense] * (num_layers - 1)
     return tiny.model(
-        layers=tuple(LayerSpec(mixer=mixer, feed_forward=kind, norm=tiny.NORM) for kind in kinds),
+        layers=tuple(
+            LayerSpec(mixer=mixer, feed_forward=kind, norm=tiny.NORM, hidden_dropout=dropout) for kind in kinds
+        ),
+        embedding_dropout=dropout,
         tied_embeddings=cell["head"] == "tied",
         mtp=MTPSpec(num_layers=1, loss_scaling_factor=0.3) if cell["mtp"] == "on" else None,
         max_positions=SEQ,
@@ -125,7 +178,11 @@ def moe_of(cell: Cell) -> MoESpec:
         router = replace(router, z_loss_coeff=0.01)
     if cell["balance"] == "bias":
         router = replace(router, score_function="sigmoid", expert_bias=True, scaling_factor=1.5)
+    if cell["dropout"] == "on":
+        router = replace(router, input_jitter_eps=DROPOUT)
     spec = tiny.moe(router, capacity=_capacity(cell), dispatcher=cell["dispatcher"])
+    if cell["latent"] == "on":
+        spec = replace(spec, latent_size=LATENT, experts=replace(spec.experts, hidden_size=LATENT))
     if cell["shared"] != "off":
         spec = replace(spec, shared=SharedExpertsSpec(mlp=tiny_models.mlp_spec(ffn_hidden_size=16), gate=True))
     spec = replace(spec, shared_overlap=cell["shared"] == "overlap")

@@ -4,9 +4,9 @@ A cell is a value for every dimension. Its name says where it differs from the f
 `tp=2 sp=on ep=4 dispatcher=alltoall`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from itertools import combinations
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from math import prod
 from types import MappingProxyType
 
 from megatron_moe.specs.grid import FoldError, all_groups
@@ -21,23 +21,31 @@ DIMENSIONS = MappingProxyType(
         "sp": ("off", "on"),
         "cp": ("1", "2", "4"),
         "cpcomm": ("p2p", "allgather", "a2a", "a2a+p2p"),
+        "cpdegree": ("fixed", "dynamic"),
         "pp": ("1", "2", "4"),
         "vpp": ("1", "2"),
+        "stages": ("even", "custom"),
         "dp": ("1", "2", "4"),
         "ep": ("1", "2", "4", "8"),
         "etp": ("1", "2"),
+        "order": ("dp-pp", "pp-dp"),
         "dispatcher": ("local", "allgather", "alltoall"),
         "zero": ("off", "on"),
         "overlap": ("off", "grads", "params", "experts"),
+        "wgrad": ("together", "apart"),
         "balance": ("aux", "none", "seq", "global", "bias"),
         "capacity": ("none", "drop", "position", "pad"),
         "shared": ("off", "on", "overlap"),
         "experts": ("grouped", "looped"),
+        "latent": ("off", "on"),
         "layers": ("moe", "dense"),
         "attention": ("gqa", "mla"),
+        "sinks": ("off", "on"),
         "mtp": ("off", "on"),
         "head": ("untied", "tied"),
         "loss": ("mean", "token"),
+        "documents": ("whole", "packed"),
+        "dropout": ("off", "on"),
         "accumulation": ("1", "2", "4"),
     }
 )
@@ -54,16 +62,23 @@ def values_of(dimension: str) -> tuple[str, ...]:
     return AVAILABLE.get(dimension, DIMENSIONS[dimension])
 
 
+def num_ranks(cell: Cell) -> int | None:
+    """Ranks of the cell's layout, as soon as the cell says."""
+    axes = ("tp", "cp", "pp", "dp")
+    return prod(int(cell[axis]) for axis in axes) if all(axis in cell for axis in axes) else None
+
+
 def parallel_spec(cell: Cell) -> ParallelSpec:
     """The sizes of a cell's grids."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
-    world = sizes["tp"] * sizes["cp"] * sizes["pp"] * int(cell["dp"])
     return ParallelSpec(
         **sizes,
-        world_size=world,
+        world_size=num_ranks(cell) or 1,
         sequence_parallel=cell["sp"] == "on",
         virtual_stages=int(cell["vpp"]),
         cp_sub_axes=(2, 2) if cell["cpcomm"] == "a2a+p2p" else None,
+        max_seqlen_per_rank=SEQ // sizes["cp"] if cell["cpdegree"] == "dynamic" else None,
+        order=f"tp-cp-ep-{cell['order']}",
     )
 
 
@@ -84,12 +99,29 @@ def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
     return True
 
 
+def _stages_are_common(cell: Cell) -> bool:
+    """Where stages stand inside of data parallelism, attention and experts are split over equally many ranks."""
+    sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    outside = cell["order"] == "dp-pp" or sizes["pp"] == 1
+    return outside or sizes["tp"] * sizes["cp"] == sizes["etp"] * sizes["ep"]
+
+
 def _is_one(cell: Cell, *axes: str) -> bool:
     return all(cell[axis] == "1" for axis in axes)
 
 
-RULES: tuple[tuple[tuple[str, ...], Callable[[Cell], bool]], ...] = (
+OF_EXPERTS = ("ep", "etp", "dispatcher", "balance", "capacity", "shared", "experts", "latent")
+
+
+def _only_in_moe(name: str, cell: Cell) -> bool:
+    return cell["layers"] == "moe" or cell[name] == DIMENSIONS[name][0]
+
+
+Rule = tuple[tuple[str, ...], Callable[[Cell], bool]]
+"""(dimensions, is their combination legal?)"""
+RULES: tuple[Rule, ...] = (
     (("tp", "cp", "pp", "dp", "ep", "etp"), _folds),
+    (("tp", "cp", "pp", "ep", "etp", "order"), _stages_are_common),
     # sequence parallelism is a form of tensor parallelism, and MoE layers under tensor parallelism need it
     (("tp", "sp"), lambda c: c["sp"] == "off" or c["tp"] != "1"),
     (("tp", "sp", "layers"), lambda c: c["sp"] == "on" or c["tp"] == "1" or c["layers"] == "dense"),
@@ -98,8 +130,20 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Cell], bool]], ...] = (
     # all-to-all hands whole heads around: four of them
     (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a" or int(c["tp"]) * int(c["cp"]) <= 4),
     (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or int(c["tp"]) <= 2),
-    # at least one layer per chunk; interleaving runs microbatches in groups of pp
-    (("pp", "vpp"), lambda c: c["vpp"] == "1" or c["pp"] == "2"),
+    # a degree per microbatch follows from its documents: some have short ones alone, and two sequences to share out
+    (("cp", "cpdegree"), lambda c: c["cpdegree"] == "fixed" or c["cp"] != "1"),
+    (("cpdegree", "cpcomm"), lambda c: c["cpdegree"] == "fixed" or c["cpcomm"] != "a2a+p2p"),
+    (("cpdegree", "documents"), lambda c: c["cpdegree"] == "fixed" or c["documents"] == "packed"),
+    (("cpdegree", "balance"), lambda c: c["cpdegree"] == "fixed" or c["balance"] != "seq"),
+    (
+        ("cpdegree", "dp", "accumulation"),
+        lambda c: c["cpdegree"] == "fixed" or 2 <= int(c["dp"]) * int(c["accumulation"]) <= 4,
+    ),
+    # the oracle knows which tokens a rank has from their places alone
+    (("cpdegree", "capacity"), lambda c: c["cpdegree"] == "fixed" or c["capacity"] == "none"),
+    # interleaving runs microbatches in groups of pp
+    (("pp", "vpp"), lambda c: c["vpp"] == "1" or c["pp"] != "1"),
+    (("pp", "stages"), lambda c: c["stages"] == "even" or c["pp"] != "1"),
     (("pp", "vpp", "accumulation"), lambda c: c["vpp"] == "1" or int(c["accumulation"]) % int(c["pp"]) == 0),
     (("dp", "accumulation"), lambda c: int(c["dp"]) * int(c["accumulation"]) <= GLOBAL_BATCH),
     (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "local" or _is_one(c, "ep", "etp")),
@@ -110,21 +154,15 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Cell], bool]], ...] = (
     (("overlap", "ep"), lambda c: c["overlap"] != "experts" or c["ep"] != "1"),
     (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
     (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),
+    (("overlap", "wgrad"), lambda c: c["overlap"] != "experts" or c["wgrad"] == "together"),
     (("shared", "dispatcher"), lambda c: c["shared"] != "overlap" or c["dispatcher"] == "alltoall"),
+    (("shared", "latent"), lambda c: c["shared"] != "overlap" or c["latent"] == "off"),
+    # parts of a sequence draw masks of their own, and so do microbatches that the oracle takes as one
+    (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),
+    (("dp", "balance", "dropout"), lambda c: c["dropout"] == "off" or c["balance"] != "global" or c["dp"] == "1"),
     # what belongs to experts is nothing to a dense model
-    (
-        ("layers", "ep", "etp", "dispatcher"),
-        lambda c: c["layers"] == "moe" or _is_one(c, "ep", "etp") and c["dispatcher"] == "local",
-    ),
-    (
-        ("layers", "capacity", "shared", "experts", "balance"),
-        lambda c: (
-            c["layers"] == "moe"
-            or (c["capacity"], c["shared"], c["experts"], c["balance"]) == ("none", "off", "grouped", "aux")
-        ),
-    ),
+    *((("layers", name), partial(_only_in_moe, name)) for name in OF_EXPERTS),
 )
-"""(dimensions, is their combination legal?)"""
 
 
 def legal(cell: Cell) -> bool:
@@ -151,8 +189,3 @@ def cell_of(name: str) -> dict[str, str]:
 
 def available(cell: Cell) -> bool:
     return all(value in values_of(name) for name, value in cell.items())
-
-
-def pairs(cell: Cell) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Every two (dimension, value) that meet in the cell."""
-    return combinations(sorted(cell.items()), 2)

@@ -1,12 +1,25 @@
 """Every layout gives the loss, metrics, gradient norm, gradients and weights of one rank, in double precision."""
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from tests.parity.cells import command_of, compare_cell
-from tests.parity.cover import GOLDEN, all_pairs, pairwise_cover
-from tests.parity.dimensions import DIMENSIONS, available, cell_of, name_of, pairs, values_of
+from megatron_moe.build import build_train_loader
+from megatron_moe.compare.samples import random_datasets
+from megatron_moe.parallel.context import ParallelContext
+from tests.parity.cells import NUM_STEPS, command_of, compare_cell, plan_of
+from tests.parity.cover import (
+    GOLDEN,
+    GOLDEN_OF_RANKS,
+    GOLDEN_TRIPLES,
+    Choices,
+    all_combinations,
+    pairwise_cover,
+    threewise_cover,
+)
+from tests.parity.dimensions import DIMENSIONS, available, cell_of, name_of, values_of
+from tests.ranks import on_threads
 
 SINGLE = Path(__file__).parent.parent / "goldens" / "parity_single.txt"
 
@@ -21,13 +34,19 @@ def check(name: str, *, processes: bool = False) -> None:
     assert comparison.equal, f"{comparison.text()}\nrepeat with: {command_of(name)}"
 
 
-@pytest.mark.parametrize("name", names(SINGLE))
+@pytest.mark.parametrize("name", names(SINGLE), ids=str)
 def test_one_feature_equals_one_rank(name):
     check(name)
 
 
-@pytest.mark.parametrize("name", names(GOLDEN))
+@pytest.mark.parametrize("name", names(GOLDEN), ids=str)
 def test_features_together_equal_one_rank(name):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(GOLDEN_TRIPLES), ids=str)
+def test_three_features_together_equal_one_rank(name):
     check(name)
 
 
@@ -49,12 +68,42 @@ def test_every_value_has_a_cell_of_its_own():
     assert wanted <= found, f"no cell for {sorted(wanted - found)}"
 
 
-def test_the_golden_list_is_what_the_generator_makes_and_every_two_values_that_can_meet_do():
-    cells, impossible = pairwise_cover()
-    assert names(GOLDEN) == cells, "python -m tests.parity.cover --write"
-    together = {pair for name in cells for pair in pairs(cell_of(name))}
-    missing = [pair for pair in all_pairs() if pair not in together and pair not in impossible]
-    assert not missing, f"{len(missing)} pairs stand in no cell, such as {missing[0]}"
+def check_cover(golden: Path, strength: int, cover: tuple[list[str], set[Choices]]) -> None:
+    cells, impossible = cover
+    assert names(golden) == cells, "python -m tests.parity.cover --write"
+    together = {each for name in cells for each in combinations(sorted(cell_of(name).items()), strength)}
+    missing = [each for each in all_combinations(strength) if each not in together and each not in impossible]
+    assert not missing, f"{len(missing)} combinations stand in no cell, such as {missing[0]}"
+
+
+@pytest.mark.parametrize(("ranks", "golden"), [(None, GOLDEN), *GOLDEN_OF_RANKS.items()])
+def test_the_golden_list_is_what_the_generator_makes_and_every_two_values_that_can_meet_do(ranks, golden):
+    check_cover(golden, 2, pairwise_cover(ranks))
+
+
+@pytest.mark.slow
+def test_the_golden_list_of_triples_is_what_the_generator_makes_and_every_three_values_that_can_meet_do():
+    check_cover(GOLDEN_TRIPLES, 3, threewise_cover())
+
+
+def test_what_the_generator_calls_impossible_breaks_a_rule_that_can_be_named():
+    impossible = {frozenset(each) for each in pairwise_cover()[1]}
+    assert frozenset({("pp", "1"), ("vpp", "2")}) in impossible
+    assert frozenset({("tp", "4"), ("cp", "4")}) in impossible, "16 ranks"
+    assert frozenset({("cp", "2"), ("dropout", "on")}) in impossible
+    assert frozenset({("tp", "2"), ("cp", "2")}) not in impossible
+
+
+def test_a_dynamic_cell_splits_its_microbatches_in_several_ways():
+    name = next(name for name in names(SINGLE) if cell_of(name)["cpdegree"] == "dynamic")
+    plan = plan_of(cell_of(name))
+    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=True)
+
+    def degrees(context: ParallelContext) -> set[int]:
+        loader = build_train_loader(plan, context, datasets)
+        return {len(batch.meta.part.of_ranks) for _ in range(NUM_STEPS) for batch in loader.next_step()}
+
+    assert set.union(*on_threads(plan.parallel, degrees)) == {1, 2}
 
 
 @pytest.mark.parametrize("name", ["plain", "dp=4 mtp=on", "tp=2 sp=on dp=2 ep=4 dispatcher=alltoall"])

@@ -1,5 +1,6 @@
 """Parallel folding: every legal fold of every world up to 64 ranks."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -59,6 +60,13 @@ def test_the_order_of_axes_is_a_parameter():
     spec = ParallelSpec(world_size=8, tp=2, pp=2, order="tp-cp-ep-pp-dp")
     assert attention_grid(spec).groups(["pp"])[0] == (0, 2)
     assert attention_grid(spec).groups(["dp"])[0] == (0, 4)
+
+
+def test_grids_without_common_pipelines_are_refused():
+    spec = ParallelSpec(world_size=8, cp=2, pp=2, ep=4, order="tp-cp-ep-pp-dp")
+    with pytest.raises(FoldError, match="tp 1 x cp 2 ranks apart for attention and etp 1 x ep 4 ranks apart"):
+        all_groups(spec)
+    assert all_groups(replace(spec, ep=2))["pp"][0] == (0, 2)
 
 
 def test_an_impossible_fold_is_refused_with_its_arithmetic():
