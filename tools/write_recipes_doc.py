@@ -1,4 +1,4 @@
-"""Writes docs/recipes.md and the golden list of recipes that cannot train yet, from scripts/recipes/.
+"""Writes docs/recipes.md and the golden lists of recipes that cannot train yet, from scripts/recipes/.
 
 python tools/write_recipes_doc.py
 """
@@ -10,15 +10,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.flags import Registry  # noqa: E402
-from arguments.recipes.table import document, rows, waiting  # noqa: E402
+from arguments.recipes.table import document, rows, waiting, without_proxy  # noqa: E402
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes the three files."""
     table = rows(Registry.declared())
     for path, text in (
         (ROOT / "docs" / "recipes.md", document(table)),
         (ROOT / "tests" / "goldens" / "recipes_waiting.txt", waiting(table)),
+        (ROOT / "tests" / "goldens" / "recipes_without_proxy.txt", without_proxy()),
     ):
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from arguments.checks.run import broken_rules, unavailable_flags
-from arguments.errors import Problem
+from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flags import Flags, Registry
 from arguments.parser import Settings, settle
+from arguments.read import read_plan
 from arguments.recipes.find import About, about, find_recipe, recipe_folders, recipe_names
 from arguments.resolve import run_plan
 from megatron_moe.specs.count import ParamCount, count_parameters
@@ -63,7 +64,12 @@ class Row:
     @property
     def waits_for(self) -> tuple[str, ...]:
         """Flags with values that are not available yet."""
-        return tuple(dict.fromkeys(problem.what.partition(_NOT_YET)[0] for problem in self.problems))
+        return tuple(dict.fromkeys(map(option_of, self.problems)))
+
+
+def option_of(problem: Problem) -> str:
+    """The flag with its value that is not available yet."""
+    return problem.what.partition(_NOT_YET)[0]
 
 
 def row_of(name: str, registry: Registry) -> Row:
@@ -106,6 +112,20 @@ def document(table: Sequence[Row]) -> str:
 def waiting(table: Sequence[Row]) -> str:
     """The recipes that cannot train yet, and why, one a line."""
     return "".join(f"{row.name}: {', '.join(row.waits_for)}\n" for row in table if row.waits_for)
+
+
+def without_proxy() -> str:
+    """The recipes that not even `--proxy` can make train, and why, one a line."""
+    found = {name: _refused_as_proxy(name) for name in recipe_names()}
+    return "".join(f"{name}: {', '.join(flags)}\n" for name, flags in found.items() if flags)
+
+
+def _refused_as_proxy(name: str) -> list[str]:
+    try:
+        read_plan(["--recipe", name, "--proxy"], {}, lambda spec: spec.vocab_size or _QUICKSTART_VOCABULARY)
+    except FlagErrors as errors:
+        return [option_of(problem) for problem in errors.problems]
+    return []
 
 
 def _cells(row: Row) -> tuple[str, ...]:

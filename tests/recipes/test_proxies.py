@@ -1,0 +1,66 @@
+"""Every recipe trains on the machine at hand when `--proxy` shrinks it, but for those with parts that are missing."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arguments.flags import Registry
+from arguments.recipes.find import about, recipe_names
+from arguments.recipes.table import without_proxy
+from megatron_moe.specs.exitcodes import ExitCode
+from pretrain_moe import main
+from tests.end_to_end.tiny_run import records
+
+REFUSED = Path(__file__).resolve().parents[1] / "goldens" / "recipes_without_proxy.txt"
+NAMES = recipe_names()
+NUM_ITERATIONS = 5
+UPDATE = "run python tools/write_recipes_doc.py, and look at the difference"
+TRAINING = sorted(set(NAMES) - {line.partition(":")[0] for line in REFUSED.read_text(encoding="utf-8").splitlines()})
+
+
+def first_of_every_model() -> list[str]:
+    """One recipe per model is enough for every change of the code; the others differ in layout alone."""
+    registry = Registry.declared()
+    first: dict[str, str] = {}
+    for name in TRAINING:
+        first.setdefault(about(name, registry).model, name)
+    return list(first.values())
+
+
+FIRST = first_of_every_model()
+
+
+@pytest.fixture(autouse=True)
+def variables_of_a_run_end_with_it() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def train(name: str, run: Path) -> list[float]:
+    """The losses of a small run."""
+    assert main(["--recipe", name, "--proxy", "--device", "cpu", "--run-dir", str(run)], {}) == ExitCode.OK
+    return [row["lm loss"] for row in records(run) if "lm loss" in row]
+
+
+def test_the_list_of_recipes_without_a_proxy_is_the_golden_one():
+    assert REFUSED.read_text(encoding="utf-8") == without_proxy(), UPDATE
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_recipe_of_every_model_trains_as_a_proxy(name: str, tmp_path):
+    losses = train(name, tmp_path / "run")
+    assert len(losses) == NUM_ITERATIONS
+    assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(TRAINING) - set(FIRST)))
+def test_all_other_recipes_train_as_proxies(name: str, tmp_path):
+    losses = train(name, tmp_path / "run")
+    assert len(losses) == NUM_ITERATIONS
+    assert all(map(math.isfinite, losses))
