@@ -33,7 +33,7 @@ class _Activation(torch.autograd.Function):
         out_RF = torch.empty(num_rows, width, device=x.device, dtype=x.dtype)
         if out_RF.numel():
             rows, columns = _tile(width)
-            _forward[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            _activation_forward[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
                 x_RF, x_RF if probs_R is None else probs_R, out_RF, num_rows, width, x_RF.stride(0),
                 spec.linear_offset, NO_CLAMP if spec.clamp is None else spec.clamp, KIND=spec.kind, GATED=spec.gated,
                 CLAMPED=spec.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
@@ -52,7 +52,7 @@ class _Activation(torch.autograd.Function):
         grad_probs_R = None if probs_R is None else torch.zeros_like(probs_R)
         if grad_RF.numel():
             rows, columns = _tile(width)
-            _backward[(triton.cdiv(num_rows, rows),)](
+            _activation_backward[(triton.cdiv(num_rows, rows),)](
                 grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF,
                 grad_x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
                 spec.linear_offset, NO_CLAMP if spec.clamp is None else spec.clamp, KIND=spec.kind, GATED=spec.gated,
@@ -112,7 +112,7 @@ def _slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _activation_forward(
     x_ptr, probs_ptr, out_ptr, num_rows, width, x_stride, offset, clamp,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -140,7 +140,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _activation_backward(
     grad_ptr, x_ptr, probs_ptr, grad_x_ptr, grad_probs_ptr, num_rows, width, grad_stride, x_stride, offset, clamp,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -32,7 +32,7 @@ class _CrossEntropy(torch.autograd.Function):
         normalizer_T = torch.empty_like(loss_T)
         tile = min(TILE, power_of_two(vocab))
         if num_tokens:
-            _forward[(num_tokens,)](
+            _cross_entropy_forward[(num_tokens,)](
                 logits_TV, labels_T, loss_T, normalizer_T, vocab, logits_TV.stride(0), TILE=tile, num_warps=8
             )
         ctx.save_for_backward(logits_TV, labels_T, normalizer_T)
@@ -45,14 +45,14 @@ class _CrossEntropy(torch.autograd.Function):
         grad_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
         tile = min(TILE // 2, power_of_two(vocab))
         if num_tokens:
-            _backward[(num_tokens, triton.cdiv(vocab, tile))](
+            _cross_entropy_backward[(num_tokens, triton.cdiv(vocab, tile))](
                 logits_TV, labels_T, normalizer_T, grads[0].contiguous(), grad_TV, vocab, logits_TV.stride(0), TILE=tile
             )
         return grad_TV, None
 
 
 @triton.jit
-def _forward(logits_ptr, labels_ptr, loss_ptr, normalizer_ptr, vocab, stride, TILE: tl.constexpr):
+def _cross_entropy_forward(logits_ptr, labels_ptr, loss_ptr, normalizer_ptr, vocab, stride, TILE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * stride
     columns = tl.arange(0, TILE)
@@ -76,7 +76,7 @@ def _forward(logits_ptr, labels_ptr, loss_ptr, normalizer_ptr, vocab, stride, TI
 
 
 @triton.jit
-def _backward(
+def _cross_entropy_backward(
     logits_ptr, labels_ptr, normalizer_ptr, grad_loss_ptr, grad_ptr, vocab, stride, TILE: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)

@@ -22,7 +22,7 @@ def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Te
     tile_o, tile_i, tile_r = 128, 128, 64
     tiles = triton.cdiv(outputs, tile_o) * triton.cdiv(inputs, tile_i)
     if tiles and num_experts:
-        _kernel[(tiles * num_experts,)](
+        _expert_grad[(tiles * num_experts,)](
             grad_RO, rows_RI, offsets_e, out, outputs, inputs, grad_RO.stride(0), rows_RI.stride(0),
             ACCUMULATE=accumulate, WIDEN=INTERPRETED, TILE_O=tile_o, TILE_I=tile_i, TILE_R=tile_r,
             num_warps=8, num_stages=3,
@@ -30,7 +30,7 @@ def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Te
 
 
 @triton.jit
-def _kernel(
+def _expert_grad(
     grad_ptr, rows_ptr, offsets_ptr, out_ptr, outputs, inputs, grad_stride, rows_stride,
     ACCUMULATE: tl.constexpr, WIDEN: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, TILE_R: tl.constexpr,
 ):  # fmt: skip

@@ -28,7 +28,7 @@ class _RMSNorm(torch.autograd.Function):
         scale_R = torch.empty(num_rows, device=x.device, dtype=torch.float32)
         tile_rows, tile_width = _tile(width)
         if num_rows:
-            _forward[(triton.cdiv(num_rows, tile_rows),)](
+            _rms_norm_forward[(triton.cdiv(num_rows, tile_rows),)](
                 x_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), eps,
                 ZERO_CENTERED=zero_centered, ROWS=tile_rows, WIDTH=tile_width, num_warps=_warps(tile_width),
             )  # fmt: skip
@@ -46,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
         # every program sums its rows' share of the weight's gradient; the shares are added in a fixed order
         num_programs = max(min(triton.cdiv(num_rows, tile_rows), 4 * num_multiprocessors(x_RH.device)), 1)
         shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
-        _backward[(num_programs,)](
+        _rms_norm_backward[(num_programs,)](
             grad_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width, grad_RH.stride(0), x_RH.stride(0),
             ZERO_CENTERED=ctx.zero_centered, ROWS=tile_rows, WIDTH=tile_width, num_warps=_warps(tile_width),
         )  # fmt: skip
@@ -64,7 +64,7 @@ def _warps(tile_width: int) -> int:
 
 
 @triton.jit
-def _forward(
+def _rms_norm_forward(
     x_ptr, weight_ptr, out_ptr, scale_ptr, num_rows, width, x_stride, eps,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _rms_norm_backward(
     grad_ptr, x_ptr, weight_ptr, scale_ptr, grad_x_ptr, shares_ptr, num_rows, width, grad_stride, x_stride,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -43,9 +43,9 @@ def _rotate(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool,
     out_SBND = torch.empty(x_SBND.shape, device=x_SBND.device, dtype=x_SBND.dtype)
     turned = cos_SBD.shape[-1]
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    tile_heads = min(power_of_two(heads), max(TILE // max(2 * pairs + rest, 1), 1))
+    tile_heads = min(power_of_two(heads), max(TILE // power_of_two(2 * pairs + rest), 1))
     if out_SBND.numel():
-        _kernel[(length * batch, triton.cdiv(heads, tile_heads))](
+        _rotate_heads[(length * batch, triton.cdiv(heads, tile_heads))](
             x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, turned,
             *x_SBND.stride()[:3], cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
             INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=turned < width,
@@ -55,7 +55,7 @@ def _rotate(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool,
 
 
 @triton.jit
-def _kernel(
+def _rotate_heads(
     x_ptr, cos_ptr, sin_ptr, out_ptr, batch, num_heads, width, turned,
     stride_s, stride_b, stride_n, angle_stride_s, angle_stride_b,
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HAS_REST: tl.constexpr,

@@ -30,14 +30,14 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowInde
     block = max(SORT_TILE // experts, 16)
     num_blocks = triton.cdiv(num_choices, block)
     counts_BE = torch.empty(num_blocks, num_experts, device=device, dtype=torch.int32)
-    _count[(num_blocks,)](ids, counts_BE, num_choices, num_experts, BLOCK=block, EXPERTS=experts)
+    _count_experts[(num_blocks,)](ids, counts_BE, num_choices, num_experts, BLOCK=block, EXPERTS=experts)
     ends_BE = counts_BE.cumsum(dim=0, dtype=torch.int32)
     offsets_E = ends_BE[-1].cumsum(dim=0, dtype=torch.int32)
     starts_BE = ends_BE - counts_BE + (offsets_E - ends_BE[-1])
     token_R = torch.full((num_choices,), -1, device=device, dtype=torch.int64)
     choice_R = torch.full_like(token_R, -1)
     rows_TK = torch.empty_like(ids)
-    _place[(num_blocks,)](
+    _place_rows[(num_blocks,)](
         ids, starts_BE, token_R, choice_R, rows_TK, num_choices, num_experts, ids.shape[1], BLOCK=block, EXPERTS=experts
     )
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
@@ -52,7 +52,7 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
     block = max(SORT_TILE // experts, 16)
     num_blocks = triton.cdiv(ids.numel(), block)
     counts_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
-    _count[(num_blocks,)](ids, counts_BE, ids.numel(), num_experts, BLOCK=block, EXPERTS=experts)
+    _count_experts[(num_blocks,)](ids, counts_BE, ids.numel(), num_experts, BLOCK=block, EXPERTS=experts)
     return counts_BE.sum(dim=0)
 
 
@@ -118,7 +118,7 @@ def _pick(values: Tensor, places: Tensor) -> Tensor:
     out = torch.empty(places.shape, device=values.device, dtype=values.dtype)
     if out.numel():
         grid = (triton.cdiv(out.numel(), 1024),)
-        _pick_kernel[grid](values.contiguous(), places.contiguous(), out, out.numel(), BLOCK=1024)
+        _pick_values[grid](values.contiguous(), places.contiguous(), out, out.numel(), BLOCK=1024)
     return out
 
 
@@ -156,7 +156,7 @@ def _copy_tile(width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _count(ids_ptr, counts_ptr, num_choices, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+def _count_experts(ids_ptr, counts_ptr, num_choices, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     choices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     experts = tl.arange(0, EXPERTS)
     ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
@@ -166,7 +166,7 @@ def _count(ids_ptr, counts_ptr, num_choices, num_experts, BLOCK: tl.constexpr, E
 
 
 @triton.jit
-def _place(
+def _place_rows(
     ids_ptr, starts_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts, topk,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _place(
 
 
 @triton.jit
-def _pick_kernel(values_ptr, places_ptr, out_ptr, num, BLOCK: tl.constexpr):
+def _pick_values(values_ptr, places_ptr, out_ptr, num, BLOCK: tl.constexpr):
     each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     places = tl.load(places_ptr + each, mask=each < num, other=-1)
     tl.store(out_ptr + each, tl.load(values_ptr + places, mask=places >= 0, other=0.0), mask=each < num)
