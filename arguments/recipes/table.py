@@ -130,7 +130,7 @@ def _refused_as_proxy(name: str) -> list[str]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     plan, parallel, batch = row.plan, row.plan.parallel, row.plan.batch
-    stages = f"{parallel.pp} ({plan.pipeline.layout.vpp})" if parallel.pp > 1 else "1"
+    stages = f"{parallel.pp} ({parallel.virtual_stages})" if parallel.pp > 1 else "1"
     gpus = f"{row.about.gpus} {row.about.gpu.upper()}".strip() if row.about.gpu else "any"
     return (
         f"`{row.name}`",
