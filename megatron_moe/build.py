@@ -27,6 +27,7 @@ from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
+from megatron_moe.watch import packages
 
 
 def build_context(plan: RunPlan) -> ParallelContext:
@@ -105,6 +106,7 @@ def introduction(
 ) -> Iterator[str]:
     """What the log says of a run before its first step."""
     yield str(context)
+    yield from packages.summary(packages.find_all())
     yield from plan.notes
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)

@@ -1,0 +1,70 @@
+"""tools/doctor.py: what is missing, what that means, and the exit code."""
+
+from dataclasses import replace
+
+import pytest
+
+from arguments.flags import Registry
+from megatron_moe.kernels.choose import Backend
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.watch.machine import Probe
+from megatron_moe.watch.packages import PACKAGES, Found, Package, find_all
+from tools import doctor
+
+REGISTRY = Registry.declared()
+USER = Backend("transformer_engine", ("transformer_engine",), (), "x")
+
+
+def package(name: str) -> Package:
+    return next(each for each in PACKAGES if each.name == name)
+
+
+@pytest.fixture(autouse=True)
+def no_probes(monkeypatch):
+    """The machine's own probes have their tests."""
+    monkeypatch.setattr(doctor, "probes", lambda device: [Probe("bf16", True, "matrix product")])
+
+
+def test_a_machine_in_order_can_start_a_run(capsys):
+    assert doctor.main(["--device", "cpu"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert out.endswith("a run can start here\n") and "bf16                  works   matrix product" in out
+
+
+def test_a_missing_package_is_told_with_its_flags_and_how_to_get_it():
+    missing = Found(package=package("transformer-engine"), version=None, tested=None)
+    lines = doctor.package_lines([missing], [USER], REGISTRY)
+    assert lines[1:] == [
+        "      without it: --kernel-backend transformer_engine",
+        '      install: pip install --no-build-isolation ".[te]"',
+    ]
+    assert "no flag of this program is missing" in doctor.package_lines([missing], [], REGISTRY)[1]
+
+
+def test_flags_that_the_program_does_not_have_are_not_promised():
+    deep_ep = package("deep-ep")
+    assert doctor.flags_of(deep_ep, [], REGISTRY) == ["--moe-token-dispatcher-type flex (not available yet)"]
+    backend = Backend("deepep", ("deep_ep",), (), "x")
+    assert doctor.flags_of(deep_ep, [backend], REGISTRY)[0] == "--kernel-backend deepep"
+    assert doctor.flags_of(package("tiktoken"), [], REGISTRY) == ["--tokenizer-type TikTokenizer"]
+
+
+@pytest.mark.parametrize("wrong", [{"version": None}, {"trouble": "another program"}])
+def test_something_required_that_is_not_right_is_an_environment_problem(wrong, capsys, monkeypatch):
+    found = [replace(each, **wrong) if each.package.name == "numpy" else each for each in find_all()]
+    monkeypatch.setattr(doctor, "find_all", lambda constraints: found)
+    assert doctor.main(["--device", "cpu"]) == ExitCode.ENVIRONMENT
+    assert capsys.readouterr().out.endswith("not in order: numpy\n")
+
+
+def test_something_that_does_not_work_is_an_environment_problem(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "probes", lambda device: [Probe("nccl", False, "RuntimeError: no GPU")])
+    assert doctor.main(["--device", "cpu"]) == ExitCode.ENVIRONMENT
+    assert "nccl                  FAILS   RuntimeError: no GPU" in capsys.readouterr().out
+
+
+def test_a_wrong_package_brings_the_steps_that_build_the_right_one():
+    wrong = Found(package=package("apex"), version="0.9", tested=None, trouble="another program")
+    lines = doctor.build_lines([wrong])
+    assert any("APEX_CUDA_EXT=1" in line for line in lines) and any("pip uninstall apex" in line for line in lines)
+    assert doctor.build_lines([replace(wrong, trouble="")]) == []

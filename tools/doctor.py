@@ -1,0 +1,89 @@
+"""What is installed, what works here, and what that means for flags: `python tools/doctor.py [--device cuda]`.
+
+Exit code 0: a run can start; 3: something required is missing, wrong or does not work.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+
+import torch  # noqa: E402
+
+from arguments.flags import Registry  # noqa: E402
+from megatron_moe.kernels.choose import BACKENDS, Backend, discover  # noqa: E402
+from megatron_moe.specs.exitcodes import ExitCode  # noqa: E402
+from megatron_moe.watch.machine import Probe, probes  # noqa: E402
+from megatron_moe.watch.packages import CONSTRAINTS, HOW_TO_BUILD, Found, Package, find_all  # noqa: E402
+
+
+def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:
+    """The flags that need a package; those that this program does not have yet say so."""
+    found = [f"--kernel-backend {each.name}" for each in backends if package.module in each.needs]
+    is_used = bool(found) or not package.is_kernels
+    for option, value in package.flags:
+        declared = registry.find(option)
+        has = is_used and declared is not None and declared[0].available(value)
+        found.append(f"{option} {value}" if has else f"{option} {value} (not available yet)")
+    return found
+
+
+def package_lines(found: Sequence[Found], backends: Sequence[Backend], registry: Registry) -> list[str]:
+    """A line per package, and one below it about what its absence means."""
+    lines = []
+    for each in found:
+        package = each.package
+        version = each.version or "-"
+        tested = f"tested with {each.tested}" if each.verdict == "other version" else each.verdict
+        lines.append(f"  {package.name:<22}{version:<22}{tested:<26}{package.purpose}".rstrip())
+        if each.verdict == "wrong":
+            lines.append(f"      {each.trouble}")
+        flags = flags_of(package, backends, registry)
+        if each.verdict in ("missing", "wrong"):
+            lines.append(f"      without it: {', '.join(flags) or 'no flag of this program is missing'}")
+            lines.append(f"      install: {package.install}")
+    return lines
+
+
+def probe_lines(tried: Sequence[Probe]) -> list[str]:
+    return [f"  {probe.name:<22}{'works' if probe.works else 'FAILS':<8}{probe.text}" for probe in tried]
+
+
+def build_lines(found: Sequence[Found]) -> list[str]:
+    """How to build what the index does not hold, for what is not there."""
+    lines = []
+    for each in found:
+        if each.package.name in HOW_TO_BUILD and each.verdict in ("missing", "wrong"):
+            lines += ["", f"{each.package.name}, built from source on a machine with CUDA's compiler:"]
+            lines += [f"  {step}" for step in HOW_TO_BUILD[each.package.name]]
+    return lines
+
+
+def device_of(name: str) -> torch.device:
+    """The wished device; `auto` takes a GPU if there is one."""
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="the tested set of versions")
+    options = parser.parse_args(argv)
+    found, tried = find_all(options.constraints), probes(device_of(options.device))
+    backends = discover(BACKENDS)
+    lines = [f"packages, against {options.constraints.name}"]
+    lines += package_lines(found, backends, Registry.declared())
+    lines += ["", "this machine", *probe_lines(tried), *build_lines(found), ""]
+    bad = [each.package.name for each in found if each.verdict == "wrong"]
+    bad += [each.package.name for each in found if each.package.required and each.verdict == "missing"]
+    bad += [probe.name for probe in tried if not probe.works]
+    lines.append(f"not in order: {', '.join(bad)}" if bad else "a run can start here")
+    print("\n".join(lines))
+    return int(ExitCode.ENVIRONMENT if bad else ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
