@@ -6,9 +6,9 @@ EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_S
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 CP = "--global-batch-size 32 --context-parallel-size"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-EP4 = "--num-experts 16 --expert-model-parallel-size 4"
 PP2 = "--pipeline-model-parallel-size 2"
 LAYOUT = "--pipeline-model-parallel-layout"
+STAGES_INSIDE = "--use-tp-pp-dp-mapping"
 SHARED = "--moe-shared-expert-intermediate-size 64"
 
 
@@ -278,9 +278,9 @@ FOLD_CASES = (
     ),
     Case(
         "pipelines_are_those_of_both_grids",
-        f"{PP2} {EP4} --use-tp-pp-dp-mapping",
+        f"{PP2} --num-experts 16 --expert-model-parallel-size 4 {STAGES_INSIDE}",
         "stages of 1 x 1 = 1 ranks (tensor x context) are not stages of 1 x 4 = 4 ranks (expert-tensor x expert)",
-        f"{PP2} {TP2} --num-experts 16 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 --use-tp-pp-dp-mapping",
+        f"{PP2} --num-experts 16 {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 {STAGES_INSIDE}",
         environ=EIGHT_RANKS,
     ),
     Case(
