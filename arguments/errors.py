@@ -18,6 +18,9 @@ class Problem:
     """Why it is a rule."""
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of the flags concerned."""
+    waits: bool = False
+    """It only keeps this program from training: for a feature that it will have, or for data. A dry run says so and
+    goes on."""
 
     def lines(self) -> list[str]:
         """The problem as text, without its number."""

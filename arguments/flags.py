@@ -42,7 +42,7 @@ class StartFlags:
     """Tell what the run would need and do, and leave: grids, stages, bytes, schedule, communication, time."""
     world_size: int | None = flag(None, status="ours", least=1)
     """Of a dry run: ranks. Not set: those of the recipe, or of the launcher."""
-    gpu: Literal["h100", "h200", "b200", "gb200", "gb300"] | None = flag(None, status="ours")
+    gpu: Literal["h100", "h200", "b200", "b300", "gb200", "gb300"] | None = flag(None, status="ours")
     """Of a dry run: the kind of every rank's device. Not set: that of the recipe, or h100."""
     proxy: bool = flag(False, status="ours", essential=True)
     """Shrink the run to the machine at hand: fewer layers, experts and ranks, less width, random tokens, 5 iterations;

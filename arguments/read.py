@@ -15,6 +15,7 @@ from arguments.checks.run import (
     missing_flags,
     unavailable_flags,
 )
+from arguments.dry_run import ask as dry_run
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import read_files
@@ -43,18 +44,23 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
 
     Raises:
         FlagErrors: everything that is wrong with it, at once.
-        Finished: it asked for a text (`--help`, `--find`, `--print-config`), which the exception carries.
+        Finished: it asked for a text (`--help`, `--find`, `--print-config`, `--dry-run`), which the exception carries.
         AnotherModel: `--check-against-hf` found another model.
     """
     registry = Registry.declared()
     answer = explain.answer(argv, registry)
     if answer is not None:
         raise Finished(answer)
+    asked = dry_run.question(_start_settings(argv, registry), environ)
+    environ = asked.environ if asked else environ
     told = _told(argv, environ, registry)
     _answer(told)
-    flags, launch = _checked(told, environ)
-    vocab_size = _vocab_size(flags, vocab_size_of, told.settings)
-    return _plan(flags, launch, vocab_size, told, environ, argv)
+    flags, launch, blockers = _checked(told, environ, only_dry=asked is not None)
+    size_of = None if asked and flags.data.vocab_size is not None else vocab_size_of
+    plan = _plan(flags, launch, _vocab_size(flags, size_of, told.settings), told, environ, argv)
+    if asked:
+        raise Finished(dry_run.answer(replace(plan, blockers=blockers), asked, told.settings))
+    return plan
 
 
 def _answer(told: "_Told") -> None:
@@ -80,8 +86,7 @@ class _Told:
 
 def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
     words, problems = split(argv)
-    start = [given for given in words if _is_start_flag(given, registry)]
-    asked = settle(registry, [start])
+    asked = _start_settings(argv, registry)
     paths, missing = _paths(asked)
     needless = NEEDLESS if asked.setting("proxy").value else frozenset()
     files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
@@ -132,6 +137,11 @@ def _small(
     return _Told(small, environment, full)
 
 
+def _start_settings(argv: Sequence[str], registry: Registry) -> Settings:
+    """What the command line says of files, and of what it wants to know."""
+    return settle(registry, [[given for given in split(argv)[0] if _is_start_flag(given, registry)]])
+
+
 def _is_start_flag(given: Given, registry: Registry) -> bool:
     found = registry.find(given.option)
     return found is not None and found[0].group == "start"
@@ -155,8 +165,9 @@ def _paths(start: Settings) -> tuple[list[Path], list[Problem]]:
     return [*paths, *map(Path, config)], problems
 
 
-def _checked(told: _Told, environ: Mapping[str, str]) -> tuple[Flags, Launch]:
-    """The flags and the launch, or everything that is wrong with them."""
+def _checked(told: _Told, environ: Mapping[str, str], *, only_dry: bool) -> tuple[Flags, Launch, tuple[str, ...]]:
+    """The flags and the launch, or everything that is wrong with them; for a dry run also what keeps the plan from
+    being trained, which else is wrong too."""
     settings = told.settings
     ignore = bool(settings.setting("allow_ignored_flags").value)
     problems = list(settings.problems)
@@ -168,7 +179,8 @@ def _checked(told: _Told, environ: Mapping[str, str]) -> tuple[Flags, Launch]:
     problems += missing_flags(settings)
     problems += broken_rules(settings, launch)
     problems += unavailable_flags(settings, ignore)
-    _refuse(problems)
+    blockers = tuple(problem.what for problem in problems if only_dry and problem.waits)
+    _refuse([problem for problem in problems if not (only_dry and problem.waits)])
     note = allocation_note(environ)
     settings.notes += [note] if note else []
     settings.notes += flags_without_effect(settings)
@@ -178,7 +190,7 @@ def _checked(told: _Told, environ: Mapping[str, str]) -> tuple[Flags, Launch]:
         ignored = ignored_flags(settings)
         settings.notes += [*ignored.values(), *ignored_rare_names(settings)]
         values |= {name: settings.registry.flags[name].default for name in ignored}
-    return Flags.of(values), launch
+    return Flags.of(values), launch, blockers
 
 
 def _refuse(problems: Sequence[Problem]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_moe.specs.count_flops import peak_flops
 
-GpuKind = Literal["h100", "h200", "b200", "gb200", "gb300"]
+GpuKind = Literal["h100", "h200", "b200", "b300", "gb200", "gb300"]
 
 GIB = 1 << 30
 LINK_EFFICIENCY = 0.7
@@ -54,30 +54,22 @@ class Gpu:
         return 1 << (self.nvlink_domain.bit_length() - 1)
 
 
-_HOPPER_LINK, _BLACKWELL_LINK = 450e9, 900e9
-_PORT = 50e9
+_LINK_4, _LINK_5 = 450e9, 900e9
+"""NVLink of Hopper and of Blackwell."""
+_PORT_400, _PORT_800 = 50e9, 100e9
+"""ConnectX-7 and ConnectX-8."""
 
 _KINDS = (
-    Gpu("h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_HOPPER_LINK, network=_PORT, per_node=8, nvlink_domain=8),
-    Gpu("h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_HOPPER_LINK, network=_PORT, per_node=8, nvlink_domain=8),
-    Gpu("b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_BLACKWELL_LINK, network=_PORT, per_node=8, nvlink_domain=8),
-    Gpu(
-        "gb200", "GB200", memory_gib=184, hbm=8e12, nvlink=_BLACKWELL_LINK, network=_PORT, per_node=4, nvlink_domain=72
-    ),
-    Gpu(
-        "gb300",
-        "GB300",
-        memory_gib=277,
-        hbm=8e12,
-        nvlink=_BLACKWELL_LINK,
-        network=2 * _PORT,
-        per_node=4,
-        nvlink_domain=72,
-    ),
+    Gpu("h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
+    Gpu("h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
+    Gpu("b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=8, nvlink_domain=8),
+    Gpu("b300", "B300", memory_gib=268.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=8, nvlink_domain=8),
+    Gpu("gb200", "GB200", memory_gib=184.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=4, nvlink_domain=72),
+    Gpu("gb300", "GB300", memory_gib=277.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=4, nvlink_domain=72),
 )
-"""NVIDIA's data sheets of HGX H100 and H200, HGX B200, GB200 NVL72, GB300 NVL72: 80, 141, 180, 186 and 279 GB of HBM;
-NVLink 900 and 1800 GB/s in both directions together; one 400 Gb/s port per GPU (ConnectX-7), 800 Gb/s for GB300
-(ConnectX-8). The memory is what drivers report of it, in GiB."""
+"""NVIDIA's data sheets of HGX H100, H200, B200 and B300, GB200 NVL72 and GB300 NVL72: 80, 141, 180, 270, 186 and 279 GB
+of HBM; NVLink 900 and 1800 GB/s in both directions together; a port of 400 or 800 Gb/s per GPU. The memory is what
+drivers report of it, in GiB."""
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})
 

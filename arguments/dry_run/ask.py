@@ -1,0 +1,107 @@
+"""`--dry-run`: for how many ranks of which kind, and what is told about the plan."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.checks.run import shown
+from arguments.dry_run.text import report
+from arguments.errors import FlagErrors
+from arguments.files import read_files
+from arguments.flags import Registry
+from arguments.launch import LaunchProblem, launch_of
+from arguments.parser import Settings, settle
+from arguments.recipes.find import About, about, find_recipe
+from megatron_moe.specs.costs.facts import Facts, facts_of
+from megatron_moe.specs.costs.hardware import GPUS, Gpu
+from megatron_moe.specs.run import RunPlan
+
+_DEFAULT_GPU = "h100"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a dry run is asked."""
+
+    form: Literal["text", "json"]
+    gpu: Gpu
+    environ: Mapping[str, str]
+    """Environment of the first of the ranks it is for."""
+
+
+def question(asked: Settings, environ: Mapping[str, str]) -> Question | None:
+    """What the command line asks of a dry run; None when it asks for none.
+
+    The number of ranks is that of the flag, of the launcher, of the recipe, or one.
+    """
+    form = asked.setting("dry_run").value
+    if form is None:
+        return None
+    said = _said(asked)
+    gpu = GPUS[asked.setting("gpu").value or said.gpu or _DEFAULT_GPU]
+    num_ranks = asked.setting("world_size").value or _launched(environ)
+    if num_ranks == 1 and not asked.setting("world_size").value and not asked.setting("proxy").value:
+        num_ranks = said.gpus
+    return Question(form, gpu, _first_rank(environ, num_ranks, gpu))
+
+
+def _said(asked: Settings) -> About:
+    """What the recipe says of itself."""
+    name = asked.setting("recipe").value
+    return about(str(name), asked.registry) if name is not None and find_recipe(str(name)) else About()
+
+
+def _launched(environ: Mapping[str, str]) -> int:
+    try:
+        return launch_of(environ).world_size
+    except LaunchProblem as trouble:
+        raise FlagErrors([trouble.problem]) from None
+
+
+def _first_rank(environ: Mapping[str, str], num_ranks: int, gpu: Gpu) -> dict[str, str]:
+    """The environment as torchrun would leave it there."""
+    ranks = {"RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": min(num_ranks, gpu.per_node)}
+    return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
+
+
+def answer(plan: RunPlan, asked: Question, settings: Settings) -> str:
+    """What is told about a plan."""
+    facts = facts_with_words(plan, asked.gpu, settings)
+    return json.dumps(facts, indent=2) if asked.form == "json" else report(facts)
+
+
+def facts_with_words(plan: RunPlan, gpu: Gpu, settings: Settings) -> Facts:
+    """The plan's numbers, and what is to be said of its flags."""
+    recipe = settings.setting("recipe").value
+    return {
+        "recipe": recipe,
+        **facts_of(plan, gpu),
+        "environment": dict(plan.environment),
+        "cannot_train_yet": list(plan.blockers),
+        "notes": list(plan.notes),
+        "differences": _differences(settings) if recipe is not None else [],
+    }
+
+
+def _differences(settings: Settings) -> list[str]:
+    """Flags whose value is not the recipe's."""
+    path = find_recipe(str(settings.setting("recipe").value))
+    assert path is not None, "a recipe that was read is there"
+    registry: Registry = settings.registry
+    own = settle(registry, [file.flags for file in read_files(path, registry, {})])
+    return list(_changes(own, settings, [name for name, flag in registry.flags.items() if flag.group != "start"]))
+
+
+def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[str]:
+    lines = []
+    for name in names:
+        if not (own.known(name) and settings.known(name)):
+            continue
+        before, after = own.setting(name), settings.setting(name)
+        if before.value != after.value:
+            flag = settings.registry.flags[name]
+            lines.append(
+                f"{flag.option} {shown(flag, after.value)} ({after.origin}); recipe: {shown(flag, before.value)}"
+            )
+    return lines

@@ -1,0 +1,188 @@
+"""The facts of a dry run as a text for people."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+_WIDTH = 120
+
+
+def report(facts: dict[str, Any]) -> str:
+    """The whole report."""
+    sections = (
+        _head(facts),
+        _ranks(facts["ranks"]),
+        _stages(facts["stages"], facts["memory"]["pipeline_ranks"]),
+        _memory(facts["memory"], facts["device"]),
+        _schedule(facts["schedule"]),
+        _communication(facts["communication"], facts["memory"]["heaviest"]["pipeline_rank"]),
+        _experts(facts["experts"]),
+        _time(facts["time"], facts["communication"], facts["device"]),
+        _list("environment", [f"{name}={value}" for name, value in facts["environment"].items()]),
+        _list(
+            "cannot train yet here; the figures count what they know of it as if it worked", facts["cannot_train_yet"]
+        ),
+        _list("notes", facts["notes"]),
+        _list("differences from the recipe", facts["differences"]),
+    )
+    return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
+
+
+def _head(facts: dict[str, Any]) -> Iterator[str]:
+    model, ranks, device = facts["model"], facts["ranks"], facts["device"]
+    name = facts["recipe"] or "this command line"
+    kind = device["kind"].upper()
+    yield f"Dry run of {name} on {ranks['world_size']:,} {kind}, {_of_nodes(ranks)}"
+    layers = [f"{model['dense_layers']} dense", f"{model['moe_layers']} MoE"]
+    layers += [f"{model['mtp_layers']} multi-token prediction"] * (model["mtp_layers"] > 0)
+    mtp = f" ({_billions(model['parameters_without_mtp'])} without MTP)" if model["mtp_layers"] else ""
+    total, active = _billions(model["parameters"]), _billions(model["active_parameters"])
+    yield f"  {total} parameters{mtp}, {active} active per token; layers: {', '.join(layers)}"
+
+
+def _of_nodes(ranks: dict[str, Any]) -> str:
+    nodes, per_node, domain = ranks["nodes"], ranks["ranks_per_node"], ranks["ranks_per_nvlink_domain"]
+    text = f"{nodes:,} node{'s' * (nodes != 1)} of {per_node}"
+    return text if domain <= per_node else f"{text}, NVLink domains of {domain}"
+
+
+def _ranks(ranks: dict[str, Any]) -> Iterator[str]:
+    attention, expert = ranks["attention_grid"], ranks["expert_grid"]
+    yield "ranks"
+    yield "  attention grid " + " x ".join(f"{axis} {attention[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+    named = (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp"))
+    yield "  expert grid    " + " x ".join(f"{name} {expert[axis]}" for name, axis in named)
+    rows = [(name, f"{group['size']}", group["where"]) for name, group in ranks["groups"].items()]
+    yield from _table(("group", "ranks", "where"), rows, left=(0, 2))
+
+
+def _stages(stages: Sequence[dict[str, Any]], of_ranks: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "stages, each with the parameters of one rank"
+    rows = []
+    for _, run in groupby(stages, key=lambda stage: (stage["holds"], stage["parameters_per_rank"])):
+        first, *others = run
+        last = others[-1] if others else first
+        rows.append(
+            (
+                str(first["stage"]) if last is first else f"{first['stage']} to {last['stage']}",
+                first["holds"],
+                f"{first['parameters_per_rank'] / 1e6:,.1f} M",
+                f"{first['share_of_flops']:.1%}",
+            )
+        )
+    yield from _table(("stage", "holds", "parameters", "of the FLOPs"), rows, left=(0, 1))
+    if len(of_ranks) > 1:
+        rows = [
+            (
+                str(rank["pipeline_rank"]),
+                f"{rank['parameters_per_rank'] / 1e6:,.1f} M",
+                str(rank["in_flight"]),
+                *(f"{rank[key]:.2f}" for key in ("state_gib", "activations_gib", "total_gib")),
+            )
+            for rank in of_ranks
+        ]
+        head = ("pp rank", "parameters", "in flight", "state GiB", "activations GiB", "total GiB")
+        yield from _table(head, rows)
+
+
+def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
+    heaviest = memory["heaviest"]
+    yield f"memory of the heaviest ranks, those of pipeline rank {heaviest['pipeline_rank']}, at their fullest, GiB"
+    rows = [(name, f"{size:.2f}") for name, size in heaviest["gib"].items() if size >= 0.005]
+    rows.append(("total", f"{memory['total_gib']:.2f}"))
+    yield from _table(None, rows, left=(0,))
+    spare, limit = memory["spare_gib"], f"{memory['device_gib']:.1f} GiB of {device['kind'].upper()}"
+    if spare < 0:
+        yield f"  does not fit: {-spare:.1f} GiB more than the {limit}"
+    else:
+        verdict = "fits" if memory["fits"] else "hardly fits"
+        yield f"  {verdict}: {spare:.1f} of the {limit} are left for CUDA, NCCL, workspaces and fragmentation"
+    if memory["host_gib"] >= 0.005:
+        yield f"  in host memory, per rank: {memory['host_gib']:.2f}"
+
+
+def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
+    yield "schedule"
+    count = schedule["microbatches"]
+    yield (
+        f"  {schedule['global_batch_size']:,} sequences a step = {count} microbatch{'es' * (count != 1)} of "
+        f"{schedule['micro_batch_size']} per rank"
+    )
+    if schedule["pipeline_ranks"] > 1:
+        yield f"  layout {schedule['layout']}, {schedule['virtual_stages']} chunks per rank"
+        waiting = " ".join(map(str, schedule["in_flight"]))
+        yield f"  bubble at least {schedule['bubble']:.1%}; chunks in flight by pipeline rank: {waiting}"
+
+
+def _communication(traffic: Sequence[dict[str, Any]], rank: int) -> Iterator[str]:
+    if not traffic:
+        return
+    yield f"communication of a rank of pipeline rank {rank} in one step"
+    rows = [
+        (
+            each["group"],
+            each["what"],
+            f"{each['gb']:,.2f}",
+            f"{each['network_gb']:,.2f}",
+            f"{each['ms']:,.1f}",
+            "yes" if each["beside_other_work"] else "no",
+        )
+        for each in traffic
+    ]
+    yield from _table(("group", "what", "GB", "over network", "ms", "beside other work"), rows, left=(0, 1))
+
+
+def _experts(experts: dict[str, Any] | None) -> Iterator[str]:
+    if experts is None:
+        return
+    ranks, domains, rows = experts["ranks_per_token"], experts["nvlink_domains_per_token"], experts["rows_per_rank"]
+    yield f"expert traffic of one layer and microbatch, {experts['dispatcher']} dispatcher, random even routing"
+    yield (
+        f"  a token has experts on {ranks['mean']:.2f} ± {ranks['std']:.2f} ranks in {domains['mean']:.2f} ± "
+        f"{domains['std']:.2f} NVLink domains"
+    )
+    held, most = experts["experts_per_rank"], rows["fullest"]
+    yield f"  a rank's {held} experts take {rows['mean']:,.0f} ± {rows['std']:,.0f} rows, the fullest about {most:,.0f}"
+    yield "  MB sent by a rank: " + "; ".join(f"{name} {size:,.1f}" for name, size in experts["dispatch_mb"].items())
+
+
+def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[str, Any]) -> Iterator[str]:
+    yield "time"
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in time["by_kind"].items() if share >= 0.005)
+    per_token, per_step = time["flops_per_token"] / 1e9, time["flops_per_step"] / 1e15
+    yield f"  {per_token:,.1f} GFLOP per token, {per_step:,.1f} PFLOP a step"
+    yield f"  {shares}"
+    peak = f"{device['kind'].upper()}'s {time['products_in']} peak"
+    yield f"  at {peak}: compute {time['compute_ms']:,.0f} ms, with the bubble {time['bound_ms']:,.0f} ms"
+    yield (
+        f"  so at most {time['bound_tflops_per_gpu']:,.0f} TFLOP/s and "
+        f"{time['bound_tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
+    )
+    if traffic:
+        alone = sum(each["ms"] for each in traffic if not each["beside_other_work"])
+        yield f"  communication with nothing beside it: {alone:,.0f} ms"
+
+
+def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if not lines:
+        return
+    yield title
+    for line in lines:
+        yield from textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="      ")
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
+
+
+def _table(head: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]], left: tuple[int, ...] = ()) -> Iterator[str]:
+    """Columns of equal width; numbers to the right, texts (`left`) to the left."""
+    lines = [*([head] if head else []), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        cells = [
+            f"{cell:<{width}}" if column in left else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
