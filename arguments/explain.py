@@ -146,7 +146,9 @@ def _flag_page(option: str, registry: Registry) -> str:
         ("recipes", ", ".join(recipes) if recipes else "none sets it"),
     ]
     lines = [flag.option, *textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
-    lines += [f"  {name:<10} {value}" for name, value in rows]
+    for name, value in rows:
+        indent = " " * 13
+        lines += textwrap.wrap(f"  {name:<10} {value}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines)
 
 
