@@ -19,13 +19,13 @@ def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Te
     rows_RI = rows_RI if rows_RI.stride(-1) == 1 else rows_RI.contiguous()
     num_experts, outputs, inputs = out.shape
     assert out.is_contiguous() and len(offsets_e) == num_experts, f"{tuple(out.shape)}, {len(offsets_e)} offsets"
-    tile_o, tile_i, tile_r = 128, 128, 64
+    tile_o, tile_i, tile_r = 128, 128, 32
     tiles = triton.cdiv(outputs, tile_o) * triton.cdiv(inputs, tile_i)
     if tiles and num_experts:
         _expert_grad[(tiles * num_experts,)](
             grad_RO, rows_RI, offsets_e, out, outputs, inputs, grad_RO.stride(0), rows_RI.stride(0),
             ACCUMULATE=accumulate, WIDEN=INTERPRETED, TILE_O=tile_o, TILE_I=tile_i, TILE_R=tile_r,
-            num_warps=8, num_stages=3,
+            num_warps=4, num_stages=4,
         )  # fmt: skip
 
 
@@ -42,17 +42,17 @@ def _expert_grad(
     start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     end = tl.load(offsets_ptr + expert).to(tl.int64)
     r = start + tl.arange(0, TILE_R)
-    grad_ptrs = grad_ptr + r[None, :] * grad_stride + o[:, None]
+    grad_ptrs = grad_ptr + r[:, None] * grad_stride + o[None, :]
     rows_ptrs = rows_ptr + r[:, None] * rows_stride + i[None, :]
     total = tl.zeros((TILE_O, TILE_I), dtype=tl.float32)
     for first in range(start, end, TILE_R):
         held = first + tl.arange(0, TILE_R) < end
         # beyond the edge of a matrix both are zero; beyond the expert's rows as well: the next expert's stand there
-        grad = tl.load(grad_ptrs, mask=held[None, :] & (o < outputs)[:, None], other=0.0)
+        grad = tl.load(grad_ptrs, mask=held[:, None] & (o < outputs)[None, :], other=0.0)
         rows = tl.load(rows_ptrs, mask=held[:, None] & (i < inputs)[None, :], other=0.0)
         if WIDEN:
             grad, rows = grad.to(tl.float32), rows.to(tl.float32)
-        total = tl.dot(grad, rows, total, input_precision="ieee")
+        total = tl.dot(tl.trans(grad), rows, total, input_precision="ieee")
         grad_ptrs += TILE_R * grad_stride
         rows_ptrs += TILE_R * rows_stride
     inside = (o < outputs)[:, None] & (i < inputs)[None, :]
