@@ -94,14 +94,15 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     folder = asked.setting("from_hf_config").value
     published, notes = published_flags(folder, registry) if folder else ([], [])
     layers = [published, *(file.flags for file in files)]
-    settings = settle(registry, [*layers, words])
+    layers += _around_proxy(words)
+    settings = settle(registry, layers)
     settings.notes += notes
     for file in files:
         problems += file.problems
     settings.problems[:0] = problems
     environment = {name: value for file in files for name, value in file.environment.items()}
     if asked.setting("proxy").value:
-        return _small(settings, environment, layers, words, environ)
+        return _small(settings, environment, layers, environ)
     return _Told(settings, environment)
 
 
@@ -115,18 +116,22 @@ def full_size(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     return full
 
 
+def _around_proxy(words: list[Given]) -> list[list[Given]]:
+    """The command line as one layer, or what stands before `--proxy` and what stands behind it."""
+    behind = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
+    return [words[:behind], words[behind:]] if behind else [words]
+
+
 def _small(
     settings: Settings,
     environment: dict[str, str],
-    files: Sequence[Sequence[Given]],
-    words: Sequence[Given],
+    layers: Sequence[Sequence[Given]],
     environ: Mapping[str, str],
 ) -> _Told:
-    """What `--proxy` makes of these settings. Words behind it stay as they are."""
+    """What `--proxy` makes of these settings, whose last layer stands behind it and stays as it is."""
     _refuse([*settings.problems, *missing_flags(settings)])
-    registry = settings.registry
-    behind = 1 + max(place for place, given in enumerate(words) if normal(given.option) == "--proxy")
-    full, pinned = settle(registry, [*files, words[:behind]]), settle(registry, [words[behind:]]).values
+    *before, behind = layers
+    full, pinned = settle(settings.registry, before), settle(settings.registry, [behind]).values
     full.values |= {name: setting for name, setting in pinned.items() if not full.known(name)}
     try:
         num_ranks = launch_of(environ).world_size

@@ -1,7 +1,6 @@
 """Small words that several rules share."""
 
 from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature
 
 from arguments.values import LayerPattern
 
@@ -32,11 +31,10 @@ def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Compla
 
 
 def asks_for(flags: Sequence[str]) -> Callable[[Callable[..., Complaint]], Callable[..., Complaint]]:
-    """A rule over `**flags` that asks for these."""
+    """A rule over `**flags` says so which ones it asks for."""
 
     def mark(rule: Callable[..., Complaint]) -> Callable[..., Complaint]:
-        parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in flags]
-        rule.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        rule.asks_for = tuple(flags)  # type: ignore[attr-defined]
         return rule
 
     return mark

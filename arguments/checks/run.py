@@ -203,7 +203,8 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
 
 def parameters(function: Callable[..., object]) -> list[str]:
     """What a rule or a hint asks for."""
-    return list(inspect.signature(function).parameters)
+    asked = getattr(function, "asks_for", None)
+    return list(inspect.signature(function).parameters if asked is None else asked)
 
 
 def _reason(rule: Rule) -> str:

@@ -92,7 +92,9 @@ def _fewer_experts(draft: Draft, sizes: Sizes) -> None:
     ep = sizes.ep
     several = 2 if experts > draft.value("expert_model_parallel_size") else 1
     enough = max(FEW_EXPERTS, several * ep, 2 * few_chosen, few_groups * -(-few_chosen // (few_allowed or few_groups)))
-    few = experts if chosen == experts else _multiple(enough, lcm(ep, few_groups))
+    few = _multiple(enough, lcm(ep, few_groups))
+    if chosen == experts or (experts < few and experts % lcm(ep, few_groups) == 0):
+        few = experts
     reason = "fewer experts"
     draft.put("num_experts", few, reason)
     draft.put("moe_router_topk", few if chosen == experts else few_chosen, reason)

@@ -1,0 +1,218 @@
+"""`--proxy`: a big run becomes a small one that takes the same paths, and says what it rewrote."""
+
+from collections.abc import Sequence
+from math import gcd
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from arguments.errors import FlagErrors
+from arguments.read import full_size, read_plan
+from megatron_moe.specs.attention import AttentionSpec
+from megatron_moe.specs.model import LayerSpec
+from megatron_moe.specs.run import RunPlan
+from tests.command_lines import SMALL, words
+from tests.zoo import ZooRow, command_line, zoo_rows
+
+ROWS = zoo_rows()
+
+
+def environ(num_ranks: int) -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return dict(zip(names, map(str, (0, 0, num_ranks, num_ranks)), strict=True))
+
+
+def proxy(argv: Sequence[str], behind: str = "", num_ranks: int = 1) -> RunPlan:
+    return read_plan([*argv, "--proxy", *words(behind)], environ(num_ranks))
+
+
+def small(more: str = "", behind: str = "", num_ranks: int = 1) -> RunPlan:
+    return proxy([*words(SMALL), *words(more)], behind, num_ranks)
+
+
+def rewrites(plan: RunPlan) -> list[str]:
+    return [note for note in plan.notes if note.startswith("proxy: ")]
+
+
+def kind(layer: LayerSpec) -> tuple[bool, bool, bool]:
+    """Has it experts, a window, a rotation?"""
+    rotates = not isinstance(layer.mixer, AttentionSpec) or layer.mixer.rope is not None
+    return layer.is_moe, layer.mixer.core.window is not None, rotates
+
+
+def kinds(plan: RunPlan) -> set[tuple[bool, bool, bool]]:
+    return {kind(layer) for layer in plan.model.layers}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_proxy_of_a_public_model_is_small_and_has_its_kinds_of_layers(row: ZooRow):
+    plan, full = proxy(command_line(row)), read_plan(command_line(row), {})
+    assert kinds(plan) == kinds(full)
+    assert (plan.model.mtp is None) == (full.model.mtp is None)
+    assert len(plan.model.layers) <= 4 and plan.model.hidden_size <= 64 and plan.loop.train_iters == 5
+    assert plan.parallel.world_size == 1 and plan.data.mock
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[ZooRow, list[str]]:
+    """A public model, and the words of a layout that may fit it."""
+    row = draw(st.sampled_from(ROWS))
+    heads = row.integer("num-attention-heads")
+    shared = heads if row.is_mla else gcd(heads, row.integer("num-query-groups"))
+    tp = draw(st.sampled_from([size for size in (1, 2, 4, 8) if shared % size == 0]))
+    cp, pp, vpp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 4, 8))), draw(st.sampled_from((1, 2)))
+    ep = draw(st.sampled_from([size for size in (1, 2, 8, 16, 64) if row.integer("num-experts") % size == 0]))
+    found = [
+        *("--tensor-model-parallel-size", tp, "--context-parallel-size", cp, "--pipeline-model-parallel-size", pp),
+        *("--expert-model-parallel-size", ep, "--seq-length", 4096, "--max-position-embeddings", 4096),
+        *("--micro-batch-size", draw(st.sampled_from((1, 4))), "--cp-comm-type", draw(st.sampled_from(_EXCHANGES))),
+        *("--hierarchical-context-parallel-sizes", 2, cp // 2 or 1),
+    ]
+    found += ["--expert-tensor-parallel-size", 1] if draw(st.booleans()) else []
+    found += ["--sequence-parallel"] if tp > 1 else []
+    found += draw(st.sampled_from(_SWITCHES))
+    if pp > 1:
+        found += ["--pipeline-model-parallel-layout", "auto", "--num-virtual-stages-per-pipeline-rank", vpp]
+    return row, [str(word) for word in found]
+
+
+_EXCHANGES = ("p2p", "a2a", "a2a+p2p", "allgather")
+_SWITCHES = (
+    ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+    ["--moe-expert-capacity-factor", "1", "--moe-pad-expert-input-to-capacity"],
+    ["--fp8-format", "e4m3", "--bf16", "--moe-token-dispatcher-type", "flex"],
+    ["--global-batch-size", "4096", "--calculate-per-token-loss"],
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(layouts(), st.integers(1, 8))
+def test_any_layout_of_any_public_model_folds_to_any_number_of_ranks(case: tuple[ZooRow, list[str]], num_ranks: int):
+    row, layout = case
+    argv = [*command_line(row), *layout]
+    try:
+        full = full_size(argv, {})
+    except FlagErrors:
+        assume(False)
+    plan = proxy(argv, num_ranks=num_ranks)  # raises if any rule is broken
+    spec = plan.parallel
+    assert spec.tp * spec.cp * spec.pp * spec.dp == spec.etp * spec.ep * spec.pp * spec.edp == num_ranks
+    for axis, flag in _AXES:
+        assert getattr(spec, axis) <= full.setting(flag).value
+    assert kinds(plan) == kinds(read_plan(command_line(row), {}))
+    assert sum(stage.num_mtp for stage in plan.layout.stages) == row.integer("mtp-num-layers")
+
+
+_AXES = (
+    ("tp", "tensor_model_parallel_size"),
+    ("cp", "context_parallel_size"),
+    ("pp", "pipeline_model_parallel_size"),
+    ("ep", "expert_model_parallel_size"),
+)
+
+
+def test_every_rewrite_is_told_with_both_values_and_its_reason():
+    plan = small()
+    told = rewrites(plan)
+    assert "proxy: --hidden-size 256 -> 64 (narrower)" in told
+    assert "proxy: --data-path corpus_text_document -> not set (random tokens)" in told
+    assert "proxy: --mock-data off -> on (random tokens)" in told
+    assert "proxy: --moe-layer-freq ([0]*1+[1]*3) -> ([0]*1+[1]*2) (the layers that are left)" in told
+    marked = [line for line in plan.resolved_yaml.splitlines() if line.endswith("# proxy")]
+    assert len(marked) == len(told) == len(set(told))
+
+
+def test_a_run_that_is_small_already_is_not_made_larger():
+    tiny = small("--num-layers 2 --moe-layer-freq 1 --hidden-size 32 --num-experts 4 --seq-length 16")
+    layer = tiny.model.layers[0]
+    assert (len(tiny.model.layers), tiny.model.hidden_size, tiny.data.seq_length) == (2, 32, 16)
+    assert layer.feed_forward.experts.num_experts == 4
+
+
+def test_the_folder_of_the_run_at_full_size_is_left_alone():
+    plan = small("--load x --tensorboard-dir y --save z")
+    assert plan.logging.run_dir is None and plan.checkpoint.save is None and plan.checkpoint.load is None
+    assert plan.logging.tensorboard_dir is None
+
+
+def test_flags_behind_it_stay_as_they_are():
+    plan = small(behind="--train-iters 7 --hidden-size 128 --run-dir mine --bf16")
+    assert (plan.loop.train_iters, plan.model.hidden_size, plan.precision.params) == (7, 128, "bf16")
+    assert str(plan.logging.run_dir) == "mine"
+    assert not any("--hidden-size" in note or "--train-iters" in note for note in plan.notes)
+
+
+def test_a_number_of_layers_behind_it_is_kept_with_patterns_to_match():
+    plan = small("--num-layers 12 --moe-layer-freq ([0]*2+[1]*10) --window-size 31,0", "--num-layers 6")
+    assert [layer.is_moe for layer in plan.model.layers] == [False, True, True, True, True, True]
+
+
+def test_what_is_wrong_at_full_size_is_told_at_full_size():
+    with pytest.raises(FlagErrors, match="at full size: 3 groups do not divide 8 experts"):
+        small("--moe-router-num-groups 3")
+    with pytest.raises(FlagErrors, match="--num-layers is required"):
+        read_plan(["--proxy"], {})
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--bf16 --fp8-format e4m3", "--fp8-format e4m3 -> not set"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex -> alltoall"),
+        ("--kernel-backend triton", "--kernel-backend triton -> auto"),
+        ("--device cuda", "--device cuda -> auto"),
+        ("--fp16", "--bf16 off -> on"),
+        ("--moe-use-upcycling --load x", "--moe-use-upcycling on -> off"),
+        ("--trust-remote-code", "--trust-remote-code on -> off"),
+    ],
+)
+def test_what_the_machine_does_not_have_is_replaced(more: str, told: str):
+    assert any(told in note for note in rewrites(small(more)))
+
+
+def test_a_feature_that_does_not_exist_is_still_refused():
+    with pytest.raises(FlagErrors, match="--use-megatron-fsdp is not available yet"):
+        small("--use-megatron-fsdp")
+
+
+def test_double_precision_behind_it_replaces_all_other_formats():
+    plan = small("--bf16 --grad-reduce-in-bf16", "--fp64")
+    assert (plan.precision.params, plan.precision.grads, plan.precision.master) == ("fp64", "fp64", "fp64")
+
+
+def test_variables_that_only_the_run_at_full_size_needs_may_be_missing(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("tokenizer-model: ${TOKENIZER}\ndata-path: ['${DATA}/a']\nload: ${LOAD}\n")
+    argv = [*words(SMALL, "--tokenizer-model --data-path"), "--config", str(recipe)]
+    assert proxy(argv).data.mock
+    with pytest.raises(FlagErrors, match="needs the environment variable TOKENIZER"):
+        read_plan(argv, {})
+    recipe.write_text("lr: ${RATE}\n")
+    with pytest.raises(FlagErrors, match="needs the environment variable RATE"):
+        proxy(argv)
+
+
+def test_run_yaml_of_a_proxy_starts_the_same_run(tmp_path):
+    plan = small("--window-size 31,0 --window-attn-skip-freq 2")
+    saved = tmp_path / "run.yaml"
+    saved.write_text(plan.resolved_yaml)
+    again = read_plan(["--config", str(saved)], {})
+    assert (again.model, again.data, again.loop, again.lr) == (plan.model, plan.data, plan.loop, plan.lr)
+
+
+def test_groups_and_choices_keep_their_ratio():
+    argv = command_line(next(row for row in ROWS if str(row) == "DeepSeek-V3"))
+    router = proxy(argv).model.layers[-1].feed_forward.router
+    assert (router.num_experts, router.topk, router.num_groups, router.group_topk) == (8, 4, 4, 2)  # 256, 8, 8, 4
+
+
+def test_ranks_that_had_several_experts_keep_several():
+    plan = small("--num-experts 64 --expert-model-parallel-size 8", num_ranks=8)
+    moe = plan.model.layers[-1].feed_forward
+    assert plan.parallel.ep > 1 and moe.experts.num_experts // plan.parallel.ep > 1
+
+
+def test_windows_stay_shorter_than_the_sequence():
+    core = small("--window-size 63,0").model.layers[0].mixer.core
+    assert core.window == (15, 0) and small().data.seq_length == 64
