@@ -93,14 +93,16 @@ def test_pins_of_what_setup_asks_for_come_first_and_the_rest_says_who_needs_it(w
 def test_the_images_install_torch_first_and_start_the_program():
     text = DOCKERFILE.read_text()
     stages = {part.split("\n", 1)[0].split(" AS ")[1]: part for part in text.split("\nFROM ")[1:]}
-    assert list(stages) == ["sources", "cpu", "cuda"], "the last stage is what `docker build` makes by default"
+    assert list(stages) == ["sources", "cpu", "kernels", "cuda"], "the last stage is what `docker build` makes"
     for name in ("cpu", "cuda"):
         stage = stages[name]
         assert stage.index("torch==") < stage.index("pip install --no-cache-dir", stage.index("torch=="))
         assert 'ENTRYPOINT ["python", "pretrain_moe.py"]' in stage
         assert "COPY --from=sources" in stage
     assert f"TORCH_VERSION={pins()['torch']}" in stages["cpu"] and "-c constraints.txt" in stages["cpu"]
-    assert "cu130" in stages["cuda"] and "constraints.txt" not in stages["cuda"]
+    torch = re.search(r"ARG TORCH_VERSION=(.*)", stages["cuda"])
+    assert torch is not None and f"pytorch/pytorch:{torch[1]}-cuda13" in text, "torch is the base image's"
+    assert "constraints.txt" not in stages["cuda"], "the tested set is of the CPU"
 
 
 def test_the_images_copy_what_exists():
