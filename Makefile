@@ -19,9 +19,8 @@ check:  ## lint, types, house rules: under a minute
 test:  ## everything CI runs
 	bash scripts/test.sh
 
-nightly:  ## CI and the slow tests
-	bash scripts/test.sh
-	$(PYTEST) -q -m slow
+nightly:  ## CI, the slow tests and the planted bugs; tables go to benchmarks/
+	$(PYTHON) -m tests.nightly
 
 gpu1 gpu2 gpu4:  ## tests that need one, two or four GPUs, by hand
 	$(PYTEST) -q -m $@ tests

@@ -1,0 +1,26 @@
+"""The table of a night counts what ran, what failed and what a sample left out."""
+
+import xml.etree.ElementTree as xml
+
+from tests.nightly import Line, report, slow_lines
+
+NAMES = ("tests/a.py::test_a_layout_is_right[x y]", "tests/a.py::test_a_layout_is_right[z]", "tests/b.py::test_other")
+RAN = xml.fromstring(
+    "<suite><testcase name='test_a_layout_is_right[x y]' time='1.5'/>"
+    "<testcase name='test_other' time='2'><failure/></testcase></suite>"
+)
+
+
+def test_every_function_of_the_slow_tests_has_a_line():
+    assert list(slow_lines(NAMES, list(RAN))) == [
+        Line("a layout is right", passed=1, failed=0, left_out=1, seconds=1.5),
+        Line("other", passed=0, failed=1, left_out=0, seconds=2.0),
+    ]
+
+
+def test_a_run_that_ended_without_a_report_has_left_out_everything():
+    assert sum(line.left_out for line in slow_lines(NAMES, [])) == len(NAMES)
+
+
+def test_the_table_has_a_row_per_line():
+    assert "| other | 0 | 1 | 0 | 2 |" in report(list(slow_lines(NAMES, list(RAN))), 4.0)
