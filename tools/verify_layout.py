@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from arguments.proxy.fold import Sizes, lost_axes, smallest_fold
+from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.proxy.shrink import wanted_sizes
 from arguments.read import full_size, read_plan
 from megatron_moe.compare.plant import Plant
@@ -32,6 +32,8 @@ PROOF = (
     *("--adam-eps", str(EPSILON), "--eval-iters", "0"),
 )
 """Double precision from end to end, initial values that let every part matter, and a router that routes."""
+SAME_DRAWS = ("--hidden-dropout", "0", "--attention-dropout", "0", "--moe-input-jitter-eps", "0")
+"""Context-parallel ranks draw other numbers than one rank does, so nothing is drawn."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,13 @@ def _verify(question: Question, environ: Mapping[str, str]) -> ExitCode:
 def _folded(question: Question, environ: Mapping[str, str]) -> tuple[RunPlan, list[str]]:
     """The plan of the small run, and what became of the flags."""
     wanted, etp_is_tp, two_levels = wanted_sizes(full_size(question.argv, environ))
-    ranks, _ = smallest_fold(wanted, MOST_RANKS, etp_is_tp=etp_is_tp, two_levels=two_levels)
-    ranks = question.num_ranks or ranks
-    words = [*question.argv, "--proxy", *PROOF, "--train-iters", str(question.num_steps), *question.pinned]
-    plan = read_plan(words, {**environ, **_launch(ranks)})
-    parallel = plan.parallel
-    found = Sizes(
-        **{axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "dp", "edp")},
-    )
+    how = {"etp_is_tp": etp_is_tp, "two_levels": two_levels}
+    ranks = question.num_ranks or smallest_fold(wanted, MOST_RANKS, **how)[0]
+    proof = [*PROOF, "--train-iters", str(question.num_steps)]
+    if fold(wanted, ranks, **how).cp > 1:
+        proof += SAME_DRAWS
+    plan = read_plan([*question.argv, "--proxy", *proof, *question.pinned], {**environ, **_launch(ranks)})
+    found = Sizes(**{axis: getattr(plan.parallel, axis) for axis in wanted.axes})
     lines = [note for note in plan.notes if note.startswith("proxy:")]
     lines.append(f"folded to {ranks} ranks: {found}; stages {plan.layout}")
     lost = lost_axes(wanted, found)

@@ -55,6 +55,7 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
     *moe.RULES,
     *moe_router.RULES,
     *tensor.RULES,
+    batch.ranks_share_the_experts,
     *context.RULES,
     *pipeline.RULES,
 )

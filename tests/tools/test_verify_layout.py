@@ -1,0 +1,116 @@
+"""tools/verify_layout.py: right layouts pass, planted errors are found and named."""
+
+import pytest
+
+from megatron_moe.compare.plant import Plant, UnknownPlant
+from megatron_moe.compare.table import Comparison, Row
+from megatron_moe.compare.verify import summary
+from megatron_moe.specs.exitcodes import ExitCode
+from tests.command_lines import SMALL, words
+from tools.verify_layout import main
+
+LAYOUT = """
+    --expert-model-parallel-size 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel
+    --moe-token-dispatcher-type alltoall --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --moe-router-load-balancing-type seq_aux_loss --bf16
+"""
+
+
+def verify(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and what was printed, errors behind it."""
+    code = main([*words(SMALL), *words(LAYOUT), *words(more)], {})
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_a_right_layout_is_equal_to_one_rank(capsys):
+    code, text = verify("--steps 2", capsys)
+    assert "folded to 4 ranks: tp 2 ep 2 dp 2 edp 2; stages Et*3L" in text
+    assert "equal to one rank:" in text and "NOT" not in text
+    assert code == ExitCode.OK
+    for quantity in ("loss", "norm", "metric", "gradient", "weight", "tokens"):
+        assert f"\n{quantity} " in text
+
+
+PIPELINE = """
+    --no-sequence-parallel --tensor-model-parallel-size 1 --context-parallel-size 2 --pipeline-model-parallel-size 4
+    --pipeline-model-parallel-layout Et|t|t|t|||m|L --mtp-num-layers 1 --expert-model-parallel-size 2
+"""
+
+
+def test_a_right_pipeline_is_equal_to_one_rank_and_what_did_not_fit_is_named(capsys):
+    code, text = verify(f"{PIPELINE} --nproc 4 --steps 1", capsys)
+    assert "folded to 4 ranks: cp 2 pp 2 ep 2; stages Et|t||mL" in text
+    assert "NOT verified, since 4 ranks are too few: dp, edp" in text
+    assert "equal to one rank:" in text and "NOT equal" not in text
+    assert code == ExitCode.OK
+
+
+@pytest.mark.slow
+def test_the_layout_of_deepseek_v3_on_1024_ranks_is_equal_to_one_rank(capsys):
+    assert main(["--recipe", "deepseek-v3-h100-1024"], {}) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "folded to 8 ranks: tp 2 pp 2 ep 2 dp 2 edp 2; stages Et|(t|)*2mL" in text
+
+
+def test_doubled_gradients_of_experts_are_found_and_explained(capsys):
+    code, text = verify("--nproc 2 --steps 1 --inject scale-expert-grads:2", capsys)
+    assert code == ExitCode.DRIFT == 12
+    wrong = text.partition("gradients of the first step are wrong in 4 parameters")[2].splitlines()[1:3]
+    for line, matrix in zip(wrong, ("linear_fc2", "linear_fc1"), strict=True):
+        assert f"decoder.layers.*.mlp.experts.{matrix}.weight  looks like a doubled reduction over a group of 2" in line
+    assert "NOT equal to one rank" in text
+
+
+def test_sums_that_are_left_out_are_found_in_norms_and_routers(capsys):
+    code, text = verify("--nproc 2 --steps 1 --inject skip-partial-sums --proxy --expert-model-parallel-size 1", capsys)
+    assert code == ExitCode.DRIFT
+    assert "decoder.layers.*.mlp.router.weight  copies on ranks [0, 1] differ" in text
+    assert "decoder.final_layernorm.weight  copies on ranks [0, 1] differ" in text
+    assert "mlp.experts.linear_fc1.weight  " not in text.partition("gradients of the first step are wrong")[2]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "text"),
+    [
+        ("--num-experts 7", ExitCode.CONFIG, "8 ranks do not divide 7 experts"),
+        ("--num-layer 7", ExitCode.CONFIG, "--num-layer is not a flag"),
+        ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is no error that can be planted"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(more, code, text, capsys):
+    found, printed = verify(more, capsys)
+    assert found == code and text in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "plant"),
+    [
+        ("scale-expert-grads:2", Plant("scale-expert-grads", 2.0)),
+        ("scale-attention-grads:0.5", Plant("scale-attention-grads", 0.5)),
+        ("skip-partial-sums", Plant("skip-partial-sums")),
+    ],
+)
+def test_errors_to_plant_are_written_with_their_factor(text, plant):
+    assert Plant.parse(text) == plant
+
+
+@pytest.mark.parametrize("text", ["scale-expert-grads", "scale-expert-grads:x", "skip-partial-sums:2", "", "nan:nan"])
+def test_other_errors_are_unknown(text):
+    with pytest.raises(UnknownPlant, match="choose one of: scale-expert-grads:FACTOR"):
+        Plant.parse(text)
+
+
+def test_the_summary_takes_layers_and_steps_together_and_shows_the_worst():
+    def row(name: str, error: float, bad: bool = False, what: str = "gradient") -> Row:
+        return Row(what, name, "attention", error, 2.0 if bad else None, "doubled" if bad else "", bad)
+
+    rows = (row("a.0.w", 1e-16), row("a.1.w", 1.0, bad=True), row("b", 2e-16), row("loss, step 2", 0.5, True, "metric"))
+    lines = summary(Comparison(rows)).splitlines()
+    assert lines[1].split() == ["gradient", "a.*.w", "attention", "1", "of", "2", "WRONG", "1.0e+00", "2", "doubled"]
+    assert lines[2].split() == ["gradient", "b", "attention", "1", "2.0e-16"]
+    assert lines[3].split()[:3] == ["metric", "loss", "attention"]
+    assert lines[5:7] == [
+        "gradients of the first step are wrong in 1 parameters, and so is all that follows from them:",
+        "  a.*.w (in some layers)  doubled",
+    ]
