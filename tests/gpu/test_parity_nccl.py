@@ -1,0 +1,51 @@
+"""Layouts of 2 and 4 ranks under NCCL give the loss, metrics, norm, gradients and weights of one CPU rank.
+
+The cells are a cover: of 22 dimensions of parallelism and model, every two values that such a world allows meet in one.
+All cells of a world run in one process group, while the CPU works out what is to come.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_moe.compare.record import RankRecord
+from megatron_moe.compare.table import Comparison
+from tests.parity.cells import compare_records, oracle_of, plan_of, run_rank, run_rank_in_fp32
+from tests.parity.cover import GOLDEN_OF_RANKS
+from tests.parity.dimensions import cell_of
+from tests.parity.test_parity import names
+from tests.ranks import on_gpus
+from tests.tolerances import FP32_LAYOUT, FP64_LAYOUT
+
+CELLS = [
+    pytest.param(name, id=name, marks=getattr(pytest.mark, f"gpu{num_gpus}"))
+    for num_gpus, golden in GOLDEN_OF_RANKS.items()
+    for name in names(golden)
+]
+
+
+def compared(name: str, run: Callable[..., RankRecord], dtype: torch.dtype, rtol: float) -> Comparison:
+    """The cell on one GPU per rank against one CPU rank in double precision."""
+    with ThreadPoolExecutor(1) as beside:
+        oracle = beside.submit(oracle_of, name)
+        ranks = on_gpus(plan_of(cell_of(name)).parallel, run, name, dtype=dtype)
+        return compare_records(name, oracle.result(), ranks, rtol=rtol)
+
+
+def check(comparison: Comparison, record_property: Callable[[str, object], None]) -> None:
+    """Fails where they differ. Leaves the largest error of every kind of quantity in the report of the tests."""
+    for what in {row.what for row in comparison.rows}:
+        record_property(what, max(row.error for row in comparison.rows if row.what == what))
+    assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_layout_in_fp64_equals_one_rank(name, record_property):
+    check(compared(name, run_rank, torch.float64, FP64_LAYOUT.rtol), record_property)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_layout_in_fp32_on_the_fastest_kernels_equals_one_rank(name, record_property):
+    check(compared(name, run_rank_in_fp32, torch.float32, FP32_LAYOUT.rtol), record_property)
