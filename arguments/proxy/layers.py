@@ -80,7 +80,7 @@ def _stages_that_stay(kinds: Sequence[Hashable], layout: PipelineLayout, num_sta
 
 def _one_of_each(layers: Sequence[int], kinds: Sequence[Hashable]) -> list[int]:
     """The first layer of every kind."""
-    first = {}
+    first: dict[Hashable, int] = {}
     for layer in layers:
         first.setdefault(kinds[layer], layer)
     return sorted(first.values())
