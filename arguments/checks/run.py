@@ -62,6 +62,9 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
 """Rules that `--proxy` must not hide: what they are about does not depend on the machine."""
 
 _LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
+WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *data.RULES)
+"""Rules that hold for training alone: a plan that breaks them can be told about."""
+
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 FACTS = ("world_size", "data_parallel_size", "virtual_stages")
 """What rules may ask for besides flags. The second is unknown when the sizes do not divide the world, the third when
@@ -87,7 +90,7 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
             if complaint:
                 what, remedy = complaint
                 given = tuple(_row(name, settings, facts) for name in names)
-                yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given)
+                yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=rule in WAITING)
 
 
 def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
@@ -188,7 +191,8 @@ def _not_available(settings: Settings, flag: Flag) -> Problem:
     hints = [flag.declaration.note] if flag.declaration.note else []
     if flag.declaration.harmless:
         hints.append(_LEAVE_OUT)
-    return Problem(what=f"{asked} is {ever} ({origin})", remedy="; ".join(hints))
+    waits = flag.declaration.status == "not yet"
+    return Problem(what=f"{asked} is {ever} ({origin})", remedy="; ".join(hints), waits=waits)
 
 
 def _value(name: str, settings: Settings, facts: Mapping[str, Fact]) -> Any:
