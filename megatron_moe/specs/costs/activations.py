@@ -155,25 +155,31 @@ def _norm(
 
 
 def _attention(spec: AttentionSpec, layer: LayerSpec, sizes: Sizes) -> Iterator[Kept]:
-    """v is a view of the qkv product, which therefore stays whole; so are q and k where nothing changes them."""
+    """v is a view of the qkv product, which therefore stays whole, and so is k where nothing changes it. q is gathered
+    from the query groups, so it is one only if there is a single group."""
     tokens, size = sizes.inner, sizes.activation
-    widths = spec.q_width + spec.kv_width
-    q, k, v = ({"moves": "core_attn"} for _ in range(3))
-    qkv = widths + spec.kv_width + (spec.q_width if spec.output_gate else 0)
-    yield _tensor("attention", "qkv", "U (N+2G) D", tokens * qkv, size, **v)
+    moved = {"moves": "core_attn"}
+    gathered = spec.num_query_groups > 1
+    qkv = spec.q_width + 2 * spec.kv_width + (spec.q_width if spec.output_gate else 0)
+    yield _tensor("attention", "qkv", "U (N+2G) D", tokens * qkv, size, **moved)
     if spec.qk_norm == "full":
-        whole = layer.mixer.num_heads * spec.head_dim + _groups(layer) * spec.head_dim
+        whole = (layer.mixer.num_heads + _groups(layer)) * spec.head_dim
         yield _tensor("attention", "q and k before their norm", "U (N+G) D", tokens * whole, size)
+    elif spec.qk_norm == "per_head" and gathered:
+        yield _tensor("attention", "q before its norm", "U N D", tokens * spec.q_width, size)
     if spec.qk_norm != "none":
         rows = 2 if spec.qk_norm == "full" else spec.num_heads + spec.num_query_groups
         yield _tensor("attention", "statistics of q and k", "U (N+G)", tokens * rows, sizes.internal)
-    if spec.qk_norm != "none" or spec.rope is not None:
-        yield _tensor("attention", "q", "U N D", tokens * spec.q_width, size, **q)
-        yield _tensor("attention", "k", "U G D", tokens * spec.kv_width, size, **k)
+    changed = spec.qk_norm != "none" or spec.rope is not None
+    if changed or gathered:
+        yield _tensor("attention", "q", "U N D", tokens * spec.q_width, size, **moved)
+    if changed:
+        yield _tensor("attention", "k", "U G D", tokens * spec.kv_width, size, **moved)
     yield from _core(spec.num_heads, spec.q_width, sizes)
     if spec.output_gate:
-        # the product of the gate is computed in the internal format, and its result is the last matrix's input
-        yield _tensor("attention", "gate and gated", "U 2N D", 2 * tokens * spec.q_width, sizes.internal)
+        # both factors in the internal format, of which the output is one already where the formats are the same
+        factors = 1 if sizes.activation == sizes.internal else 2
+        yield _tensor("attention", "gate and output", "U N D", factors * tokens * spec.q_width, sizes.internal)
         yield _tensor("attention", "gated output", "U N D", tokens * spec.q_width, size, low=True)
 
 
