@@ -7,7 +7,7 @@
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   machines; this one, counted from 0; where they meet
 #   RUN_DIR         the run's folder; with it, a run that ended for a reason that may go away is started again
 #   MAX_RESTARTS    how often at most (2). On one machine only: of several, the scheduler must restart all
-#   GRACE           seconds that torchrun leaves ranks for saving after a signal (torch's default: 30)
+#   GRACE           seconds that torchrun leaves ranks for saving after a signal (30; to change it needs torch 2.13)
 #   PYTHON          the interpreter (python)
 set -uo pipefail
 
@@ -57,6 +57,7 @@ run() { # one start, until torchrun has ended; a signal ends the first wait earl
 for ((start = 0; ; start++)); do
     since=$(date +%s)
     run "$@"
+    [ "$code" != 0 ] || exit 0
     [ -n "$run_dir" ] && [ -z "$stopped" ] && [ "$start" -lt "$max_restarts" ] || exit "$code"
     "$python" "$root/tools/requeue.py" --run-dir "$run_dir" --exit-code "$code" --since "$since" || exit "$code"
 done

@@ -29,6 +29,7 @@ class Package:
     install: str
     """The words that install it."""
     required: bool = False
+    """No run starts without it."""
     purpose: str = ""
     is_kernels: bool = False
     """The program can use it only through a backend in `kernels/backends/`."""
@@ -40,21 +41,25 @@ class Package:
     """A version, by its beginning, that does not fit."""
 
 
-def _required(name: str, module: str) -> Package:
-    return Package(name=name, module=module, install=f"pip install -c constraints.txt {name}", required=True)
+def _listed(
+    name: str, module: str, purpose: str = "", flags: tuple[tuple[str, str], ...] = (), *, required: bool = False
+) -> Package:
+    """One that setup.py asks for."""
+    install = f"pip install -c constraints.txt {name}"
+    return Package(name=name, module=module, install=install, required=required, purpose=purpose, flags=flags)
 
 
 PACKAGES: tuple[Package, ...] = (
-    _required("torch", "torch"),
-    _required("numpy", "numpy"),
-    _required("safetensors", "safetensors"),
-    _required("sentencepiece", "sentencepiece"),
-    _required("tokenizers", "tokenizers"),
-    _required("pyyaml", "yaml"),
-    _required("tensorboard", "tensorboard"),
-    _required("wandb", "wandb"),
-    _required("rich", "rich"),
-    _required("matplotlib", "matplotlib"),
+    _listed("torch", "torch", required=True),
+    _listed("numpy", "numpy", required=True),
+    _listed("safetensors", "safetensors", required=True),
+    _listed("pyyaml", "yaml", required=True),
+    _listed("sentencepiece", "sentencepiece", "tokens", (("--tokenizer-type", "SentencePieceTokenizer"),)),
+    _listed("tokenizers", "tokenizers", "tokens", (("--tokenizer-type", "HuggingFaceTokenizer"),)),
+    _listed("tensorboard", "tensorboard", "curves"),
+    _listed("wandb", "wandb", "curves on a server", (("--wandb-project", "NAME"),)),
+    _listed("rich", "rich", "progress bar"),
+    _listed("matplotlib", "matplotlib", "plots"),
     Package(
         name="tiktoken",
         module="tiktoken",
@@ -181,7 +186,7 @@ def pinned_versions(constraints: Path) -> dict[str, str]:
 
 
 def summary(found: Iterable[Found]) -> list[str]:
-    """For the start of a run: versions of what is there beyond the required, and everything that is wrong."""
+    """For the start of a run: torch and the kernel packages that are there, and everything that is wrong."""
     every = tuple(found)
     present = [f"{each.package.name} {each.version}" for each in every if each.version and _worth_telling(each)]
     lines = [f"packages: {', '.join(present)}"]
@@ -195,7 +200,7 @@ def summary(found: Iterable[Found]) -> list[str]:
 
 
 def _worth_telling(each: Found) -> bool:
-    return each.package.name == "torch" or (not each.package.required and each.verdict != "wrong")
+    return each.package.name == "torch" or (each.package.is_kernels and each.verdict != "wrong")
 
 
 def _version(package: Package) -> str | None:
