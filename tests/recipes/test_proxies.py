@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arguments.flags import Registry
+from arguments.read import read_plan
 from arguments.recipes.find import about, recipe_names
 from arguments.recipes.table import without_proxy
 from megatron_moe.specs.exitcodes import ExitCode
@@ -49,6 +50,14 @@ def train(name: str, run: Path) -> list[float]:
 
 def test_the_list_of_recipes_without_a_proxy_is_the_golden_one():
     assert REFUSED.read_text(encoding="utf-8") == without_proxy(), UPDATE
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_proxies_fold_to_any_number_of_ranks(num_ranks: int):
+    environ = {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(num_ranks)}
+    for name in TRAINING:
+        plan = read_plan(["--recipe", name, "--proxy"], environ, lambda spec: spec.vocab_size or 512)
+        assert plan.parallel.world_size == num_ranks
 
 
 @pytest.mark.parametrize("name", FIRST)
