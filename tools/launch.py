@@ -22,9 +22,12 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 from arguments.environment import Variable  # noqa: E402
 from arguments.errors import Finished  # noqa: E402
 from arguments.explain import derived  # noqa: E402
+from arguments.flags import Registry  # noqa: E402
 from arguments.launch_scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
+from arguments.recipes.find import about, find_recipe  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.specs.costs.hardware import GPUS  # noqa: E402
 from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
 
@@ -37,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], allow_abbrev=False, epilog="All other words go to pretrain_moe.py."
     )
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks on each machine (default: 8)")
+    parser.add_argument("--nodes", type=int, help="machines (default: as many as the recipe says, or 1)")
+    parser.add_argument("--gpus-per-node", type=int, help="ranks on each (default: as the recipe says, or 8)")
     parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script and do nothing")
@@ -69,19 +72,32 @@ def name_of(flags: Sequence[str]) -> str:
     return "megatron-moe"
 
 
+def size_of(options: argparse.Namespace, flags: Sequence[str]) -> tuple[int, int]:
+    """(machines, ranks on each): as asked, else what the recipe says about itself, else one node of a cluster or one
+    rank here."""
+    recipe = flags[flags.index("--recipe") + 1] if "--recipe" in flags[:-1] else ""
+    if find_recipe(recipe):
+        told = about(recipe, Registry.declared())
+        kind = GPUS.get(told.gpu)
+        ranks_per_node = options.gpus_per_node or min(told.gpus, kind.per_node if kind else 8)
+        return options.nodes or -(-told.gpus // ranks_per_node), ranks_per_node
+    return options.nodes or 1, options.gpus_per_node or (8 if options.launcher == "slurm" else 1)
+
+
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
     """The job of a checked plan; a run without a folder gets runs/NAME."""
     name = options.name or name_of(flags)
-    plan = plan_of(flags, options.nodes, options.gpus_per_node, environ)
+    nodes, ranks_per_node = size_of(options, flags)
+    plan = plan_of(flags, nodes, ranks_per_node, environ)
     if plan.logging.run_dir is None:
         flags = [*flags, "--run-dir", f"runs/{name}"]
-        plan = plan_of(flags, options.nodes, options.gpus_per_node, environ)
+        plan = plan_of(flags, nodes, ranks_per_node, environ)
     assert plan.logging.run_dir is not None, f"no run folder in {flags}"
     pairs = zip(plan.environment, plan.environment_reasons, strict=True)
     return Job(
         name=name,
-        nodes=options.nodes,
-        ranks_per_node=options.gpus_per_node,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
         root=ROOT,
         folder=Path.cwd(),
         run_dir=Path.cwd() / plan.logging.run_dir,

@@ -29,7 +29,7 @@ from tools import launch  # noqa: E402
 def parser() -> argparse.ArgumentParser:
     parser = launch.parser()
     parser.description = (__doc__ or "").splitlines()[0]
-    parser.set_defaults(launcher="torchrun", gpus_per_node=1)
+    parser.set_defaults(launcher="torchrun")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of the sweep: one run folder per combination"
     )

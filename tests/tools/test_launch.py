@@ -8,7 +8,7 @@ import pytest
 from megatron_moe.specs.exitcodes import ExitCode
 from tests.command_lines import SMALL, words
 from tests.scripts.stubs import asked, write_stubs
-from tools.launch import ROOT, main
+from tools.launch import ROOT, main, parser, size_of
 
 GOLDENS = ROOT / "tests" / "goldens"
 FLAGS = [
@@ -74,6 +74,23 @@ def test_a_recipe_names_its_job_and_its_folder(here, capsys):
     words = ["--recipe", "quickstart", "--tokenizer-type", "ByteTokenizer", "--gpus-per-node", "1"]
     script = printed(capsys, "--dry-run", *words)
     assert "#SBATCH --job-name=quickstart\n" in script and "run_dir=" + str(here / "runs" / "quickstart") in script
+
+
+@pytest.mark.parametrize(
+    ("argv", "size"),
+    [
+        ("--recipe m27", (1, 4)),
+        ("--recipe mixtral-8x22b-h100-128", (16, 8)),
+        ("--recipe deepseek-v3-gb200-256", (64, 4)),
+        ("--recipe mixtral-8x22b-h100-128 --nodes 32", (32, 8)),
+        ("--recipe mixtral-8x22b-h100-128 --gpus-per-node 4", (32, 4)),
+        ("--config a.yaml", (1, 8)),
+        ("--config a.yaml --launcher torchrun", (1, 1)),
+        ("--config a.yaml --nodes 3", (3, 8)),
+    ],
+)
+def test_a_recipe_says_how_many_machines_it_needs(argv, size):
+    assert size_of(*parser().parse_known_args(argv.split())) == size
 
 
 def test_the_machine_that_submits_leaves_no_trace_in_the_plan(here, capsys, monkeypatch):
