@@ -5,13 +5,14 @@ take of an expert, so the oracle's routers limit every rank's share of a microba
 loss counts the microbatches of all data-parallel ranks at once, so the oracle takes them as one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_moe.data.batch import MicroBatch, context_degree
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.sequence_split import split_places
@@ -41,32 +42,54 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
 
 def partition_tokens(trainer: Trainer, plan: RunPlan) -> None:
     """Makes the routers of the oracle limit the tokens of every rank of the layout `plan` by themselves."""
-    shares = _position_parts(plan.parallel, plan.data.seq_length)
-    num_sequences = trainer.plan.batch.micro
-    sequences = torch.arange(num_sequences).split(plan.batch.micro)
-    # token t = s * B + b
-    parts = [(share[:, None] * num_sequences + group).flatten() for share in shares for group in sequences]
-    if len(parts) == 1:
+    limited = [router for router in trainer.routers if router.capacity is not None]
+    if not limited:
         return
-    for router in trainer.routers:
-        if router.capacity is not None:
-            router._limit = MethodType(_limit_by_parts(parts), router)  # type: ignore[method-assign]
+    partition = _Partition(plan, trainer.plan.batch.micro)
+    if plan.parallel.max_seqlen_per_rank is not None:
+        assert trainer.plan.batch.micro == plan.batch.micro, "microbatches taken as one may be split differently"
+        trainer.model.register_forward_pre_hook(partition.look_at)
+    for router in limited:
+        router._limit = MethodType(_limit_by_parts(partition), router)  # type: ignore[method-assign]
 
 
-def _position_parts(spec: ParallelSpec, num_positions: int) -> list[Tensor]:
-    """The positions of a sequence that each rank of cp x tp holds, in its order: int64, one tensor per rank."""
-    shares = split_places(spec.cp_split, num_positions, spec.cp)
+class _Partition:
+    """Which tokens of the oracle's microbatch the ranks of a layout hold."""
+
+    def __init__(self, plan: RunPlan, num_sequences: int) -> None:
+        self._plan = plan
+        self._num_sequences = num_sequences
+        self.parts = self._over(plan.parallel.cp)
+        """int64, one tensor per rank: its tokens in its order."""
+
+    def look_at(self, model: nn.Module, arguments: tuple[MicroBatch, ...]) -> None:
+        """The documents of a microbatch decide over how many context-parallel ranks its sequences are split."""
+        self.parts = self._over(context_degree(arguments[0], self._plan.parallel))
+
+    def _over(self, degree: int) -> list[Tensor]:
+        """Each sequence is split over `degree` context-parallel ranks, and groups of so many share the sequences."""
+        num_groups = self._plan.parallel.cp // degree
+        microbatches = torch.arange(self._num_sequences).split(self._plan.batch.micro)
+        sequences = [group for microbatch in microbatches for group in microbatch.chunk(num_groups)]
+        shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)
+        # token t = s * B + b
+        return [(share[:, None] * self._num_sequences + group).flatten() for share in shares for group in sequences]
+
+
+def _position_parts(spec: ParallelSpec, num_positions: int, degree: int) -> list[Tensor]:
+    """The positions of a sequence that each of `degree` x tp ranks holds, in its order: int64, one tensor per rank."""
+    shares = split_places(spec.cp_split, num_positions, degree)
     held = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]) for chunks in shares]
     return [part for share in held for part in share.chunk(spec.tp if spec.sequence_parallel else 1)]
 
 
-def _limit_by_parts(parts: Sequence[Tensor]) -> Callable[[Router, Routing, CapacitySpec], Routing]:
+def _limit_by_parts(partition: _Partition) -> Callable[[Router, Routing, CapacitySpec], Routing]:
     """A method that stands in for `Router._limit`: every part of the tokens has a capacity of its own."""
 
     def limit(router: Router, routing: Routing, spec: CapacitySpec) -> Routing:
         assert routing.ids_TK is not None and routing.probs_TK is not None
         ids_TK, probs_TK, counts_E = routing.ids_TK.clone(), routing.probs_TK, torch.zeros_like(routing.counts_E)
-        for part in parts:
+        for part in partition.parts:
             limited = Router._limit(router, _rows_of(routing, part, router), spec)
             assert limited.ids_TK is not None and limited.probs_TK is not None
             ids_TK[part] = limited.ids_TK

@@ -15,6 +15,7 @@ from megatron_moe.parallel.rng import Key
 from megatron_moe.parallel.sequence_split import SequencePart, fewest_ranks, split_places
 from megatron_moe.specs.attention import RopeSpec
 from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.specs.parallel import ParallelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,18 +170,21 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
     )
 
 
+def context_degree(batch: MicroBatch, spec: ParallelSpec) -> int:
+    """Over how many ranks the sequences of a whole microbatch are split: all context-parallel ranks; or as few as the
+    longest document needs, and groups of so many neighbours share the sequences."""
+    if spec.max_seqlen_per_rank is None:
+        return spec.cp
+    num_sequences, seq = batch.tokens_BS.shape
+    return fewest_ranks(batch.meta.max_seqlen or seq, spec.max_seqlen_per_rank, num_sequences, spec.cp)
+
+
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
-    """Over all context-parallel ranks; or over as few as the longest document needs, neighbours of each other, and the
-    groups share the sequences."""
-    cp, limit = context.group("cp"), context.spec.max_seqlen_per_rank
-    batch_size, seq = batch.tokens_BS.shape
-    degree = cp.size
-    if limit is not None:
-        degree = fewest_ranks(batch.meta.max_seqlen or seq, limit, batch_size, cp.size)
+    cp, spec, degree = context.group("cp"), context.spec, context_degree(batch, context.spec)
     return SequencePart(
-        split_places(context.spec.cp_split, seq, degree),
+        split_places(spec.cp_split, batch.tokens_BS.shape[1], degree),
         cp.rank % degree,
-        group="cp" if limit is None else f"cp_{degree}",
+        group="cp" if spec.max_seqlen_per_rank is None else f"cp_{degree}",
         share=(cp.rank // degree, cp.size // degree),
     )
 

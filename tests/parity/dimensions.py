@@ -139,8 +139,11 @@ RULES: tuple[Rule, ...] = (
         ("cpdegree", "dp", "accumulation"),
         lambda c: c["cpdegree"] == "fixed" or 2 <= int(c["dp"]) * int(c["accumulation"]) <= 4,
     ),
-    # the oracle knows which tokens a rank has from their places alone
-    (("cpdegree", "capacity"), lambda c: c["cpdegree"] == "fixed" or c["capacity"] == "none"),
+    # microbatches that the oracle takes as one are split in one way
+    (
+        ("cpdegree", "capacity", "balance"),
+        lambda c: c["cpdegree"] == "fixed" or c["capacity"] == "none" or c["balance"] != "global",
+    ),
     # interleaving runs microbatches in groups of pp
     (("pp", "vpp"), lambda c: c["vpp"] == "1" or c["pp"] != "1"),
     (("pp", "stages"), lambda c: c["stages"] == "even" or c["pp"] != "1"),
