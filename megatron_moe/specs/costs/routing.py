@@ -10,6 +10,9 @@ from math import comb, log, sqrt
 
 from megatron_moe.specs.moe import RouterSpec
 
+_ROUNDING = 1e-12
+"""A variance smaller than this times the mean's square is the rounding of its terms."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
@@ -45,7 +48,8 @@ class Choice:
                 if first != second:
                     both += hit[first] + hit[second] - 1 + self._missed([first, second], num_parts)
         both *= num_parts / len(firsts)
-        return Spread(mean=mean, std=sqrt(max(0.0, mean + both - mean * mean)))
+        variance = mean + both - mean * mean
+        return Spread(mean=mean, std=sqrt(variance) if variance > _ROUNDING * mean * mean else 0.0)
 
     def rows(self, num_parts: int, num_tokens: int) -> Spread:
         """Rows that one part gets of `num_tokens` tokens that choose independently."""

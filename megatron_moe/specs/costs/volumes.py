@@ -140,18 +140,22 @@ class Communication:
         rows: reduce-scatter, all-gather in the backward. Without sequence parallelism an all-reduce each."""
         mixer, feed_forward, hidden = layer.mixer, layer.feed_forward, layer.mixer.hidden_size
         if isinstance(mixer, MLASpec):
-            into = [mixer.kv_lora_rank, hidden if mixer.q_lora_rank is None else mixer.q_lora_rank]
-            into.append(mixer.qk_rope_dim)
+            into = mixer.kv_lora_rank + (hidden if mixer.q_lora_rank is None else mixer.q_lora_rank)
+            yield self._crossing("attention", into, hidden, as_is=mixer.qk_rope_dim)
         else:
-            into = [hidden]
-        yield self._crossing("attention", sum(into), hidden)
+            yield self._crossing("attention", hidden, hidden)
         if not isinstance(feed_forward, MoESpec):
             yield self._crossing("MLP", hidden, hidden)
         elif feed_forward.shared is not None:
             yield self._crossing("shared experts", hidden, hidden)
 
-    def _crossing(self, what: str, into: int, out: int) -> Traffic:
-        passes = 3 * into + 2 * out if self.plan.parallel.sequence_parallel else 2 * (into + out)
+    def _crossing(self, what: str, into: int, out: int, *, as_is: int = 0) -> Traffic:
+        """`into`, `out`: channels of the tensors that enter and leave cut matrices; `as_is`: of those that every rank's
+        heads read without a matrix (MLA's shared rotated part), and that the backward does not gather again."""
+        if self.plan.parallel.sequence_parallel:
+            passes = 3 * into + 2 * (out + as_is)
+        else:
+            passes = 2 * (into + out + as_is)
         size = float(self._sizes.inner * passes * self._sizes.activation)
         return ring(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
 

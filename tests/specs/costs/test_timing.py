@@ -1,0 +1,83 @@
+"""The bubble is the published one for even stages, and what unevenness adds to it; the bound is operations over peak."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_moe.specs.costs.hardware import GPUS
+from megatron_moe.specs.costs.timing import in_flight, pipeline_bubble, stage_costs, step_time
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.pipeline.layout import even_layout
+from megatron_moe.specs.pipeline.schedule import ScheduleSpec, build_schedule
+from megatron_moe.specs.pipeline.simulate import Durations, simulate
+from megatron_moe.specs.pipeline.spec import PipelineSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.train import BatchSpec
+from tests import tiny
+from tests.tolerances import FP64_REF
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "microbatches"), [(1, 1, 4), (4, 1, 8), (4, 1, 3), (8, 4, 16), (4, 2, 200), (2, 3, 64)]
+)
+def test_even_stages_wait_for_filling_and_draining_alone(pp, vpp, microbatches):
+    """(pp - 1) / vpp of a microbatch's time per rank: arXiv 2104.04473 section 2.2."""
+    spec = ScheduleSpec(num_microbatches=microbatches, pp=pp, vpp=vpp)
+    idle = (pp - 1) / vpp
+    FP64_REF.check(pipeline_bubble(spec, (1.0,) * (pp * vpp)), idle / (idle + microbatches))
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_uneven_stages_wait_at_least_as_much_as_the_dearest_makes_them(vpp):
+    costs = tuple(1.0 + index % 3 for index in range(4 * vpp))
+    spec = ScheduleSpec(num_microbatches=16, pp=4, vpp=vpp)
+    bubble = pipeline_bubble(spec, costs)
+    dearest = max(sum(costs[rank::4]) for rank in range(4))
+    assert bubble > 1 - sum(costs) / (4 * dearest)
+    strict = simulate(spec.stages, build_schedule(spec), durations=Durations(stage_costs=costs)).bubble
+    assert bubble <= strict + 1e-12  # that one also waits for transfers
+
+
+def test_many_microbatches_are_extrapolated():
+    costs = (1.0, 3.0, 2.0, 1.5, 1.0, 1.0, 2.5, 1.0)
+    few = ScheduleSpec(num_microbatches=24, pp=4, vpp=2)
+    many = replace(few, num_microbatches=240)
+    dearest = max(sum(costs[rank::4]) for rank in range(4))
+
+    def length(spec: ScheduleSpec) -> float:
+        return spec.num_microbatches * 3 * sum(costs) / 4 / (1 - pipeline_bubble(spec, costs))
+
+    FP64_REF.check((length(many) - length(few)) / 216, 3 * dearest)
+
+
+def test_first_ranks_hold_most_microbatches():
+    assert in_flight(ScheduleSpec(num_microbatches=8, pp=4)) == (4, 3, 2, 1)
+    assert in_flight(ScheduleSpec(num_microbatches=128, pp=4, vpp=4)) == (19, 17, 15, 13)
+
+
+def test_the_bound_is_operations_over_peak_and_bubble():
+    layout = even_layout(4, pp=2)
+    plan = tiny.plan(
+        model=tiny.model(num_layers=4),
+        parallel=ParallelSpec(pp=2, world_size=4),
+        pipeline=PipelineSpec(layout=layout),
+        precision=PrecisionSpec(params="bf16"),
+        batch=BatchSpec(micro=2, global_size=16),
+    )
+    gpu = GPUS["h100"]
+    time = step_time(plan, gpu, 4)
+    FP64_REF.check(time.compute, time.flops.total / 4 / gpu.bf16)
+    FP64_REF.check(time.bound, time.compute / (1 - time.bubble))
+    FP64_REF.check(time.per_token * 16 * tiny.SEQ, time.flops.total)
+    FP64_REF.check(time.bubble, pipeline_bubble(plan.schedule(4), stage_costs(plan)))
+    low = step_time(replace(plan, precision=PrecisionSpec(params="bf16", low="blockwise")), gpu, 4)
+    in_bf16 = time.flops.head + time.flops.core_attention
+    FP64_REF.check(low.compute, (in_bf16 + (time.flops.total - in_bf16) / 2) / 4 / gpu.bf16)
+
+
+def test_gpus_are_what_their_data_sheets_say():
+    assert [gpu.bf16 / 1e12 for gpu in GPUS.values()] == [989.0, 989.0, 2250.0, 2250.0, 2500.0, 2500.0]
+    assert all(gpu.fp8 == 2 * gpu.bf16 and gpu.nvlink > gpu.network for gpu in GPUS.values())
+    assert GPUS["gb200"].domain_ranks(72) == 72
+    assert GPUS["gb200"].domain_ranks(256) == 64
+    assert GPUS["h100"].domain_ranks(256) == 8
