@@ -35,6 +35,8 @@ def lower_depth(draft: Draft, sizes: Sizes) -> None:
     for name, entries in patterns.items():
         _keep_pattern(draft, name, tuple(entries[layer] for layer in kept.layers))
     draft.lower("mtp_num_layers", num_mtp, "as few as follow each other")
+    draft.lower("recompute_num_layers", 1, "stages have few layers")
+    draft.lower("cpu_offloading_num_layers", 1, "stages have few layers")
     _place(draft, kept.layout)
 
 

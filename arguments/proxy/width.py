@@ -56,20 +56,13 @@ def _fewer_heads(draft: Draft, sizes: Sizes) -> None:
     heads, grouped = draft.value("num_attention_heads"), draft.value("group_query_attention")
     groups = draft.value("num_query_groups") if grouped else heads
     per_rank, per_group = min(groups // tp, 2), min(heads // groups, 2)
-    exchanging = _ranks_that_exchange_heads(draft, sizes)
+    exchanging = sizes.cp if "a2a" in draft.value("cp_comm_type") else 1  # two levels exchange among pairs, which fit
     if exchanging > 1:
         per_rank = per_rank if exchanging % per_rank == 0 else 1
         per_group *= exchanging // gcd(per_rank * per_group, exchanging)
     draft.put("num_attention_heads", sizes.tp * per_rank * per_group, "fewer heads")
     if grouped:
         draft.put("num_query_groups", sizes.tp * per_rank, "fewer heads")
-
-
-def _ranks_that_exchange_heads(draft: Draft, sizes: Sizes) -> int:
-    ways = draft.value("cp_comm_type")
-    if sizes.cp == 1 or "a2a" in ways:
-        return sizes.cp
-    return 2 if "a2a+p2p" in ways else 1
 
 
 def _smaller_vocabulary(draft: Draft, sizes: Sizes) -> None:

@@ -15,6 +15,7 @@ from megatron_moe.compare.oracle import oracle_plan, partition_tokens
 from megatron_moe.compare.record import STEADY_EPS, RankRecord, record_run
 from megatron_moe.compare.samples import random_datasets
 from megatron_moe.compare.table import Comparison, compare_runs
+from megatron_moe.compare.verify import PER_MICROBATCH
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.kernels.choose import choose
@@ -45,8 +46,6 @@ CUSTOM_STAGES = MappingProxyType(
     }
 )
 """By (pp, vpp): stages of unequal numbers of layers, one without any, embedding and loss on stages of their own."""
-PER_MICROBATCH = ("moe/max_violation", "moe/load_entropy", "moe/dead_experts")
-"""Metrics that are not sums or means over tokens: they differ where the oracle takes several microbatches as one."""
 
 
 def compare_cell(name: str, *, processes: bool = False) -> Comparison:

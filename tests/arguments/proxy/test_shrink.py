@@ -86,7 +86,7 @@ _SWITCHES = (
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(layouts(), st.integers(1, 8))
 def test_any_layout_of_any_public_model_folds_to_any_number_of_ranks(case: tuple[ZooRow, list[str]], num_ranks: int):
     row, layout = case
@@ -207,10 +207,19 @@ def test_groups_and_choices_keep_their_ratio():
     assert (router.num_experts, router.topk, router.num_groups, router.group_topk) == (8, 4, 4, 2)  # 256, 8, 8, 4
 
 
-def test_ranks_that_had_several_experts_keep_several():
-    plan = small("--num-experts 64 --expert-model-parallel-size 8", num_ranks=8)
+@pytest.mark.parametrize(("num_experts", "of_a_rank"), [(128, 2), (64, 1)])
+def test_ranks_that_had_several_experts_keep_several(num_experts: int, of_a_rank: int):
+    plan = small(f"--num-experts {num_experts} --expert-model-parallel-size 64", num_ranks=11)
     moe = plan.model.layers[-1].feed_forward
-    assert plan.parallel.ep > 1 and moe.experts.num_experts // plan.parallel.ep > 1
+    assert plan.parallel.ep == 11 and moe.experts.num_experts == 11 * of_a_rank
+
+
+def test_a_rule_about_layers_becomes_a_list_where_it_does_not_fit_any_more():
+    plan = small("--no-rope-freq 2 --moe-layer-freq 1 --num-layers 8")
+    assert "proxy: --no-rope-freq 2 -> ([0]*1+[1]*1+[0]*1) (the layers that are left)" in rewrites(plan)
+    plan = small("--window-size 31,0 --window-attn-skip-freq 2 --moe-layer-freq 1 --num-layers 8")
+    assert not any("--window-attn-skip-freq" in note for note in plan.notes)
+    assert [layer.mixer.core.window is not None for layer in plan.model.layers] == [True, False, True]
 
 
 def test_windows_stay_shorter_than_the_sequence():
