@@ -48,7 +48,7 @@ class Stage(Protocol):
         ...
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
-        """Called when the gradients that autograd made for this microbatch have arrived at the parameters."""
+        """Called when all gradients of this microbatch have been computed, those that waited included."""
         ...
 
 
@@ -97,6 +97,7 @@ class _Run:
                 self._end_forward(at, self._begin_forward(at))
             case "backward":
                 self._end_backward(at, self._begin_backward(at))
+                self._stage.after_backward(*at)
             case "backward_input":
                 self._stage.defer_weight_gradients(True)
                 self._end_backward(at, self._begin_backward(at))
@@ -105,6 +106,7 @@ class _Run:
             case "backward_weight":
                 self._owed.remove(at)
                 self._stage.weight_gradients()
+                self._stage.after_backward(*at)
 
     def do_pair(self, pair: Pair) -> None:
         """A forward and a backward, slot by slot."""
@@ -126,6 +128,7 @@ class _Run:
         if split:
             self._stage.weight_gradients()
             self._stage.defer_weight_gradients(False)
+        self._stage.after_backward(*_at(pair.backward))
 
     def finish(self) -> None:
         """Waits until everything has left, and proves that nothing was forgotten."""
@@ -161,7 +164,6 @@ class _Run:
         chain.backward()
         if self._number(at) > 0:
             self._outgoing["gradient", at] = chain.input_gradient()
-        self._stage.after_backward(*at)
 
     def _transfer(self, action: Action, peer: int, at: At) -> None:
         kind: Kind = "activation" if action.kind.endswith("forward") else "gradient"

@@ -1,0 +1,147 @@
+"""An overlapped schedule trains the same weights as the plain one, bit for bit: its nodes are the same, their order and
+the boundaries between them differ."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_moe.compare.record import record_run
+from megatron_moe.compare.samples import random_datasets
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
+from megatron_moe.specs.moe import CapacitySpec, SharedExpertsSpec
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.pipeline.layout import parse_layout
+from megatron_moe.specs.pipeline.spec import PipelineSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import BatchSpec
+from tests import tiny, tiny_models
+from tests.ranks import on_processes, on_threads
+from tests.tolerances import EXACT
+
+ORDERS = {
+    "pairs": PipelineSpec(overlap=True),
+    "weight gradients later": PipelineSpec(overlap=True, split_backward=True),
+    "attention early": PipelineSpec(overlap=True, split_backward=True, early_attention_backward=True),
+}
+
+
+def moe(**changes):
+    """Four experts by all-to-all, with a gated shared expert, unless changed."""
+    router = tiny.router(num_experts=4, z_loss_coeff=0.01)
+    shared = SharedExpertsSpec(mlp=tiny_models.mlp_spec(ffn_hidden_size=16), gate=True)
+    return tiny.moe(router, **{"dispatcher": "alltoall", "shared": shared, **changes})
+
+
+def model(num_layers=3, moe_spec=None, *, dropout=0.0, mla=False, **changes) -> ModelSpec:
+    """One dense layer, then MoE layers."""
+    mixer = tiny_models.mla_spec(num_heads=4) if mla else tiny.attention()
+    dense = tiny_models.mlp_spec(ffn_hidden_size=48)
+    kinds = [dense, *[moe_spec or moe()] * (num_layers - 1)]
+    layers = tuple(LayerSpec(mixer=mixer, feed_forward=kind, norm=tiny.NORM, hidden_dropout=dropout) for kind in kinds)
+    return tiny.model(layers=layers, embedding_dropout=dropout, **changes)
+
+
+def latent():
+    spec = moe(latent_size=16)
+    return replace(spec, experts=replace(spec.experts, hidden_size=16))
+
+
+def plan(spec: ModelSpec, layout: str = "", *, pp: int = 2, micro: int = 1, samples: int = 8, **sizes) -> RunPlan:
+    """A step of few short samples; `layout` in Megatron's language for `pp` ranks."""
+    parallel = ParallelSpec(ep=2, **{"world_size": 2, **sizes})
+    placed = None
+    if layout:
+        num_mtp = spec.mtp.num_layers if spec.mtp else 0
+        placed = parse_layout(layout, pp=pp, num_layers=len(spec.layers), num_mtp=num_mtp)
+        holders = placed.embedding_ranks(tied=spec.tied_embeddings)
+        parallel = replace(parallel, pp=pp, virtual_stages=placed.vpp, embedding_ranks=holders)
+    return tiny.plan(
+        model=spec,
+        parallel=parallel,
+        pipeline=PipelineSpec(layout=placed),
+        data=replace(tiny.plan().data, seq_length=8),
+        batch=BatchSpec(micro=micro, global_size=samples),
+    )
+
+
+MTP = MTPSpec(num_layers=1, loss_scaling_factor=0.3)
+CASES = {
+    "experts over two ranks": plan(model()),
+    "MLA, multi-token prediction, dropout": plan(model(mla=True, mtp=MTP, dropout=0.1)),
+    "tied embeddings, prediction, detached heads": plan(
+        model(mtp=replace(MTP, detach_heads=True), tied_embeddings=True)
+    ),
+    "dropped and padded, bias": plan(
+        model(moe_spec=replace(moe(), capacity=CapacitySpec(factor=1.0, pad=True), shared=None))
+    ),
+    "latent experts": plan(model(moe_spec=latent())),
+    "two chunks on each of two stages": plan(model(4, mtp=MTP), "Et|t|t|tmL", world_size=4),
+    "uneven chunks, some empty, prediction before the loss": plan(
+        model(3, mtp=MTP), "Et|tt|||m|L", pp=3, world_size=6, samples=12
+    ),
+    "context parallel": plan(model(), cp=2),
+    "tensor parallel": plan(model(mla=True), tp=2, sequence_parallel=True),
+    "expert tensor parallel": plan(model(), world_size=4, etp=2),
+    "gradients reduced early": replace(
+        plan(model(), micro=2), data_parallel=DataParallelSpec(overlap_grad_reduce=True, sharded_optimizer=True)
+    ),
+}  # fmt: skip
+
+
+def ranks_of(each: RunPlan, *, processes: bool = False):
+    if processes:
+        return on_processes(each.parallel, train_rank, each)
+    return on_threads(each.parallel, lambda context: train_rank(context, each))
+
+
+def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tensor]:
+    """Everything that two steps leave on a rank, by name."""
+    datasets = random_datasets(each, num_steps=2, uneven=True)
+    record = record_run(each, context, reference.bundle(), datasets, num_steps=2)
+    found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
+    for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):
+        found |= {f"{name} norm {step}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
+        found |= {f"metric {key} {step}": torch.tensor(figure) for key, figure in metrics.items()}
+    for kind, held in (("gradient", record.gradients), ("weight", record.weights)):
+        found |= {f"{kind} {name}": part.value.nan_to_num() for name, part in held.items()}
+    found |= {f"tokens {layer}": count for layer, count in record.tokens.items()}
+    return found | {f"bias {layer}": bias for layer, bias in record.biases.items()}
+
+
+@cache
+def plain(case: str):
+    return ranks_of(CASES[case])
+
+
+def in_order(case: str, order: str) -> RunPlan:
+    """The case's plan in another order."""
+    each = CASES[case]
+    return replace(each, pipeline=replace(ORDERS[order], layout=each.pipeline.layout))
+
+
+def check(found, case: str) -> None:
+    for rank, (actual, expected) in enumerate(zip(found, plain(case), strict=True)):
+        assert len(expected) > 50
+        EXACT.check_all(actual, expected, f"{case}, rank {rank}")
+
+
+@pytest.mark.parametrize(
+    "case, order",
+    [
+        ("experts over two ranks", "pairs"),
+        ("two chunks on each of two stages", "pairs"),
+        ("experts over two ranks", "attention early"),
+        *((case, "weight gradients later") for case in CASES),
+    ],
+)
+def test_pairs_train_the_same_weights(case, order):
+    check(ranks_of(in_order(case, order)), case)
+
+
+@pytest.mark.parametrize("case", ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"])
+def test_pairs_over_processes_train_the_same_weights(case):
+    check(ranks_of(in_order(case, "weight gradients later"), processes=True), case)
