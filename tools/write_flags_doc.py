@@ -1,4 +1,5 @@
-"""Writes docs/flags.md and the golden list of flags from the declarations in arguments/groups/.
+"""Writes docs/flags.md and the golden list of flags from the declarations in arguments/groups/, and what flags can do
+today into the guide docs/optimize.md.
 
 python tools/write_flags_doc.py
 """
@@ -11,12 +12,15 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.explain import document, surface  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
+from arguments.guide import refreshed  # noqa: E402
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes all three files."""
     registry = Registry.declared()
+    guide = ROOT / "docs" / "optimize.md"
     for path, text in (
+        (guide, refreshed(guide.read_text(encoding="utf-8"), registry)),
         (ROOT / "docs" / "flags.md", document(registry)),
         (ROOT / "tests" / "goldens" / "flags.txt", surface(registry)),
     ):

@@ -1,0 +1,70 @@
+"""Guides say of every flag what it can do today."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from arguments.flag import flag, flags_of
+from arguments.flags import Registry
+from arguments.guide import refreshed, standing
+from tests.ranks import REPOSITORY
+
+GUIDE = (REPOSITORY / "docs" / "optimize.md").read_text()
+NAMED = re.compile(r"--[a-z][a-z0-9-]+")
+OF_TOOLS = {"--world-size", "--gpu", "--output", "--launcher", "--nodes", "--gpus-per-node", "--set", "--format"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """Flags of every status."""
+
+    works: bool = flag(False)
+    later: int | None = flag(None, status="not yet", works=(3,))
+    never: str = flag("a", status="refused")
+    quiet: bool = flag(False, status="no effect", note="")
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry.over(flags_of("planted", Planted))
+
+
+@pytest.mark.parametrize(
+    ("piece", "answer"),
+    [
+        ("--works", "yes"),
+        ("--later", "not yet"),
+        ("--later 2", "not yet"),
+        ("--later 3", "yes"),
+        ("--never b", "refused"),
+        ("--quiet", "no effect"),
+        ("--works --quiet", "no effect"),
+        ("--quiet --later 2 --works", "not yet"),
+        ("--later 2 --never b", "refused"),
+    ],
+)
+def test_the_worst_flag_of_a_row_decides(registry, piece, answer):
+    assert standing([piece], registry) == answer
+
+
+def test_only_the_column_here_of_rows_with_flags_is_written(registry):
+    text = (
+        "| a | here |\n|---|---|\n| `--quiet` | yes |\n| nothing | me |\n\n| a | b |\n|---|---|\n| `--quiet` | yes |\n"
+    )
+    assert refreshed(text, registry) == text.replace("| `--quiet` | yes |", "| `--quiet` | no effect |", 1)
+
+
+def test_a_name_that_is_no_flag_is_a_mistake(registry):
+    with pytest.raises(AssertionError, match="--unknown, which is no flag"):
+        standing(["--unknown 3"], registry)
+
+
+def test_the_guide_is_up_to_date():
+    assert refreshed(GUIDE, Registry.declared()) == GUIDE, "run python tools/write_flags_doc.py"
+
+
+def test_the_guide_names_no_flag_that_does_not_exist():
+    registry = Registry.declared()
+    unknown = {name for name in NAMED.findall(GUIDE) if registry.find(name) is None}
+    assert unknown <= OF_TOOLS, unknown - OF_TOOLS
