@@ -12,7 +12,7 @@ from tests.ranks import REPOSITORY
 
 GUIDE = (REPOSITORY / "docs" / "optimize.md").read_text()
 NAMED = re.compile(r"--[a-z][a-z0-9-]+")
-OF_TOOLS = {"--world-size", "--gpu", "--output", "--launcher", "--nodes", "--gpus-per-node", "--set", "--format"}
+OF_TOOLS = {"--dtype", "--output", "--launcher", "--nodes", "--gpus-per-node", "--set", "--format"}
 
 
 @dataclass(frozen=True, kw_only=True)
