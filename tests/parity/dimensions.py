@@ -163,6 +163,11 @@ RULES: tuple[Rule, ...] = (
     # parts of a sequence draw masks of their own, and so do microbatches that the oracle takes as one
     (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),
     (("dp", "balance", "dropout"), lambda c: c["dropout"] == "off" or c["balance"] != "global" or c["dp"] == "1"),
+    # a predicted token's loss is a mean over one microbatch, and of packed documents each predicts another number
+    (
+        ("dp", "balance", "mtp", "documents"),
+        lambda c: c["dp"] == "1" or (c["balance"], c["mtp"], c["documents"]) != ("global", "on", "packed"),
+    ),
     # what belongs to experts is nothing to a dense model
     *((("layers", name), partial(_only_in_moe, name)) for name in OF_EXPERTS),
 )
