@@ -62,6 +62,8 @@ class MTPLayer(nn.Module):
 
     def join(self, hidden_SBH: Tensor, embedding_SBH: Tensor) -> Tensor:
         """What the transformer layer takes."""
+        # Others use the hidden state too. Seen as one use of it, this has the same gradient in every order of nodes.
+        hidden_SBH = hidden_SBH.view_as(hidden_SBH)
         joined = torch.cat([self.enorm(embedding_SBH), self.hnorm(hidden_SBH)], dim=-1)
         return columns_to_residual(self.eh_proj(joined), self.ctx)
 

@@ -81,7 +81,7 @@ CASES = {
     "latent experts": plan(model(moe_spec=latent())),
     "two chunks on each of two stages": plan(model(4, mtp=MTP), "Et|t|t|tmL", world_size=4),
     "uneven chunks, some empty, prediction before the loss": plan(
-        model(3, mtp=MTP), "Et|tt|||m|L", pp=3, world_size=6, samples=12
+        model(3, mtp=MTP), "Et|t|t||m|L", pp=3, world_size=6, samples=12
     ),
     "context parallel": plan(model(), cp=2),
     "tensor parallel": plan(model(mla=True), tp=2, sequence_parallel=True),
