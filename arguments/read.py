@@ -23,8 +23,9 @@ from arguments.flags import Flags, Registry, normal
 from arguments.huggingface.questions import compared_with, published_flags
 from arguments.launch import LaunchProblem, allocation_note, launch_of
 from arguments.parser import Given, Settings, near, settle, split
+from arguments.proxy.fold import Wish
 from arguments.proxy.machine import NEEDLESS
-from arguments.proxy.shrink import proxied
+from arguments.proxy.shrink import proxied, wish_of
 from arguments.recipes.find import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_spec
 from megatron_moe.specs.parallel import Launch
@@ -80,8 +81,8 @@ class _Told:
 
     settings: Settings
     environment: dict[str, str] = field(default_factory=dict)
-    full: Settings | None = None
-    """With `--proxy`: before it shrank them."""
+    wish: Wish | None = None
+    """With `--proxy`: the layout that it folded."""
 
 
 def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
@@ -106,14 +107,14 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     return _Told(settings, environment)
 
 
-def full_size(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """What a command line says before `--proxy` shrinks it, for who chooses the ranks to shrink it to.
+def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> Wish:
+    """The layout that a command line with `--proxy` folds, for who chooses the ranks to fold it to.
 
     Raises FlagErrors.
     """
-    full = _told([*argv, "--proxy"], environ, Registry.declared()).full
-    assert full is not None, argv
-    return full
+    wish = _told(argv, environ, Registry.declared()).wish
+    assert wish is not None, f"no --proxy in {argv}"
+    return wish
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
@@ -139,7 +140,7 @@ def _small(
         raise FlagErrors([trouble.problem]) from None
     small, rewrites = proxied(full, pinned, num_ranks)
     small.notes = [*settings.notes, *rewrites]
-    return _Told(small, environment, full)
+    return _Told(small, environment, wish_of(full, pinned))
 
 
 def _start_settings(argv: Sequence[str], registry: Registry) -> Settings:

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
-from arguments.proxy.shrink import wanted_sizes
-from arguments.read import full_size, read_plan
+from arguments.read import layout_to_fold, read_plan
 from megatron_moe.compare.plant import Plant
 from megatron_moe.compare.verify import summary, verify_layout
 from megatron_moe.specs.exitcodes import ExitCode, RunError
@@ -75,17 +74,17 @@ def _verify(question: Question, environ: Mapping[str, str]) -> ExitCode:
 
 def _folded(question: Question, environ: Mapping[str, str]) -> tuple[RunPlan, list[str]]:
     """The plan of the small run, and what became of the flags."""
-    wanted, etp_is_tp, two_levels = wanted_sizes(full_size(question.argv, environ))
-    how = {"etp_is_tp": etp_is_tp, "two_levels": two_levels}
-    ranks = question.num_ranks or smallest_fold(wanted, MOST_RANKS, **how)[0]
     proof = [*PROOF, "--train-iters", str(question.num_steps)]
-    if fold(wanted, ranks, **how).cp > 1:
+    some = question.num_ranks or MOST_RANKS
+    wish = layout_to_fold([*question.argv, "--proxy", *proof, *question.pinned], {**environ, **_launch(some)})
+    ranks = question.num_ranks or smallest_fold(wish, MOST_RANKS)[0]
+    if fold(wish, ranks).cp > 1:
         proof += SAME_DRAWS
     plan = read_plan([*question.argv, "--proxy", *proof, *question.pinned], {**environ, **_launch(ranks)})
-    found = Sizes(**{axis: getattr(plan.parallel, axis) for axis in wanted.axes})
+    found = Sizes(**{axis: getattr(plan.parallel, axis) for axis in wish.sizes.axes})
     lines = [note for note in plan.notes if note.startswith("proxy:")]
     lines.append(f"folded to {ranks} ranks: {found}; stages {plan.layout}")
-    lost = lost_axes(wanted, found)
+    lost = lost_axes(wish.sizes, found)
     if lost:
         lines.append(f"NOT verified, since {ranks} ranks are too few: {', '.join(lost)}")
     return plan, lines

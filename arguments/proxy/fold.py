@@ -1,7 +1,9 @@
 """A layout folded to few ranks: the axes that had more than one rank keep more than one where the ranks allow it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+from megatron_moe.specs.grid import FoldError
 
 _WEIGHTS = (("tp", 8), ("cp", 8), ("pp", 8), ("ep", 8), ("etp", 4), ("dp", 2), ("edp", 2))
 """What it is worth that an axis keeps more than one rank."""
@@ -29,21 +31,39 @@ class Sizes:
         return " ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one rank"
 
 
-def fold(wanted: Sizes, num_ranks: int, *, etp_is_tp: bool, two_levels: bool = False) -> Sizes:
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """A layout to fold."""
+
+    sizes: Sizes
+    """At full size. An axis of one rank stays one, but for dp and edp, which take what is left."""
+    etp_is_tp: bool = False
+    """Experts are split like everything else, because nobody said otherwise."""
+    two_levels: bool = False
+    """Of context-parallel ranks; they need four."""
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of axes that are not to be folded."""
+
+
+def fold(wish: Wish, num_ranks: int) -> Sizes:
     """The sizes on `num_ranks` ranks that keep the most axes; of those with the same, the ones that split least.
 
-    Args:
-        wanted: the sizes to fold. An axis of one rank stays one, but for dp and edp, which take what is left.
-        etp_is_tp: the experts are split like everything else, because nobody said otherwise.
-        two_levels: of context-parallel ranks; they need four.
+    Raises FoldError when the fixed sizes do not fit.
     """
-    return min(_folds(wanted, num_ranks, etp_is_tp), key=lambda sizes: _rank(sizes, wanted, two_levels))
+    found = min(_folds(wish, num_ranks), key=lambda sizes: _rank(sizes, wish), default=None)
+    if found is None:
+        raise FoldError(f"the sizes behind --proxy do not fit {num_ranks} ranks: {_said(wish.fixed)}")
+    return found
 
 
-def smallest_fold(wanted: Sizes, most: int, *, etp_is_tp: bool, two_levels: bool = False) -> tuple[int, Sizes]:
-    """(ranks, sizes) of at most `most` ranks that keep the most axes, on as few ranks as that takes."""
-    folds = {ranks: fold(wanted, ranks, etp_is_tp=etp_is_tp, two_levels=two_levels) for ranks in range(1, most + 1)}
-    ranks = max(folds, key=lambda ranks: (_worth(folds[ranks], wanted, two_levels), -ranks))
+def smallest_fold(wish: Wish, most: int) -> tuple[int, Sizes]:
+    """(ranks, sizes) of at most `most` ranks that keep the most axes, on as few ranks as that takes.
+
+    Raises FoldError when the fixed sizes fit no such number of ranks.
+    """
+    possible = [ranks for ranks in range(1, most + 1) if any(_folds(wish, ranks))] or [most]
+    folds = {ranks: fold(wish, ranks) for ranks in possible}
+    ranks = max(folds, key=lambda ranks: (_worth(folds[ranks], wish), -ranks))
     return ranks, folds[ranks]
 
 
@@ -52,26 +72,32 @@ def lost_axes(wanted: Sizes, found: Sizes) -> list[str]:
     return [axis for axis, size in wanted.axes.items() if size > 1 and found.axes[axis] == 1]
 
 
-def _rank(sizes: Sizes, wanted: Sizes, two_levels: bool) -> tuple[int, int, tuple[int, ...]]:
+def _rank(sizes: Sizes, wish: Wish) -> tuple[int, int, tuple[int, ...]]:
     splits = sizes.tp + sizes.cp + sizes.pp + sizes.ep + sizes.etp
-    return -_worth(sizes, wanted, two_levels), splits, tuple(sizes.axes.values())
+    return -_worth(sizes, wish), splits, tuple(sizes.axes.values())
 
 
-def _worth(sizes: Sizes, wanted: Sizes, two_levels: bool) -> int:
-    kept = sum(weight for axis, weight in _WEIGHTS if wanted.axes[axis] > 1 and sizes.axes[axis] > 1)
-    return kept + _TWO_LEVELS * (two_levels and sizes.cp >= 4)
+def _worth(sizes: Sizes, wish: Wish) -> int:
+    kept = sum(weight for axis, weight in _WEIGHTS if wish.sizes.axes[axis] > 1 and sizes.axes[axis] > 1)
+    return kept + _TWO_LEVELS * (wish.two_levels and sizes.cp >= 4)
 
 
-def _folds(wanted: Sizes, num_ranks: int, etp_is_tp: bool) -> Iterator[Sizes]:
-    for pp in _divisors(num_ranks, wanted.pp):
+def _folds(wish: Wish, num_ranks: int) -> Iterator[Sizes]:
+    def choices(axis: str, ranks: int) -> list[int]:
+        fixed = wish.fixed.get(axis)
+        if fixed is not None:
+            return [fixed] if ranks % fixed == 0 else []
+        return [size for size in range(1, min(ranks, wish.sizes.axes[axis]) + 1) if ranks % size == 0]
+
+    for pp in choices("pp", num_ranks):
         stage = num_ranks // pp
-        for tp in _divisors(stage, wanted.tp):
-            for cp in _divisors(stage // tp, wanted.cp):
-                for etp in [tp] if etp_is_tp else _divisors(stage, wanted.etp):
-                    for ep in _divisors(stage // etp, wanted.ep):
+        for tp in choices("tp", stage):
+            for cp in choices("cp", stage // tp):
+                for etp in [tp] if wish.etp_is_tp else choices("etp", stage):
+                    for ep in choices("ep", stage // etp):
                         dp, edp = stage // (tp * cp), stage // (etp * ep)
                         yield Sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, edp=edp)
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+def _said(fixed: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in fixed.items())

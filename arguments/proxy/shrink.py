@@ -2,17 +2,29 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from arguments.checks.run import FULL_SIZE_RULES, broken_rules
-from arguments.errors import FlagErrors
+from arguments.errors import FlagErrors, Problem
 from arguments.parser import Setting, Settings
-from arguments.proxy import fold
 from arguments.proxy.depth import lower_depth
 from arguments.proxy.draft import Draft
+from arguments.proxy.fold import Sizes, Wish, fold
 from arguments.proxy.machine import on_this_machine
 from arguments.proxy.ranks import fold_ranks, lower_batch, lower_length
 from arguments.proxy.width import lower_width
+from megatron_moe.specs.grid import FoldError
 from megatron_moe.specs.parallel import Launch
+
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+    }
+)
 
 
 def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -> tuple[Settings, list[str]]:
@@ -31,8 +43,10 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
     problems = list(broken_rules(draft.settings, Launch(), FULL_SIZE_RULES))
     if problems:
         raise FlagErrors([replace(problem, what=f"at full size: {problem.what}") for problem in problems])
-    wanted, etp_is_tp, two_levels = wanted_sizes(draft.settings)
-    sizes = fold.fold(wanted, num_ranks, etp_is_tp=etp_is_tp, two_levels=two_levels)
+    try:
+        sizes = fold(wish_of(draft.settings, pinned), num_ranks)
+    except FoldError as error:
+        raise FlagErrors([Problem(what=str(error), remedy="give fewer of them, or other ranks")]) from None
     lower_depth(draft, sizes)
     lower_width(draft, sizes)
     fold_ranks(draft, sizes)
@@ -42,8 +56,8 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
     return draft.settings, draft.notes
 
 
-def wanted_sizes(settings: Settings) -> tuple[fold.Sizes, bool, bool]:
-    """Sizes of the axes at full size; are experts split like the rest; are context-parallel ranks on two levels.
+def wish_of(settings: Settings, pinned: Mapping[str, Setting]) -> Wish:
+    """The layout at full size.
 
     How many ranks there are at full size is not known here, so both grids are taken to hold copies.
     """
@@ -51,14 +65,20 @@ def wanted_sizes(settings: Settings) -> tuple[fold.Sizes, bool, bool]:
     def size(name: str) -> int:
         return int(settings.setting(name).value)
 
-    etp, tp = settings.setting("expert_tensor_parallel_size").value, size("tensor_model_parallel_size")
-    wanted = fold.Sizes(
+    etp, tp = settings.setting(_FLAGS["etp"]).value, size(_FLAGS["tp"])
+    sizes = Sizes(
         tp=tp,
-        cp=size("context_parallel_size"),
-        pp=size("pipeline_model_parallel_size"),
-        ep=size("expert_model_parallel_size") if settings.setting("num_experts").value else 1,
+        cp=size(_FLAGS["cp"]),
+        pp=size(_FLAGS["pp"]),
+        ep=size(_FLAGS["ep"]) if settings.setting("num_experts").value else 1,
         etp=etp or tp,
         dp=2,
         edp=2,
     )
-    return wanted, etp is None, "a2a+p2p" in settings.setting("cp_comm_type").value
+    fixed = {axis: pinned[name].value for axis, name in _FLAGS.items() if name in pinned and pinned[name].value}
+    return Wish(
+        sizes=sizes,
+        etp_is_tp=etp is None and "etp" not in fixed,
+        two_levels="a2a+p2p" in settings.setting("cp_comm_type").value,
+        fixed=fixed,
+    )

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from arguments.errors import FlagErrors
-from arguments.read import full_size, read_plan
+from arguments.read import layout_to_fold, read_plan
 from megatron_moe.specs.attention import AttentionSpec
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.run import RunPlan
@@ -92,24 +92,16 @@ def test_any_layout_of_any_public_model_folds_to_any_number_of_ranks(case: tuple
     row, layout = case
     argv = [*command_line(row), *layout]
     try:
-        full = full_size(argv, {})
+        full = layout_to_fold([*argv, "--proxy"], {}).sizes
     except FlagErrors:
         assume(False)
     plan = proxy(argv, num_ranks=num_ranks)  # raises if any rule is broken
     spec = plan.parallel
     assert spec.tp * spec.cp * spec.pp * spec.dp == spec.etp * spec.ep * spec.pp * spec.edp == num_ranks
-    for axis, flag in _AXES:
-        assert getattr(spec, axis) <= full.setting(flag).value
+    for axis in ("tp", "cp", "pp", "ep"):
+        assert getattr(spec, axis) <= full.axes[axis]
     assert kinds(plan) == kinds(read_plan(command_line(row), {}))
     assert sum(stage.num_mtp for stage in plan.layout.stages) == row.integer("mtp-num-layers")
-
-
-_AXES = (
-    ("tp", "tensor_model_parallel_size"),
-    ("cp", "context_parallel_size"),
-    ("pp", "pipeline_model_parallel_size"),
-    ("ep", "expert_model_parallel_size"),
-)
 
 
 def test_every_rewrite_is_told_with_both_values_and_its_reason():
@@ -146,6 +138,14 @@ def test_flags_behind_it_stay_as_they_are():
 def test_a_number_of_layers_behind_it_is_kept_with_patterns_to_match():
     plan = small("--num-layers 12 --moe-layer-freq ([0]*2+[1]*10) --window-size 31,0", "--num-layers 6")
     assert [layer.is_moe for layer in plan.model.layers] == [False, True, True, True, True, True]
+
+
+def test_sizes_behind_it_are_not_folded():
+    layout = "--pipeline-model-parallel-size 8 --num-layers 16 --moe-layer-freq 1 --global-batch-size 64"
+    plan = small(layout, "--pipeline-model-parallel-size 4", num_ranks=4)
+    assert (plan.parallel.pp, str(plan.layout)) == (4, "Et|(t|)*2tL")
+    with pytest.raises(FlagErrors, match="the sizes behind --proxy do not fit 6 ranks: pp 4"):
+        small(layout, "--pipeline-model-parallel-size 4", num_ranks=6)
 
 
 def test_what_is_wrong_at_full_size_is_told_at_full_size():
