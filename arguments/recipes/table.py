@@ -39,7 +39,8 @@ Sources: the [Model Zoo](https://github.com/yanring/Megatron-MoE-ModelZoo), its 
 and Megatron-Bridge. Published figures are theirs, measured with their programs; nothing here repeats them. "balanced"
 means random logits, so that every expert gets its share (`--moe-router-force-load-balancing`). A recipe that waits
 names the groups of `docs/flags.md` in which a flag of it is not available yet; `tests/goldens/recipes_waiting.txt` has
-the flags.
+the flags. Those that train slower wait for what changes no number: they train with
+`--moe-token-dispatcher-type alltoall --allow-ignored-flags`.
 """
 _COLUMNS = (
     "recipe", "model", "parameters (active)", "GPUs", "TP x CP x PP (VPP), EP x ETP", "micro / global batch, length",
@@ -65,6 +66,14 @@ class Row:
     def waits_for(self) -> tuple[str, ...]:
         """Flags with values that are not available yet."""
         return tuple(dict.fromkeys(map(option_of, self.problems)))
+
+    @property
+    def waits_for_speed(self) -> bool:
+        """Does it wait only for a dispatcher, and for flags that change no number?"""
+        found = [self.settings.registry.find(flag.split()[0]) for flag in self.waits_for]
+        return bool(found) and all(
+            flag and (flag[0].declaration.harmless or flag[0].name == "moe_token_dispatcher_type") for flag in found
+        )
 
 
 def option_of(problem: Problem) -> str:
@@ -142,8 +151,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         _numbers(row),
         row.about.source or "ours",
         row.about.published or "-",
-        f"waits for {', '.join(_groups(row))}" if row.waits_for else "trains",
+        _status(row),
     )
+
+
+def _status(row: Row) -> str:
+    if not row.waits_for:
+        return "trains"
+    return f"{'trains slower' if row.waits_for_speed else 'waits'}: {', '.join(_groups(row))}"
 
 
 def _parameters(row: Row) -> str:
