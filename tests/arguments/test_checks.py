@@ -1,11 +1,9 @@
 """Every rule with a command line that breaks it and one that barely does not."""
 
-import inspect
-
 import pytest
 
 from arguments.checks.hints import HINTS
-from arguments.checks.run import FACTS, RULES
+from arguments.checks.run import FACTS, RULES, parameters
 from arguments.flags import Registry
 from tests.command_lines import plan_of, problems_of
 from tests.rules_of_ranks import EIGHT_RANKS, FOLD_CASES, RANK_CASES, Case
@@ -434,7 +432,7 @@ def test_a_rule_that_is_broken_says_so_with_its_reason(case):
     assert len(problems) == 1, problems_of(case.bad, case.without, case.environ)
     assert problems[0].reason == " ".join(rule.__doc__.split())
     assert problems[0].remedy
-    assert len(problems[0].given) == len(inspect.signature(rule).parameters)
+    assert len(problems[0].given) == len(parameters(rule))
 
 
 @pytest.mark.parametrize("case", (*CASES, *RANK_CASES, *FOLD_CASES), ids=lambda case: case.rule)
@@ -461,7 +459,7 @@ def test_every_rule_has_a_case():
 def test_rules_ask_only_for_flags_and_facts_and_give_a_reason():
     known = {*Registry.declared().flags, *FACTS}
     for rule in (*RULES, *HINTS):
-        assert set(inspect.signature(rule).parameters) <= known, rule.__name__
+        assert set(parameters(rule)) <= known, rule.__name__
         assert (rule.__doc__ or "").endswith("."), rule.__name__
 
 
