@@ -57,8 +57,9 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
     told = _told(argv, environ, registry)
     _answer(told)
     flags, launch, blockers = _checked(told, environ, only_dry=asked is not None)
-    size_of = None if asked and flags.data.vocab_size is not None else vocab_size_of
-    plan = _plan(flags, launch, _vocab_size(flags, size_of, told.settings), told, environ, argv)
+    if asked:
+        vocab_size_of = dry_run.without_tokenizer(vocab_size_of, flags.data.vocab_size)
+    plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
     if asked:
         raise Finished(dry_run.answer(replace(plan, blockers=blockers), asked, told.settings))
     return plan
@@ -182,6 +183,8 @@ def _checked(told: _Told, environ: Mapping[str, str], *, only_dry: bool) -> tupl
         launch = launch_of(environ)
     except LaunchProblem as trouble:
         problems.append(trouble.problem)
+    if only_dry:
+        launch = replace(launch, launcher="dry run")
     problems += missing_flags(settings)
     problems += broken_rules(settings, launch)
     problems += unavailable_flags(settings, ignore)

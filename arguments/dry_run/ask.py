@@ -1,13 +1,13 @@
 """`--dry-run`: for how many ranks of which kind, and what is told about the plan."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from arguments.checks.run import shown
 from arguments.dry_run.text import report
-from arguments.errors import FlagErrors
+from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.launch import LaunchProblem, launch_of
@@ -15,7 +15,9 @@ from arguments.parser import Settings, settle
 from arguments.recipes.find import About, about, find_recipe
 from megatron_moe.specs.costs.facts import Facts, facts_of
 from megatron_moe.specs.costs.hardware import GPUS, Gpu
+from megatron_moe.specs.exitcodes import RunError
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import TokenizerSpec
 
 _DEFAULT_GPU = "h100"
 
@@ -65,6 +67,25 @@ def _first_rank(environ: Mapping[str, str], num_ranks: int, gpu: Gpu) -> dict[st
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
 
 
+def without_tokenizer(
+    vocab_size_of: Callable[[TokenizerSpec], int] | None, given: int | None
+) -> Callable[[TokenizerSpec], int] | None:
+    """How to know the vocabulary's size: a dry run takes one that is given at its word, and says how to give one where
+    the tokenizer cannot be read."""
+    if vocab_size_of is None or given is not None:
+        return None
+    ask = vocab_size_of
+
+    def size(spec: TokenizerSpec) -> int:
+        try:
+            return ask(spec)
+        except RunError as trouble:
+            remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
+            raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
+
+    return size
+
+
 def answer(plan: RunPlan, asked: Question, settings: Settings) -> str:
     """What is told about a plan."""
     facts = facts_with_words(plan, asked.gpu, settings)
@@ -105,3 +126,8 @@ def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[st
                 f"{flag.option} {shown(flag, after.value)} ({after.origin}); recipe: {shown(flag, before.value)}"
             )
     return lines
+
+
+def without_words(facts: Facts) -> Facts:
+    """The numbers alone: what depends on the plan, and not on which features are available today."""
+    return {**facts, "environment": {}, "cannot_train_yet": [], "notes": [], "differences": []}

@@ -35,7 +35,7 @@ def _head(facts: dict[str, Any]) -> Iterator[str]:
     kind = device["kind"].upper()
     yield f"Dry run of {name} on {ranks['world_size']:,} {kind}, {_of_nodes(ranks)}"
     layers = [f"{model['dense_layers']} dense", f"{model['moe_layers']} MoE"]
-    layers += [f"{model['mtp_layers']} multi-token prediction"] * (model["mtp_layers"] > 0)
+    layers += [f"{model['mtp_layers']} MTP"] * (model["mtp_layers"] > 0)
     mtp = f" ({_billions(model['parameters_without_mtp'])} without MTP)" if model["mtp_layers"] else ""
     total, active = _billions(model["parameters"]), _billions(model["active_parameters"])
     yield f"  {total} parameters{mtp}, {active} active per token; layers: {', '.join(layers)}"
@@ -54,7 +54,8 @@ def _ranks(ranks: dict[str, Any]) -> Iterator[str]:
     named = (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp"))
     yield "  expert grid    " + " x ".join(f"{name} {expert[axis]}" for name, axis in named)
     rows = [(name, f"{group['size']}", group["where"]) for name, group in ranks["groups"].items()]
-    yield from _table(("group", "ranks", "where"), rows, left=(0, 2))
+    if rows:
+        yield from _table(("group", "ranks", "where"), rows, left=(0, 2))
 
 
 def _stages(stages: Sequence[dict[str, Any]], of_ranks: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -88,9 +89,10 @@ def _stages(stages: Sequence[dict[str, Any]], of_ranks: Sequence[dict[str, Any]]
 
 def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
     heaviest = memory["heaviest"]
-    yield f"memory of the heaviest ranks, those of pipeline rank {heaviest['pipeline_rank']}, at their fullest, GiB"
-    rows = [(name, f"{size:.2f}") for name, size in heaviest["gib"].items() if size >= 0.005]
-    rows.append(("total", f"{memory['total_gib']:.2f}"))
+    unit, times = ("GiB", 1) if memory["total_gib"] >= 1 else ("MiB", 1024)
+    yield f"memory of the heaviest ranks, those of pipeline rank {heaviest['pipeline_rank']}, at their fullest, {unit}"
+    rows = [(name, f"{size * times:.2f}") for name, size in heaviest["gib"].items() if size * times >= 0.005]
+    rows.append(("total", f"{memory['total_gib'] * times:.2f}"))
     yield from _table(None, rows, left=(0,))
     spare, limit = memory["spare_gib"], f"{memory['device_gib']:.1f} GiB of {device['kind'].upper()}"
     if spare < 0:
@@ -144,17 +146,22 @@ def _experts(experts: dict[str, Any] | None) -> Iterator[str]:
     )
     held, most = experts["experts_per_rank"], rows["fullest"]
     yield f"  a rank's {held} experts take {rows['mean']:,.0f} ± {rows['std']:,.0f} rows, the fullest about {most:,.0f}"
-    yield "  MB sent by a rank: " + "; ".join(f"{name} {size:,.1f}" for name, size in experts["dispatch_mb"].items())
+    sizes = [f"{size:,.1f}" for size in experts["dispatch_mb"].values()]
+    form = "  MB that a rank dispatches, a row per choice or a copy per rank: {} or {}; in fp8 {} or {}"
+    yield form.format(*sizes)
 
 
 def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[str, Any]) -> Iterator[str]:
     yield "time"
-    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in time["by_kind"].items() if share >= 0.005)
+    shares = ", ".join(
+        f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in time["by_kind"].items() if share >= 0.005
+    )
     per_token, per_step = time["flops_per_token"] / 1e9, time["flops_per_step"] / 1e15
-    yield f"  {per_token:,.1f} GFLOP per token, {per_step:,.1f} PFLOP a step"
+    yield f"  {_number(per_token)} GFLOP per token, {_number(per_step)} PFLOP a step"
     yield f"  {shares}"
     peak = f"{device['kind'].upper()}'s {time['products_in']} peak"
-    yield f"  at {peak}: compute {time['compute_ms']:,.0f} ms, with the bubble {time['bound_ms']:,.0f} ms"
+    bubble = f", with the bubble {_number(time['bound_ms'])} ms" if time["bound_ms"] > time["compute_ms"] else ""
+    yield f"  at {peak}: compute {_number(time['compute_ms'])} ms{bubble}"
     yield (
         f"  so at most {time['bound_tflops_per_gpu']:,.0f} TFLOP/s and "
         f"{time['bound_tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
@@ -170,6 +177,11 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
     yield title
     for line in lines:
         yield from textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="      ")
+
+
+def _number(value: float) -> str:
+    """With three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _billions(count: int) -> str:

@@ -15,7 +15,7 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     restart_count: int = 0
-    launcher: Literal["none", "torchrun", "slurm", "openmpi"] = "none"
+    launcher: Literal["none", "torchrun", "slurm", "openmpi", "dry run"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)

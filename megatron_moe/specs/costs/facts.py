@@ -212,7 +212,7 @@ def _time(plan: RunPlan, time: StepTime, gpu: Gpu) -> Facts:
         "flops_per_token": time.per_token,
         "by_kind": {kind: count / time.flops.total for kind, count in asdict(time.flops).items() if count},
         "tokens_per_step": tokens,
-        "products_in": "fp8" if plan.precision.low else "bf16",
+        "products_in": "fp8" if plan.precision.low else gpu.rate(plan.precision.params)[1],
         "compute_ms": time.compute * 1e3,
         "bound_ms": time.bound * 1e3,
         "bound_tflops_per_gpu": time.flops.total / time.bound / world / 1e12,

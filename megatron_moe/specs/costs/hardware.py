@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from megatron_moe.specs.count_flops import peak_flops
+from megatron_moe.specs.precision import FloatName
 
 GpuKind = Literal["h100", "h200", "b200", "b300", "gb200", "gb300"]
 
@@ -40,6 +41,11 @@ class Gpu:
         peak = peak_flops(self.name, "bf16")
         assert peak is not None, f"no bf16 rate of {self.name}"
         return peak
+
+    def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
+        """(dense FLOP/s, format) of products in a format; of bf16 where the kind has no published rate for it."""
+        peak = peak_flops(self.name, dtype)
+        return (self.bf16, "bf16") if peak is None else (peak, dtype)
 
     @property
     def fp8(self) -> float:

@@ -41,7 +41,8 @@ def step_time(plan: RunPlan, gpu: Gpu, num_microbatches: int) -> StepTime:
     flops = count_flops(plan.model, batch, seq)
     low = plan.precision.low is not None
     products = flops.attention + flops.dense_mlp + flops.experts + flops.shared
-    seconds = (flops.total - products) / gpu.bf16 + products / (gpu.fp8 if low else gpu.bf16)
+    rate, _ = gpu.rate(plan.precision.params)
+    seconds = (flops.total - products) / rate + products / (gpu.fp8 if low else rate)
     return StepTime(
         flops=flops,
         per_token=flops.total / (batch * seq),

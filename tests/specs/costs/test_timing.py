@@ -1,4 +1,4 @@
-"""The bubble is the published one for even stages, and what unevenness adds to it; the bound is operations over peak."""
+"""The bubble is the published one for even stages and larger for uneven ones; the bound is operations over peak."""
 
 from dataclasses import replace
 

@@ -1,0 +1,132 @@
+"""The dry run: its report of every recipe, what it needs, what it refuses, and that it is the plan that runs."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.dry_run.text import report
+from arguments.errors import Finished, FlagErrors
+from arguments.read import read_plan
+from arguments.recipes.find import recipe_names
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from tests.command_lines import SMALL, vocab_size_of, words
+from tools.write_dry_runs import FOLDER, numbers
+
+ROOT = Path(__file__).resolve().parents[2]
+UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
+DEEPSEEK = "--recipe deepseek-v3-h100-1024"
+
+
+def answer_to(text: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(Finished) as caught:
+        read_plan(text.split(), environ or {}, vocab_size_of=vocab_size_of)
+    return caught.value.text
+
+
+def facts(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer_to(f"{text} --dry-run=json", environ))
+    return found
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_report_of_a_recipe_is_the_stored_one(name):
+    assert numbers(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8"), UPDATE
+
+
+def test_no_report_is_left_of_a_recipe_that_is_gone():
+    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == recipe_names(), UPDATE
+
+
+def test_text_and_json_say_the_same():
+    assert answer_to(f"{DEEPSEEK} --dry-run") == report(facts(DEEPSEEK))
+
+
+def test_lines_fit_a_terminal():
+    assert max(map(len, answer_to(f"{DEEPSEEK} --dry-run").splitlines())) <= 120
+
+
+def test_it_answers_without_torch_in_half_a_second():
+    """Processor time of the whole program, for DeepSeek-V3 on 1,024 GPUs: what it takes on an idle machine."""
+    script = "import sys, pretrain_moe; code = pretrain_moe.main(sys.argv[1:], {}); assert 'torch' not in sys.modules"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", script, *DEEPSEEK.split(), "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert "1,024 H100" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.75
+
+
+def test_the_recipe_says_for_which_machine_unless_the_command_line_does():
+    assert facts(DEEPSEEK)["ranks"]["world_size"] == 1024
+    changed = facts(f"{DEEPSEEK} --world-size 2048 --gpu gb200")
+    assert (changed["ranks"]["world_size"], changed["device"]["kind"]) == (2048, "gb200")
+    assert changed["ranks"]["ranks_per_nvlink_domain"] == 64
+    launched = {"RANK": "0", "WORLD_SIZE": "512", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    assert facts(DEEPSEEK, launched)["ranks"]["world_size"] == 512
+
+
+def test_a_layout_that_is_impossible_is_refused_as_ever():
+    with pytest.raises(FlagErrors) as caught:
+        read_plan(f"{DEEPSEEK} --world-size 12 --dry-run".split(), {})
+    assert any("does not divide 12 ranks" in problem.what for problem in caught.value.problems)
+
+
+def test_what_keeps_a_plan_from_training_is_told_and_counted():
+    told = facts(DEEPSEEK)
+    assert any(line.startswith("--fp8-format e4m3 is not available yet") for line in told["cannot_train_yet"])
+    assert told["time"]["products_in"] == "fp8"
+    with pytest.raises(FlagErrors):
+        read_plan(DEEPSEEK.split(), {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"})
+
+
+def test_data_may_be_missing_but_not_the_architecture():
+    line = " ".join(words(SMALL, without="--data-path"))
+    assert facts(line)["cannot_train_yet"] == ["there is no training data"]
+    with pytest.raises(FlagErrors) as caught:
+        read_plan([*words(SMALL, without="--num-layers"), "--dry-run"], {}, vocab_size_of=vocab_size_of)
+    assert [problem.what for problem in caught.value.problems] == ["--num-layers is required"]
+
+
+def test_recompute_offload_and_formats_change_the_bytes():
+    line = "--recipe qwen3-30b-a3b-h100-32 --moe-token-dispatcher-type alltoall"
+    plain = facts(line)["memory"]
+    recomputed = facts(f"{line} --recompute-granularity selective --recompute-modules moe_act layernorm")["memory"]
+    offloaded = facts(f"{line} --fine-grained-activation-offloading --offload-modules expert_fc1")["memory"]
+    lean = facts(f"{line} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")["memory"]
+    assert recomputed["total_gib"] < plain["total_gib"]
+    assert offloaded["host_gib"] > 1 and offloaded["total_gib"] < plain["total_gib"]
+    assert lean["heaviest"]["gib"]["moments"] == plain["heaviest"]["gib"]["moments"] / 2
+
+
+def test_differences_from_the_recipe_are_listed():
+    told = facts(f"{DEEPSEEK} --micro-batch-size 2")["differences"]
+    assert told == ["--micro-batch-size 2 (command line); recipe: 1"]
+
+
+def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
+    def missing(spec: object) -> int:
+        raise EnvironmentProblem("the tokenizer is not here")
+
+    with pytest.raises(FlagErrors) as caught:
+        read_plan(["--recipe", "quickstart", "--dry-run"], {}, vocab_size_of=missing)
+    (problem,) = caught.value.problems
+    assert problem.what == "the tokenizer is not here" and "--vocab-size" in problem.remedy
+    assert facts("--recipe quickstart --vocab-size 4096")["model"]["parameters"] > 5e6
+
+
+def test_what_is_told_is_what_runs():
+    """The plan of a launch of that size has the same layout, sizes and batch."""
+    line = "--recipe m27"
+    launched = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    plan = read_plan(line.split(), launched, vocab_size_of=vocab_size_of)
+    told = facts(line)
+    assert told["schedule"]["layout"] == str(plan.layout)
+    assert told["ranks"]["world_size"] == plan.parallel.world_size
+    assert told["schedule"]["global_batch_size"] == plan.batch.global_size
+    assert plan.blockers == ()

@@ -1,0 +1,46 @@
+"""Writes tests/goldens/dry_run/: the numbers that a dry run tells of every recipe.
+
+python tools/write_dry_runs.py
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+
+from arguments.dry_run.ask import without_words  # noqa: E402
+from arguments.dry_run.text import report  # noqa: E402
+from arguments.errors import Finished  # noqa: E402
+from arguments.read import read_plan  # noqa: E402
+from arguments.recipes.find import recipe_names  # noqa: E402
+
+FOLDER = ROOT / "tests" / "goldens" / "dry_run"
+VOCABULARY = 4096
+"""Of the tokenizer that scripts/quickstart.sh trains."""
+
+
+def numbers(recipe: str) -> str:
+    """The report of a recipe on its own ranks, without its lists of flags."""
+    try:
+        read_plan(["--recipe", recipe, "--dry-run=json"], {}, vocab_size_of=lambda spec: VOCABULARY)
+    except Finished as answer:
+        return report(without_words(json.loads(answer.text))) + "\n"
+    raise AssertionError(f"the dry run of {recipe} gave no answer")
+
+
+def main() -> None:
+    """Writes one file per recipe, and takes away those of recipes that are gone."""
+    FOLDER.mkdir(exist_ok=True)
+    names = recipe_names()
+    for name in names:
+        (FOLDER / f"{name}.txt").write_text(numbers(name), encoding="utf-8")
+    for path in FOLDER.glob("*.txt"):
+        if path.stem not in names:
+            path.unlink()
+    print(f"wrote {len(names)} files below {FOLDER.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
