@@ -11,8 +11,10 @@ from arguments.guide import refreshed, standing
 from tests.ranks import REPOSITORY
 
 GUIDE = (REPOSITORY / "docs" / "optimize.md").read_text()
+FILE = re.compile(r"\b(?:tools|scripts|docs|tests|megatron_moe|arguments)/[\w./-]*\w")
 NAMED = re.compile(r"--[a-z][a-z0-9-]+")
-OF_TOOLS = {"--dtype", "--output", "--launcher", "--nodes", "--gpus-per-node", "--set", "--format"}
+SOURCES = [*(REPOSITORY / "tools").glob("*.py"), REPOSITORY / "arguments" / "explain.py"]
+OF_TOOLS = {flag for path in SOURCES for flag in re.findall(r'"(--[a-z-]+)"', path.read_text())} | {"--nproc-per-node"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,16 @@ def test_the_guide_is_up_to_date():
     assert refreshed(GUIDE, Registry.declared()) == GUIDE, "run python tools/write_flags_doc.py"
 
 
-def test_the_guide_names_no_flag_that_does_not_exist():
+@pytest.mark.parametrize("name", ["README.md", "docs/optimize.md"])
+def test_documents_name_no_flag_that_does_not_exist(name):
     registry = Registry.declared()
-    unknown = {name for name in NAMED.findall(GUIDE) if registry.find(name) is None}
-    assert unknown <= OF_TOOLS, unknown - OF_TOOLS
+    named = {flag for flag in NAMED.findall((REPOSITORY / name).read_text()) if registry.find(flag) is None}
+    assert named <= OF_TOOLS, named - OF_TOOLS
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/optimize.md"])
+def test_documents_name_no_file_that_does_not_exist(name):
+    text = (REPOSITORY / name).read_text()
+    named = set(FILE.findall(text))
+    assert "tools/launch.py" in named or "tools/sweep.py" in named
+    assert {path for path in named if not (REPOSITORY / path).exists()} == set()
