@@ -106,7 +106,9 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineSpec:
     return PipelineSpec(
         layout=layout,
         group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
+        overlap=flags.parallel.overlap_moe_expert_parallel_comm,
         split_backward=flags.parallel.delay_wgrad_compute,
+        early_attention_backward=flags.parallel.ep_overlap_early_attn_memory_release,
     )
 
 

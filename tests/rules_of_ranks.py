@@ -9,6 +9,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 LAYOUT = "--pipeline-model-parallel-layout"
 STAGES_INSIDE = "--use-tp-pp-dp-mapping"
+EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32"
 SHARED = "--moe-shared-expert-intermediate-size 64"
 
 
@@ -265,6 +266,41 @@ RANK_CASES = (
         f"{SHARED} --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm",
         "both fill the time in which rows travel",
         f"{SHARED} --moe-shared-expert-overlap",
+    ),
+    Case(
+        "something_travels_while_another_computes",
+        f"{EP2} --overlap-moe-expert-parallel-comm --expert-model-parallel-size 1",
+        "nothing to hide with 1 expert-parallel rank",
+        f"{EP2} --overlap-moe-expert-parallel-comm",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "something_travels_while_another_computes",
+        f"{EP2} --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type allgather",
+        "hides an all-to-all, and the dispatcher is allgather",
+        f"{EP2} --moe-token-dispatcher-type allgather",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "something_travels_while_another_computes",
+        f"{EP2} {PP2} --overlap-moe-expert-parallel-comm",
+        "over 2 pipeline ranks needs virtual stages",
+        f"{EP2} {PP2} --overlap-moe-expert-parallel-comm --num-virtual-stages-per-pipeline-rank 2",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "nothing_else_cuts_the_layers_of_a_pair",
+        f"{EP2} --overlap-moe-expert-parallel-comm --mtp-num-layers 2",
+        "with 2 layers of multi-token prediction",
+        f"{EP2} --overlap-moe-expert-parallel-comm --mtp-num-layers 1",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "early_release_belongs_to_pairs",
+        "--ep-overlap-early-attn-memory-release",
+        "changes the order of a schedule that is not asked for",
+        f"{EP2} --ep-overlap-early-attn-memory-release --overlap-moe-expert-parallel-comm",
+        environ=EIGHT_RANKS,
     ),
 )
 

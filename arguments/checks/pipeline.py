@@ -80,6 +80,75 @@ def microbatches_fill_the_stages(
     return None
 
 
+def something_travels_while_another_computes(
+    overlap_moe_expert_parallel_comm: bool,
+    num_experts: int | None,
+    expert_model_parallel_size: int,
+    moe_token_dispatcher_type: str,
+    pipeline_model_parallel_size: int,
+    virtual_stages: int,
+) -> Complaint:
+    """Pairs of microbatches hide an exchange of rows between ranks; over a pipeline they need virtual stages."""
+    if not overlap_moe_expert_parallel_comm:
+        return None
+    if not num_experts or expert_model_parallel_size == 1:
+        found = "1 expert-parallel rank" if num_experts else "no experts"
+        return (
+            f"--overlap-moe-expert-parallel-comm has nothing to hide with {found}",
+            "raise --expert-model-parallel-size, or leave out --overlap-moe-expert-parallel-comm",
+        )
+    if moe_token_dispatcher_type == "allgather":
+        return (
+            "--overlap-moe-expert-parallel-comm hides an all-to-all, and the dispatcher is allgather",
+            "use --moe-token-dispatcher-type alltoall",
+        )
+    if pipeline_model_parallel_size > 1 and virtual_stages == 1:
+        return (
+            f"--overlap-moe-expert-parallel-comm over {pipeline_model_parallel_size} pipeline ranks needs virtual "
+            f"stages",
+            "give --num-virtual-stages-per-pipeline-rank 2 or a layout with more stages",
+        )
+    return None
+
+
+def nothing_else_cuts_the_layers_of_a_pair(
+    overlap_moe_expert_parallel_comm: bool,
+    mtp_num_layers: int | None,
+    recompute_granularity: str | None,
+    recompute_method: str | None,
+    recompute_num_layers: int | None,
+    recompute_modules: tuple[str, ...] | None,
+) -> Complaint:
+    """Layers that run node by node cannot be recomputed as wholes."""
+    if not overlap_moe_expert_parallel_comm:
+        return None
+    whole = recompute_granularity == "full" or recompute_method is not None or recompute_num_layers is not None
+    if whole or "moe" in (recompute_modules or ()):
+        what = "whole layers" if whole else "whole MoE blocks"
+        return (
+            f"--overlap-moe-expert-parallel-comm runs layers node by node, and {what} are to be recomputed",
+            "recompute smaller modules: --recompute-granularity selective --recompute-modules core_attn moe_act",
+        )
+    if mtp_num_layers is not None and mtp_num_layers > 1:
+        return (
+            f"--overlap-moe-expert-parallel-comm with {mtp_num_layers} layers of multi-token prediction",
+            "use --mtp-num-layers 1",
+        )
+    return None
+
+
+def early_release_belongs_to_pairs(
+    overlap_moe_expert_parallel_comm: bool, ep_overlap_early_attn_memory_release: bool
+) -> Complaint:
+    """It moves a node of a pair."""
+    if ep_overlap_early_attn_memory_release and not overlap_moe_expert_parallel_comm:
+        return (
+            "--ep-overlap-early-attn-memory-release changes the order of a schedule that is not asked for",
+            "add --overlap-moe-expert-parallel-comm, or leave it out",
+        )
+    return None
+
+
 def _mended(spec: ScheduleSpec, unit: int) -> str:
     if spec.pp == 1:
         return "leave out virtual stages, or raise --pipeline-model-parallel-size"
@@ -91,4 +160,7 @@ RULES = (
     layers_are_placed_once,
     layers_fit_the_stages,
     microbatches_fill_the_stages,
+    something_travels_while_another_computes,
+    nothing_else_cuts_the_layers_of_a_pair,
+    early_release_belongs_to_pairs,
 )

@@ -41,7 +41,9 @@ class ParallelFlags:
     """Overlap tensor-parallel communication with matrix products."""
     tp_comm_overlap_cfg: str | None = flag(None, status="no effect", note="concerns speed")
     """File with settings for that."""
-    overlap_moe_expert_parallel_comm: bool = flag(False, status="no effect", note="concerns speed")
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False, status="close", note="any precision; shared experts stay behind the combine, so numbers do not change"
+    )
     """Hide expert communication behind another microbatch."""
     delay_wgrad_compute: bool = flag(
         False, status="close", note="needs no other flag: a stage sends its input's gradient before it computes them"
@@ -136,8 +138,8 @@ class ParallelFlags:
     """Of --hybrid-context-parallel: tokens of one document that a rank holds at most."""
     overlap_dispatch_backward_with_experts_wgrad: bool = flag(False, status="no effect", note="concerns speed")
     """Compute experts' weight gradients while rows travel back."""
-    ep_overlap_early_attn_memory_release: bool = flag(False, status="no effect", note="concerns memory")
-    """Run the backward pass of attention earlier."""
+    ep_overlap_early_attn_memory_release: bool = flag(False)
+    """Of --overlap-moe-expert-parallel-comm: run the backward pass of attention earlier, which hides less."""
     high_priority_a2a_comm_stream: bool = flag(False, status="no effect", note="concerns speed")
     """Expert communication goes first."""
     moe_hybridep_pad_uneven_dispatch_inputs: bool = flag(False, status="no effect", note="concerns speed")
