@@ -1,4 +1,4 @@
-"""Writes tests/goldens/dry_run/: the numbers that a dry run tells of every recipe.
+"""Writes tests/goldens/dry_run/, the numbers that a dry run tells of every recipe, and the example of docs/dry-run.md.
 
 python tools/write_dry_runs.py
 """
@@ -17,6 +17,9 @@ from arguments.read import read_plan  # noqa: E402
 from arguments.recipes.find import recipe_names  # noqa: E402
 
 FOLDER = ROOT / "tests" / "goldens" / "dry_run"
+DOCUMENT = ROOT / "docs" / "dry-run.md"
+EXAMPLE = "deepseek-v3-h100-1024"
+_BLOCK = "```text\n"
 VOCABULARY = 4096
 """Of the tokenizer that scripts/quickstart.sh trains."""
 
@@ -30,8 +33,15 @@ def numbers(recipe: str) -> str:
     raise AssertionError(f"the dry run of {recipe} gave no answer")
 
 
+def with_example(document: str) -> str:
+    """The document with today's report in the block that shows one."""
+    before, _, rest = document.partition(_BLOCK)
+    return f"{before}{_BLOCK}{numbers(EXAMPLE)}```{rest.partition('```')[2]}"
+
+
 def main() -> None:
-    """Writes one file per recipe, and takes away those of recipes that are gone."""
+    """Writes one file per recipe and the document's example, and takes away files of recipes that are gone."""
+    DOCUMENT.write_text(with_example(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     FOLDER.mkdir(exist_ok=True)
     names = recipe_names()
     for name in names:

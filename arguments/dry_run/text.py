@@ -74,7 +74,7 @@ def _stages(stages: Sequence[dict[str, Any]], of_ranks: Sequence[dict[str, Any]]
         )
     yield from _table(("stage", "holds", "parameters", "of the FLOPs"), rows, left=(0, 1))
     if len(of_ranks) > 1:
-        rows = [
+        of_each = [
             (
                 str(rank["pipeline_rank"]),
                 f"{rank['parameters_per_rank'] / 1e6:,.1f} M",
@@ -84,7 +84,7 @@ def _stages(stages: Sequence[dict[str, Any]], of_ranks: Sequence[dict[str, Any]]
             for rank in of_ranks
         ]
         head = ("pp rank", "parameters", "in flight", "state GiB", "activations GiB", "total GiB")
-        yield from _table(head, rows)
+        yield from _table(head, of_each)
 
 
 def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:

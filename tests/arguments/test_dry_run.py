@@ -15,7 +15,7 @@ from arguments.read import read_plan
 from arguments.recipes.find import recipe_names
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from tests.command_lines import SMALL, vocab_size_of, words
-from tools.write_dry_runs import FOLDER, numbers
+from tools.write_dry_runs import DOCUMENT, FOLDER, numbers, with_example
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
@@ -40,6 +40,11 @@ def test_the_report_of_a_recipe_is_the_stored_one(name):
 
 def test_no_report_is_left_of_a_recipe_that_is_gone():
     assert sorted(path.stem for path in FOLDER.glob("*.txt")) == recipe_names(), UPDATE
+
+
+def test_the_example_of_the_guide_is_todays():
+    document = DOCUMENT.read_text(encoding="utf-8")
+    assert document == with_example(document), UPDATE
 
 
 def test_text_and_json_say_the_same():

@@ -193,7 +193,8 @@ class Communication:
             else:
                 sent = 2 * traffic.rows_sent * traffic.row_bytes
                 crossing = sent * far
-            yield Traffic(group="ep", what=f"{what}: {rows}", bytes=sent, far=min(sent, crossing))
+            beside = self.plan.pipeline.overlap
+            yield Traffic(group="ep", what=f"{what}: {rows}", bytes=sent, far=min(sent, crossing), hidden=beside)
         rows_of_all = float(parallel.etp * sizes.residual * spec.router.topk)
         size = rows_of_all * spec.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
         yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sequence_split import SequencePart, split_places
+from megatron_moe.specs.costs.activations import Sizes
 from megatron_moe.specs.costs.hardware import GPUS, Placement, place
 from megatron_moe.specs.costs.routing import Choice, fullest
 from megatron_moe.specs.costs.volumes import Communication, Traffic, expert_traffic
 from megatron_moe.specs.grid import all_groups
 from megatron_moe.specs.model import LayerSpec
-from megatron_moe.specs.moe import CapacitySpec, MoESpec, SharedExpertsSpec
+from megatron_moe.specs.moe import CapacitySpec, MoESpec, RouterSpec, SharedExpertsSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.layout import even_layout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
@@ -258,3 +260,21 @@ def test_groups_are_placed_on_nodes_and_racks():
     assert on_gb200["ep"] == "inside an NVLink domain, 16 nodes"
     assert on_gb200["pp"] == "over 4 NVLink domains, 4 nodes"
     assert place(groups["ep"], H100, 256).near == pytest.approx(7 / 63)
+
+
+def test_the_example_of_the_document_is_what_the_formulas_give():
+    document = (Path(__file__).resolve().parents[3] / "docs" / "volumes.md").read_text(encoding="utf-8")
+    router = RouterSpec(hidden_size=7168, num_experts=256, topk=8, num_groups=8, group_topk=4)
+    experts = replace(moe_spec().experts, num_experts=256, hidden_size=7168)
+    sizes = Sizes(residual=2048, inner=4096, activation=2, internal=4)
+    traffic = expert_traffic(MoESpec(router=router, experts=experts), 64, 8, sizes)
+    rows = fullest(traffic.rows_taken, 64)
+    for figure in (
+        f"{traffic.ranks.mean:.2f} +- {traffic.ranks.std:.2f} ranks",
+        f"{traffic.domains.mean:.2f} +- {traffic.domains.std:.2f}\nnodes",
+        f"{traffic.rows_taken.mean:,.0f} +- {traffic.rows_taken.std:.0f} rows, the fullest about {rows:,.0f}",
+        f"{traffic.rows_sent * traffic.row_bytes / 1e6:.0f} MB",
+        f"{traffic.copies_sent * traffic.row_bytes / 1e6:.0f} MB with a copy per rank",
+        f"{traffic.copies_sent * traffic.low_row_bytes / 1e6:.0f} MB with copies in FP8",
+    ):
+        assert figure in document
