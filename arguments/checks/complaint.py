@@ -1,16 +1,20 @@
 """Small words that several rules share."""
 
 from collections.abc import Callable, Sequence
+from math import isqrt
 
 from arguments.values import LayerPattern
 
+_LARGEST_TRIED = 10_000
+"""Numbers beyond its square are typing errors, whose divisors nobody waits for."""
 Complaint = tuple[str, str] | None
 """What is wrong, with the numbers, and what would mend it; None: nothing."""
 
 
 def divisors(number: int, most: int = 12) -> str:
     """The divisors of a number for people, the largest ones if there are many."""
-    found = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_TRIED) + 1) if number % divisor == 0]
+    found = sorted({*small, *(number // divisor for divisor in small)})
     shown = found[-most:]
     return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))
 
