@@ -103,12 +103,14 @@ def _layout(flags: Flags, model: ModelSpec) -> PipelineLayout:
 
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineSpec:
+    parallel = flags.parallel
     return PipelineSpec(
         layout=layout,
         group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
-        overlap=flags.parallel.overlap_moe_expert_parallel_comm,
-        split_backward=flags.parallel.delay_wgrad_compute,
-        early_attention_backward=flags.parallel.ep_overlap_early_attn_memory_release,
+        # on one expert-parallel rank nothing travels that another microbatch could hide
+        overlap=parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1,
+        split_backward=parallel.delay_wgrad_compute,
+        early_attention_backward=parallel.ep_overlap_early_attn_memory_release,
     )
 
 
@@ -144,6 +146,10 @@ def tokenizer_spec(flags: Flags) -> TokenizerSpec:
     return TokenizerSpec(
         kind=kind,
         model=_path(data.tokenizer_model),
+        vocab_file=_path(data.vocab_file),
+        merge_file=_path(data.merge_file),
+        eod=data.null_tokenizer_eod_id,
+        pad=data.null_tokenizer_pad_id,
         vocab_size=data.vocab_size,
         tiktoken_pattern=data.tiktoken_pattern,
         num_special_tokens=data.tiktoken_num_special_tokens,
@@ -289,6 +295,8 @@ def _data(flags: Flags, vocab_size: int) -> DataSpec:
         mmap=data.mmap_bin_files,
         num_workers=data.num_workers,
         multiple_validation_sets=data.multiple_validation_sets,
+        full_validation=data.full_validation,
+        surplus=data.mid_level_dataset_surplus,
         dataloader="cyclic" if data.dataloader_type == "cyclic" else "single",
     )
 

@@ -269,13 +269,6 @@ RANK_CASES = (
     ),
     Case(
         "something_travels_while_another_computes",
-        f"{EP2} --overlap-moe-expert-parallel-comm --expert-model-parallel-size 1",
-        "nothing to hide with 1 expert-parallel rank",
-        f"{EP2} --overlap-moe-expert-parallel-comm",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
-        "something_travels_while_another_computes",
         f"{EP2} --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type allgather",
         "hides an all-to-all, and the dispatcher is allgather",
         f"{EP2} --moe-token-dispatcher-type allgather",
@@ -293,6 +286,14 @@ RANK_CASES = (
         f"{EP2} --overlap-moe-expert-parallel-comm --mtp-num-layers 2",
         "with 2 layers of multi-token prediction",
         f"{EP2} --overlap-moe-expert-parallel-comm --mtp-num-layers 1",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "nothing_else_cuts_the_layers_of_a_pair",
+        f"{EP2} --overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-method uniform "
+        f"--recompute-num-layers 1",
+        "runs layers node by node, and whole layers are to be recomputed",
+        f"{EP2} --overlap-moe-expert-parallel-comm",
         environ=EIGHT_RANKS,
     ),
     Case(

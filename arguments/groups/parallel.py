@@ -42,7 +42,7 @@ class ParallelFlags:
     tp_comm_overlap_cfg: str | None = flag(None, status="no effect", note="concerns speed")
     """File with settings for that."""
     overlap_moe_expert_parallel_comm: bool = flag(
-        False, status="close", note="any precision; shared experts stay behind the combine, so numbers do not change"
+        False, status="close", note="any precision, no change of numbers; on one expert-parallel rank the plain order"
     )
     """Hide expert communication behind another microbatch."""
     delay_wgrad_compute: bool = flag(

@@ -437,3 +437,12 @@ def test_the_schedule_of_a_step_follows_from_the_flags():
     assert plan_of().schedule(4, forward_only=True).forward_only
     assert not plan_of().schedule(4).split_backward
     assert plan_of("--delay-wgrad-compute").schedule(4).split_backward
+
+
+def test_microbatches_pair_up_when_rows_travel():
+    pairs = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
+    assert not plan_of(pairs).schedule(4).overlap, "one rank has all experts"
+    words = f"{pairs} --expert-model-parallel-size 2 --ep-overlap-early-attn-memory-release --global-batch-size 8"
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    plan = plan_of(words, environ=environ)
+    assert plan.schedule(4).overlap and plan.pipeline.early_attention_backward
