@@ -2,6 +2,7 @@
 
 from math import gcd, lcm
 
+from arguments import derive
 from arguments.proxy.draft import Draft
 from arguments.proxy.fold import Sizes
 
@@ -19,8 +20,8 @@ _REASON = "narrower"
 
 def lower_width(draft: Draft, sizes: Sizes) -> None:
     """Rewrites every width. `sizes` are the ranks that share them."""
-    _narrow_blocks(draft, sizes)
     _narrow_heads(draft)
+    _narrow_blocks(draft, sizes)
     _fewer_heads(draft, sizes)
     _smaller_vocabulary(draft, sizes)
     if draft.value("num_experts"):
@@ -44,10 +45,11 @@ def _narrow_heads(draft: Draft) -> None:
         draft.lower("v_head_dim", HEAD, _REASON)
         draft.lower("qk_pos_emb_head_dim", HEAD // 2, _REASON)
         return
-    width, share = HEAD, draft.value("rotary_percent")
-    while int(width * share) % 2 or int(width * share) == 0:
-        width *= 2
-    draft.put("kv_channels", width, _REASON)
+    full = derive.head_dim(draft.value("kv_channels"), draft.value("hidden_size"), draft.value("num_attention_heads"))
+    share = draft.value("rotary_percent") if draft.value("position_embedding_type") in ("rope", "yarn") else 1.0
+    widths = [width for width in (HEAD, 2 * HEAD, 4 * HEAD) if width < full]
+    rotated = [width for width in widths if int(width * share) > 0 and int(width * share) % 2 == 0]
+    draft.put("kv_channels", min(rotated, default=full), _REASON)
 
 
 def _fewer_heads(draft: Draft, sizes: Sizes) -> None:

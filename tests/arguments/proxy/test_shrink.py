@@ -225,3 +225,17 @@ def test_a_rule_about_layers_becomes_a_list_where_it_does_not_fit_any_more():
 def test_windows_stay_shorter_than_the_sequence():
     core = small("--window-size 63,0").model.layers[0].mixer.core
     assert core.window == (15, 0) and small().data.seq_length == 64
+
+
+@pytest.mark.parametrize(
+    ("more", "width"),
+    [
+        ("", 16),
+        ("--rotary-percent 0.07", 32),
+        ("--rotary-percent 0.05 --kv-channels 42", 42),
+        ("--kv-channels 8", 8),
+        ("--position-embedding-type none --rotary-percent 0", 16),
+    ],
+)
+def test_heads_stay_wide_enough_to_be_rotated(more: str, width: int):
+    assert small(more).model.layers[0].mixer.head_dim == width
