@@ -23,7 +23,7 @@ from arguments.environment import Variable  # noqa: E402
 from arguments.errors import Finished  # noqa: E402
 from arguments.explain import derived  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
-from arguments.launch_scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
+from arguments.jobs.scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from arguments.recipes.find import about, find_recipe  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import FlagErrors  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
-from arguments.sweeps import Point, axis_of, points  # noqa: E402
+from arguments.jobs.sweeps import Point, axis_of, points  # noqa: E402
 from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
 from megatron_moe.watch.requeue import read_report  # noqa: E402
 from megatron_moe.watch.summary import METRICS, as_text, summarize  # noqa: E402

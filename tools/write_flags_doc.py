@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.explain import document, surface  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
-from arguments.guide import refreshed  # noqa: E402
+from tools.status_in_guides import refreshed  # noqa: E402
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def test_golden_scripts(here, capsys, launcher):
         capsys, "--nodes", "2", "--gpus-per-node", "4", "--dry-run", "--name", "mine", "--launcher", launcher,
         "--python", "python", *more, *FLAGS, *SPREAD,
     )  # fmt: skip
-    text = script.replace(str(here), "/work").replace(str(ROOT), "/project")
+    text = script.replace(str(here), "/here").replace(str(ROOT), "/project")
     golden = GOLDENS / f"launch_{launcher}.txt"
     if os.environ.get("UPDATE_GOLDENS"):
         golden.write_text(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arguments.environment import Variable
-from arguments.launch_scripts import Job, slurm_options, slurm_script, slurm_setting, torchrun_script
+from arguments.jobs.scripts import Job, slurm_options, slurm_script, slurm_setting, torchrun_script
 
 BODY = '#!/usr/bin/env bash\n# What it is.\nset -uo pipefail\n\nprintf "%s\\n" "${flags[@]}" "${container[@]}"\n'
 JOB = Job(
@@ -16,8 +16,8 @@ JOB = Job(
     nodes=2,
     ranks_per_node=4,
     root=Path("/opt/project"),
-    folder=Path("/tmp"),
-    run_dir=Path("/tmp/runs/mine"),
+    folder=Path("/usr"),
+    run_dir=Path("/usr/runs/mine"),
     python="python",
     flags=("--recipe", "mine", "--moe-layer-freq", "([0]*1+[1]*3)", "--split", "95,5,0", "--data-path", "a b", "c'd"),
 )
@@ -37,8 +37,8 @@ def test_a_container_gets_the_folders_that_the_run_needs_once():
     job = replace(JOB, container="image.sqsh", mounts=("/data:/data",))
     assert lines_printed(slurm_script(job, BODY))[len(JOB.flags) :] == [
         "--container-image=image.sqsh",
-        "--container-mounts=/opt/project:/opt/project,/tmp:/tmp,/data:/data",
-        "--container-workdir=/tmp",
+        "--container-mounts=/opt/project:/opt/project,/usr:/usr,/data:/data",
+        "--container-workdir=/usr",
     ]
 
 
@@ -72,7 +72,7 @@ def test_every_option_is_one_line_above_the_first_command():
 def test_torchrun_gets_the_number_of_machines_and_ranks(nodes):
     script = torchrun_script(replace(JOB, nodes=nodes))
     assert ("export NNODES=3\n" in script) == (nodes == 3)
-    assert "export RANKS_PER_NODE=4\n" in script and "export RUN_DIR=/tmp/runs/mine\n" in script
+    assert "export RANKS_PER_NODE=4\n" in script and "export RUN_DIR=/usr/runs/mine\n" in script
     assert script.endswith('exec bash /opt/project/scripts/launch.sh "${flags[@]}"\n')
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from arguments.errors import FlagErrors
 from arguments.flags import Registry
-from arguments.sweeps import Point, axis_of, points
+from arguments.jobs.sweeps import Point, axis_of, points
 
 REGISTRY = Registry.declared()
 

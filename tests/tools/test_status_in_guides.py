@@ -7,8 +7,8 @@ import pytest
 
 from arguments.flag import flag, flags_of
 from arguments.flags import Registry
-from arguments.guide import refreshed, standing
 from tests.ranks import REPOSITORY
+from tools.status_in_guides import refreshed, standing
 
 GUIDE = (REPOSITORY / "docs" / "optimize.md").read_text()
 FILE = re.compile(r"\b(?:tools|scripts|docs|tests|megatron_moe|arguments)/[\w./-]*\w")
