@@ -46,10 +46,9 @@ class RankBytes:
     """(microbatch, chunk) pairs then."""
     dispatch: float
     """Rows on their way to experts and back, of one layer."""
-    logits: float
-    """The gradient of logits in the internal format, where the loss is."""
     working: float
-    """Gradients of activations, and what is computed again, of the layer at work."""
+    """Gradients of activations, and what is computed again, of the layer at work; or the gradient of the logits, where
+    the loss is and that is more. The two are never there together."""
     transfers: float
     """Hidden states and gradients that travel between pipeline ranks."""
     on_host: float
@@ -62,7 +61,7 @@ class RankBytes:
 
     @property
     def total(self) -> float:
-        return self.state.total + self.kept + self.dispatch + self.logits + self.working + self.transfers
+        return self.state.total + self.kept + self.dispatch + self.working + self.transfers
 
 
 def state_bytes(plan: RunPlan, held: Held, low: Held) -> StateBytes:
@@ -176,8 +175,7 @@ class RankMemory:
             activations=tuple(modules.items()),
             in_flight=in_flight,
             dispatch=max((self._dispatch(layer) for layer in set(layers)), default=0.0),
-            logits=self._logits() if has_loss else 0.0,
-            working=self._working(layers),
+            working=max(self._working(layers), self._logits() if has_loss else 0.0),
             transfers=self._transfers(),
             on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
         )
@@ -249,8 +247,10 @@ class RankMemory:
         return (sent + expert_rows(feed_forward, parallel, tokens)) * width * self.sizes.activation
 
     def _logits(self) -> float:
-        rows = self.plan.model.vocab_size // self.plan.parallel.tp
-        return float(self.sizes.inner * rows * self.sizes.internal)
+        """Their gradient, computed in the internal format where the vocabulary is shared out."""
+        tp = self.plan.parallel.tp
+        size = self.sizes.activation if tp == 1 else self.sizes.internal
+        return float(self.sizes.inner * (self.plan.model.vocab_size // tp) * size)
 
     def _transfers(self) -> float:
         """One hidden state on its way in and one on its way out, in either direction."""

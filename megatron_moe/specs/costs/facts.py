@@ -128,8 +128,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
     for module, size in rank.activations:
         yield f"activations: {module}", size
     yield "dispatch buffers", rank.dispatch
-    yield "gradient of logits", rank.logits
-    yield "layer at work", rank.working
+    yield "at work", rank.working
     yield "pipeline buffers", rank.transfers
 
 
