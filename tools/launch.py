@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--container", help="image for pyxis")
     parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="more folders of the container")
-    parser.add_argument("--grace", type=int, default=300, help="seconds for the last save before the job ends")
+    parser.add_argument("--grace", type=int, default=300, help="ranks get SIGTERM so many seconds before the end (300)")
     parser.add_argument("--python", default=None, help="interpreter of the ranks (default: this one; python inside)")
     return parser
 
