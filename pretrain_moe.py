@@ -83,6 +83,9 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     progress = Progress(trainer, reporter)
     leave = Leave(plan.loop, context, iteration=state.iteration)
     while loader and not leave.now(state.iteration):
+        if state.iteration + 1 in plan.loop.iterations_to_skip:
+            progress.pass_over(loader, state)
+            continue
         outcome = trainer.step(loader.next_step(), state)
         state.advance(outcome.num_samples, plan)
         status.update(state="running", iteration=state.iteration)

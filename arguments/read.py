@@ -22,6 +22,7 @@ from arguments.files import read_files
 from arguments.flags import Flags, Registry, normal
 from arguments.huggingface.questions import compared_with, published_flags
 from arguments.launch import LaunchProblem, allocation_note, launch_of
+from arguments.names.data_lists import read_data_lists
 from arguments.parser import Given, Settings, near, settle, split
 from arguments.proxy.fold import Wish
 from arguments.proxy.machine import NEEDLESS
@@ -99,6 +100,7 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     layers += _around_proxy(words)
     settings = settle(registry, layers)
     settings.notes += notes
+    read_data_lists(settings)
     for file in files:
         problems += file.problems
     settings.problems[:0] = problems

@@ -270,6 +270,7 @@ def _loop(flags: Flags, batch: BatchSpec) -> LoopSpec:
         skip_train=training.skip_train,
         per_token_loss=flags.model.calculate_per_token_loss,
         check_nonfinite=flags.resilience.check_for_nan_in_loss_and_grad,
+        iterations_to_skip=training.iterations_to_skip,
         manual_gc=training.manual_gc,
         manual_gc_interval=training.manual_gc_interval,
     )

@@ -53,7 +53,7 @@ def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
             std=model.init_method_std,
             output_std=model.init_method_std / math.sqrt(2 * model.num_layers),
             embedding_std=model.embedding_init_method_std,
-            method=model.init_method,
+            method="xavier_uniform" if model.init_method_xavier_uniform else model.init_method,
         ),
     )
 
@@ -73,6 +73,7 @@ def _layers(flags: Flags) -> tuple[LayerSpec, ...]:
             feed_forward=moe_spec(flags) if is_moe else _dense(flags),
             norm=_norm(flags),
             hidden_dropout=model.hidden_dropout,
+            residual_from_norm=model.apply_residual_connection_post_layernorm,
         )
         for is_moe, windowed, rotated, exchange in places
     )

@@ -95,8 +95,10 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
     named = {each.name: each.samples for each in datasets.valid}
     if datasets.test is not None:
         named["test"] = datasets.test
+    wholly = plan.data.full_validation
+    eval_iters = {name: None if wholly and name != "test" else plan.loop.eval_iters for name in named}
     return {
-        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=plan.loop.eval_iters)
+        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=eval_iters[name])
         for name, samples in named.items()
     }
 

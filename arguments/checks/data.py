@@ -73,14 +73,42 @@ def weights_have_prefixes(
     return None
 
 
-def tokenizer_is_complete(tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None) -> Complaint:
-    """A tokenizer has a kind and a file; NullTokenizer has a vocabulary size instead."""
+def tokenizer_is_complete(
+    tokenizer_type: str | None,
+    tokenizer_model: str | None,
+    vocab_size: int | None,
+    vocab_file: str | None,
+    merge_file: str | None,
+) -> Complaint:
+    """A tokenizer has a kind and a file, that of GPT-2 two; NullTokenizer has a vocabulary size instead."""
     if tokenizer_type is None:
         return "the tokenizer is not given", "give --tokenizer-type, and --tokenizer-model for most kinds"
     if tokenizer_type in _NEEDS_A_MODEL and not tokenizer_model:
         return f"{tokenizer_type} has no file", "give --tokenizer-model"
+    if tokenizer_type == "GPT2BPETokenizer" and not (vocab_file and merge_file):
+        return "GPT2BPETokenizer lacks its vocabulary or its merges", "give --vocab-file and --merge-file"
     if tokenizer_type == "NullTokenizer" and vocab_size is None:
         return "NullTokenizer does not know its vocabulary", "give --vocab-size"
+    return None
+
+
+def null_ids_are_in_the_vocabulary(
+    tokenizer_type: str | None, vocab_size: int | None, null_tokenizer_eod_id: int | None, null_tokenizer_pad_id: int
+) -> Complaint:
+    """Every id needs a row of the embedding."""
+    largest = max(null_tokenizer_eod_id or 0, null_tokenizer_pad_id)
+    if tokenizer_type != "NullTokenizer" or vocab_size is None or largest < vocab_size:
+        return None
+    return f"id {largest} is not below the {vocab_size} ids of NullTokenizer", f"--vocab-size {largest + 1}, or less"
+
+
+def whole_sets_are_not_weighted(
+    full_validation: bool, valid_data_path: tuple[str, ...], data_path: tuple[str, ...], multiple_validation_sets: bool
+) -> Complaint:
+    """Weights say how often a data set is read, and reading all of every set once leaves nothing to say."""
+    words = valid_data_path or data_path
+    if full_validation and not multiple_validation_sets and any(map(_is_number, words)):
+        return "--full-validation has weights of data sets to follow", "list prefixes alone in --valid-data-path"
     return None
 
 
@@ -107,4 +135,6 @@ RULES = (
     weights_have_prefixes,
     tokenizer_is_complete,
     sets_to_tell_apart,
+    null_ids_are_in_the_vocabulary,
+    whole_sets_are_not_weighted,
 )

@@ -18,10 +18,10 @@ class DataFlags:
     """Prefixes for validation alone."""
     test_data_path: tuple[str, ...] = flag(())
     """Prefixes for the test alone."""
-    data_args_path: str | None = flag(None, status="not yet", note="write the prefixes after --data-path")
+    data_args_path: str | None = flag(None)
     """File with the words of `--data-path`."""
-    per_split_data_args_path: str | None = flag(None, status="not yet", note="use --train-data-path and the like")
-    """JSON file with prefixes for every split."""
+    per_split_data_args_path: str | None = flag(None)
+    """JSON file with the words of `--train-data-path` and its kin, under train, valid and test."""
     split: str | None = flag(None, essential=True)
     """Shares of training, validation and test, such as 99,1,0. Not set: 969, 30, 1."""
     mock_data: bool = flag(False, essential=True)
@@ -33,7 +33,7 @@ class DataFlags:
     num_workers: int = flag(2, least=0)
     """Loader processes per rank."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
-        None, status="not yet", works=("single", "cyclic"), note="use single or cyclic"
+        None, status="refused", works=("single", "cyclic"), note="data comes from .bin/.idx files; use single or cyclic"
     )
     """Samples in order once, or shuffled again in every pass. Not set: single."""
     reset_position_ids: bool = flag(False)
@@ -48,14 +48,12 @@ class DataFlags:
     """Make attention masks in the loader."""
     num_dataset_builder_threads: int = flag(1, status="no effect", note="concerns speed")
     """Threads that build indices."""
-    mid_level_dataset_surplus: float = flag(
-        0.005, status="not yet", note="every data set of a blend is built with a surplus of 0.005"
-    )
-    """Extra samples of every data set in a blend."""
+    mid_level_dataset_surplus: float = flag(0.005, least=0)
+    """Share by which every data set of a weighted blend is built larger than its part."""
     multiple_validation_sets: bool = flag(False)
     """A loss of its own for every validation data set."""
-    full_validation: bool = flag(False, status="not yet", note="use --eval-iters")
-    """Evaluate the whole validation set."""
+    full_validation: bool = flag(False)
+    """Every evaluation reads the whole validation set, without a last batch that is not full."""
 
     tokenizer_type: (
         Literal[
@@ -85,8 +83,9 @@ class DataFlags:
             "TikTokenizer",
             "ByteTokenizer",
             "NullTokenizer",
+            "GPT2BPETokenizer",
         ),
-        note="use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer or NullTokenizer",
+        note="use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, GPT2BPETokenizer or NullTokenizer",
         essential=True,
     )
     """What turns text into tokens; NullTokenizer knows only numbers, ByteTokenizer is ours."""
@@ -94,22 +93,22 @@ class DataFlags:
     """File of the tokenizer: a SentencePiece model, a folder with tokenizer.json, a tiktoken file."""
     vocab_size: int | None = flag(None, least=1)
     """Tokens in the vocabulary before padding. Not set: the tokenizer knows."""
-    vocab_file: str | None = flag(None, status="not yet", note="use --tokenizer-type HuggingFaceTokenizer")
-    """Vocabulary of GPT2BPETokenizer."""
-    merge_file: str | None = flag(None, status="not yet", note="use --tokenizer-type HuggingFaceTokenizer")
-    """Merges of GPT2BPETokenizer."""
+    vocab_file: str | None = flag(None)
+    """GPT2BPETokenizer: JSON file with the vocabulary."""
+    merge_file: str | None = flag(None)
+    """GPT2BPETokenizer: text file with the merges."""
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(None)
     """Version of the tiktoken pattern."""
     tiktoken_num_special_tokens: int = flag(1000, least=0)
     """Special tokens of a tiktoken vocabulary."""
     tokenizer_special_tokens: tuple[str, ...] | None = flag(None)
     """Names of special tokens of a tiktoken vocabulary."""
-    null_tokenizer_eod_id: int | None = flag(None, status="not yet", note="the last id ends a document")
-    """End of document of NullTokenizer."""
+    null_tokenizer_eod_id: int | None = flag(None, least=0)
+    """NullTokenizer: id that ends a document. Not set: the last one."""
     trust_remote_code: bool = flag(False, status="refused", harmless=True, note="no code is downloaded or executed")
     """Run code that comes with a tokenizer."""
-    null_tokenizer_pad_id: int = flag(-1, status="not yet", note="there is no padding id")
-    """Padding of NullTokenizer."""
+    null_tokenizer_pad_id: int = flag(-1, least=-1)
+    """NullTokenizer: id of padding; -1: none."""
     tokenizer_hf_use_fast: bool = flag(
         True, off=("--tokenizer-hf-no-use-fast",), status="no effect", note="the fast one is always used"
     )

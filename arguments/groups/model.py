@@ -58,7 +58,7 @@ class ModelFlags:
     """Added to the variance in every norm."""
     apply_layernorm_1p: bool = flag(False)
     """Store the weight of a norm minus one, so that weight decay pulls it towards one."""
-    apply_residual_connection_post_layernorm: bool = flag(False, status="not yet", note="layers are pre-norm")
+    apply_residual_connection_post_layernorm: bool = flag(False)
     """Take the residual connection from behind the norm."""
     fp32_residual_connection: bool = flag(
         False, status="not yet", note="the residual stream has the parameters' format"
@@ -101,8 +101,8 @@ class ModelFlags:
     init_method: Literal["normal", "unit_gain"] = flag("normal", status="ours")
     """unit_gain: standard deviation 1/sqrt(inputs) and random norm weights and biases, so that every part matters when
     layouts are compared."""
-    init_method_xavier_uniform: bool = flag(False, status="not yet", note="use --init-method-std")
-    """Xavier's uniform initial values."""
+    init_method_xavier_uniform: bool = flag(False)
+    """Matrices start uniform within sqrt(6 / (inputs + outputs)), whatever `--init-method-std` says."""
 
     mtp_num_layers: int | None = flag(None, least=0)
     """Depths of multi-token prediction."""

@@ -26,7 +26,9 @@ class PrecisionFlags:
     """Accumulate and reduce gradients in bf16."""
     disable_bf16_reduced_precision_matmul: bool = flag(False, status="no effect", note="products accumulate in fp32")
     """Forbid reduced-precision accumulation in bf16 matrix products."""
-    fp16_lm_cross_entropy: bool = flag(False, status="not yet", note="the loss is computed in fp32")
+    fp16_lm_cross_entropy: bool = flag(
+        False, status="refused", note="the loss always is computed in fp32; leave it out"
+    )
     """Compute the loss in fp16."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None, status="not yet", note="use --bf16")

@@ -34,6 +34,7 @@ def model_flags(model: ModelSpec) -> dict[str, Any]:
         "max_position_embeddings": model.max_positions,
         "untie_embeddings_and_output_weights": not model.tied_embeddings,
         "hidden_dropout": first.hidden_dropout,
+        "apply_residual_connection_post_layernorm": first.residual_from_norm,
         "init_method_std": model.init.std,
         "mtp_num_layers": model.mtp.num_layers if model.mtp else None,
         "add_bias_linear": biased,

@@ -13,8 +13,6 @@ from megatron_moe.data.samples import DocumentSamples
 from megatron_moe.specs.exitcodes import DataProblem
 
 SPLITS = ("train", "valid", "test")
-SURPLUS = 0.005
-"""Share of samples built beyond a data set's part of a blend (`--mid-level-dataset-surplus`)."""
 _MOST_DATASETS = 32767
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from megatron_moe.data.batch import MaskSpec, Samples
 from megatron_moe.data.blend import (
     SPLITS,
-    SURPLUS,
     Blend,
     BlendedSamples,
     normalize,
@@ -160,13 +159,15 @@ class _Builder:
         else:
             names = _distinct_names(blend.prefixes)
             named = [(name, Blend(prefixes=(prefix,))) for name, prefix in zip(names, blend.prefixes, strict=True)]
-        built = [(name, self._samples("valid", part, share, self.sizes.valid)) for name, part in named]
+        size = None if self.spec.full_validation else self.sizes.valid
+        built = [(name, self._samples("valid", part, share, size)) for name, part in named]
         return tuple(NamedSamples(name=name, samples=samples) for name, samples in built if samples is not None)
 
-    def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int) -> Samples | None:
-        """None when the split is not wanted, or has no documents (which is an error for training)."""
+    def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
+        """None when the split is not wanted, or has no documents (which is an error for training). `size`: None for
+        one pass over everything."""
         if blend is None or share is None or size == 0:
-            if split == "train" and size > 0:
+            if split == "train" and size:
                 raise DataProblem("the train split is empty: give --train-data-path, or --split a first number above 0")
             return None
         empty = [prefix for prefix in blend.prefixes if len(split_range(share, len(self._open(prefix)))) == 0]
@@ -193,13 +194,14 @@ class _Builder:
         )
         return DocumentSamples(self._open(prefix), prefix, request, self._cache_dir(prefix))
 
-    def _blended(self, split: str, blend: Blend, share: Share, size: int) -> BlendedSamples:
+    def _blended(self, split: str, blend: Blend, share: Share, size: int | None) -> BlendedSamples:
         built: Sequence[int | None] = [None] * len(blend.prefixes)
         weights = None
         total = size
         if blend.weights is not None:
+            assert size is not None, "a weighted blend has no end of its own"
             weights = normalize(blend.weights)
-            built = samples_per_dataset(weights, size, SURPLUS)
+            built = samples_per_dataset(weights, size, self.spec.surplus)
             total = sum(samples_per_dataset(weights, size))
         parts = [
             self._single(split, Blend(prefixes=(prefix,)), share, count)

@@ -68,6 +68,12 @@ class TrainLoader:
             self._ahead = (self.consumed, self._pool.submit(self._make, self.consumed))
         return [split_sequence(to_device(batch, self._device), self._context) for batch in batches]
 
+    def pass_over(self) -> int:
+        """Leaves the samples of the next step out; over all ranks so many."""
+        size = self.schedule.global_batch(self.consumed)
+        self.consumed += size
+        return size
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: where the order stands, and which data it is an order of."""
         return {"consumed_samples": self.consumed, "fingerprint": self.samples.fingerprint}
@@ -102,13 +108,20 @@ class EvalLoader:
     """Gives the batches of every evaluation of one validation or test set.
 
     The k-th evaluation takes the k-th stretch of `eval_iters` global batches, and starts over at the end of the data.
+    Without a number of them every evaluation takes all full batches of the set. Raises DataProblem if there is none.
     """
 
     def __init__(
-        self, samples: Samples, batch: BatchSpec, masks: MaskSpec, context: ParallelContext, *, eval_iters: int
+        self, samples: Samples, batch: BatchSpec, masks: MaskSpec, context: ParallelContext, *, eval_iters: int | None
     ) -> None:
         self.samples = samples
-        self.eval_iters = eval_iters
+        self.whole = eval_iters is None
+        self.eval_iters = len(samples) // batch.global_size if eval_iters is None else eval_iters
+        if self.whole and not self.eval_iters:
+            raise DataProblem(
+                f"--full-validation: the validation set has {len(samples):,} samples, less than one global batch of "
+                f"{batch.global_size}; add data or use a smaller --global-batch-size"
+            )
         self._schedule = BatchSchedule(
             BatchSpec(micro=batch.micro, global_size=batch.global_size), context.group("dp").size
         )
@@ -120,8 +133,8 @@ class EvalLoader:
 
     def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
         """This rank's microbatches of evaluation number `evaluation`, which counts from 0."""
-        size = self._schedule.full
-        for step in range(evaluation * self.eval_iters, (evaluation + 1) * self.eval_iters):
+        size, number = self._schedule.full, 0 if self.whole else evaluation
+        for step in range(number * self.eval_iters, (number + 1) * self.eval_iters):
             for positions in step_positions(step * size, self._schedule, self._rank):
                 indices = np.remainder(positions, len(self.samples))
                 batch = make_microbatch(self.samples, indices, self._masks, self._dtype)

@@ -65,7 +65,9 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     if spec.kind == "NullTokenizer":
         if spec.vocab_size is None or spec.vocab_size < 2:
             raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {spec.vocab_size}")
-        return NullTokenizer(spec.vocab_size)
+        return NullTokenizer(spec.vocab_size, eod=spec.eod, pad=spec.pad)
+    if spec.kind == "GPT2BPETokenizer":
+        return GPT2BPETokenizer(spec)
     if spec.kind == "ByteTokenizer":
         return ByteTokenizer()
     if spec.model is None:
@@ -85,14 +87,16 @@ def vocab_size_of(spec: TokenizerSpec) -> int:
 
 
 class NullTokenizer:
-    """Text is ids separated by spaces; the last id of the vocabulary ends a document."""
+    """Text is ids separated by spaces; the last id of the vocabulary ends a document, unless `eod` does."""
 
-    pad = NO_TOKEN
-
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, eod: int | None = None, pad: int = NO_TOKEN) -> None:
         self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
-        self.fingerprint = f"NullTokenizer-{vocab_size}"
+        self.eod = vocab_size - 1 if eod is None else eod
+        self.pad = pad
+        for name, token in (("--null-tokenizer-eod-id", self.eod), ("--null-tokenizer-pad-id", max(pad, 0))):
+            if token >= vocab_size:
+                raise DataProblem(f"{name} {token} is no id below --vocab-size {vocab_size}")
+        self.fingerprint = f"NullTokenizer-{vocab_size}" + ("" if eod is None else f"-{eod}")
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -202,6 +206,35 @@ class HuggingFaceTokenizer:
         raise _no_end(path)
 
 
+class GPT2BPETokenizer:
+    """The byte-level BPE of GPT-2 from its two files, vocab.json and merges.txt; <|endoftext|> ends a document."""
+
+    pad = NO_TOKEN
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        package = _package("tokenizers")
+        if spec.vocab_file is None or spec.merge_file is None:
+            raise DataProblem("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+        contents = (_read(spec.vocab_file), _read(spec.merge_file))
+        vocab = _json(spec.vocab_file, contents[0])
+        merges = _bpe_merges(spec.merge_file, contents[1], vocab)
+        self._tokenizer = package.Tokenizer(package.models.BPE(vocab=vocab, merges=merges))
+        self._tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = package.decoders.ByteLevel()
+        self.fingerprint = _fingerprint("GPT2BPETokenizer", *contents)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        end = vocab.get("<|endoftext|>")
+        if end is None:
+            raise _no_end(spec.vocab_file)
+        self.eod = int(end)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
 class TikTokenizer:
     """A JSON list of {rank, token_bytes (base64), token_str}, or a `.tiktoken` file of "base64 rank" lines.
 
@@ -236,6 +269,19 @@ class TikTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
+
+
+def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of tokens, the first to be merged first; a first line of the form "#version: 0.2" is none."""
+    pairs = [tuple(line.split()) for line in content.decode(errors="replace").splitlines() if line.strip()]
+    merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
+    known = all(isinstance(number, int) for number in vocab.values())
+    if not known or len(merges) < len(pairs) - 1 or not all({*pair, "".join(pair)} <= vocab.keys() for pair in merges):
+        raise DataProblem(
+            f"{path} does not hold the merges of its vocabulary, a pair of tokens on every line; check --vocab-file "
+            f"and --merge-file"
+        )
+    return merges
 
 
 def _tiktoken_specials(spec: TokenizerSpec) -> list[str]:

@@ -107,6 +107,11 @@ class Reporter:
             values = (reading.learning_rate, reading.num_samples, reading.loss, reading.norms["all"])
             self._log(reading.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
+    def passed_over(self, iteration: int, num_samples: int) -> None:
+        """Takes note of an iteration without a step."""
+        self._samples += num_samples
+        self.note(f"iteration {iteration}: its {num_samples} samples are passed over (--iterations-to-skip)")
+
     def summary(
         self, metrics: Mapping[str, Metric], *, num_zeros: int | None = None, params_norm: float | None = None
     ) -> StepReport:

@@ -110,9 +110,15 @@ class Block(nn.Module):
 
     def attend(self, hidden_SBH: Tensor, meta: TokenMeta) -> Attended:
         """Attention and its residual connection, and the norm of what follows."""
-        out_SBH = self.self_attention(self.input_layernorm(hidden_SBH), meta)
-        hidden_SBH = self.add(hidden_SBH, out_SBH, "attention", meta)
-        return Attended(hidden_SBH, self.pre_mlp_layernorm(hidden_SBH))
+        normed_SBH = self.input_layernorm(hidden_SBH)
+        out_SBH = self.self_attention(normed_SBH, meta)
+        hidden_SBH = self.add(self._residual(hidden_SBH, normed_SBH), out_SBH, "attention", meta)
+        normed_SBH = self.pre_mlp_layernorm(hidden_SBH)
+        return Attended(self._residual(hidden_SBH, normed_SBH), normed_SBH)
+
+    def _residual(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
+        """What the next output is added to."""
+        return normed_SBH if self.spec.residual_from_norm else hidden_SBH
 
     def add(self, hidden_SBH: Tensor, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         """The residual connection, with dropout on what is added."""

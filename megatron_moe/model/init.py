@@ -46,6 +46,9 @@ def _initial_part(parameter: Parameter, name: str, seed: int, spec: InitSpec) ->
 
 
 def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, spec: InitSpec) -> Tensor:
+    if spec.method == "xavier_uniform" and len(shape) == 2:
+        bound = math.sqrt(6 / sum(shape))
+        return bound * (2 * torch.rand(shape, generator=rng.generator(key), dtype=torch.float32) - 1)
     mean, std = 1.0 if meta.init == "ones" else 0.0, standard_deviation(meta, spec)
     return torch.full(shape, mean) if std == 0.0 else mean + std * normal(shape, key)
 

@@ -15,6 +15,8 @@ class LayerSpec:
     feed_forward: MLPSpec | MoESpec
     norm: NormSpec
     hidden_dropout: float = 0.0
+    residual_from_norm: bool = False
+    """Both residual connections start behind the norm, not before it."""
 
     @property
     def is_moe(self) -> bool:
@@ -40,8 +42,9 @@ class InitSpec:
     output_std: float = 0.02
     """Megatron: std / sqrt(2 * num_layers)."""
     embedding_std: float | None = None
-    method: Literal["normal", "unit_gain"] = "normal"
-    """unit_gain: std = 1 / sqrt(fan-in) everywhere and random norm weights, biases and expert biases; for proofs."""
+    method: Literal["normal", "unit_gain", "xavier_uniform"] = "normal"
+    """unit_gain: std = 1 / sqrt(fan-in) everywhere and random norm weights, biases and expert biases; for proofs.
+    xavier_uniform: matrices are uniform within sqrt(6 / (inputs + outputs)) (Glorot, Bengio 2010), whatever `std`."""
 
 
 @dataclass(frozen=True, kw_only=True)

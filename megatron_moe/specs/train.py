@@ -86,8 +86,22 @@ OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
 class TokenizerSpec:
     """Which tokenizer turns text into ids. Kinds have Megatron's names."""
 
-    kind: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"]
+    kind: Literal[
+        "SentencePieceTokenizer",
+        "HuggingFaceTokenizer",
+        "TikTokenizer",
+        "GPT2BPETokenizer",
+        "ByteTokenizer",
+        "NullTokenizer",
+    ]
     model: Path | None = None
+    vocab_file: Path | None = None
+    """Of GPT2BPETokenizer, with `merge_file`."""
+    merge_file: Path | None = None
+    eod: int | None = None
+    """Of NullTokenizer; None: the last id."""
+    pad: int = -1
+    """Of NullTokenizer; -1: none."""
     vocab_size: int | None = None
     """Of NullTokenizer; TikTokenizer keeps no more ids than this. The other kinds know their own."""
     tiktoken_pattern: str | None = None
@@ -120,6 +134,10 @@ class DataSpec:
     num_workers: int = 0
     drop_last_partial_validation: bool = True
     multiple_validation_sets: bool = False
+    full_validation: bool = False
+    """An evaluation reads every validation set once, whatever `LoopSpec.eval_iters` says."""
+    surplus: float = 0.005
+    """Share by which every data set of a weighted blend is built larger than its part."""
     dataloader: Literal["single", "cyclic"] = "single"
 
 
@@ -193,5 +211,7 @@ class LoopSpec:
     per_token_loss: bool = False
     """`--calculate-per-token-loss`: divide once by the tokens of the global batch."""
     check_nonfinite: bool = True
+    iterations_to_skip: tuple[int, ...] = ()
+    """Iterations, counted from 1, whose samples are passed over."""
     manual_gc: bool = False
     manual_gc_interval: int = 0

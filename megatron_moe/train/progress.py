@@ -1,9 +1,11 @@
 """Follows the steps one behind, reports them, and stops a run whose numbers went bad."""
 
+from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.specs.exitcodes import NumericsProblem
 from megatron_moe.train.reading import LateReader, StepReading
+from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import StepOutcome, Trainer
 
 
@@ -22,6 +24,14 @@ class Progress:
         self._handle(self._late.push(outcome))
         if self._reporter.due(outcome.iteration):
             self._recorded = self._trainer.tally.cut()
+
+    def pass_over(self, loader: TrainLoader, state: TrainState) -> None:
+        """An iteration whose samples are left out: no step, no checkpoint, no evaluation."""
+        self.catch_up()
+        num_samples = loader.pass_over()
+        state.skip(num_samples)
+        self._reporter.passed_over(state.iteration, num_samples)
+        self.restart_clock()
 
     def catch_up(self) -> None:
         """Reports the held step too: before a save, an evaluation, or the end. Waits for the device."""

@@ -15,6 +15,8 @@ class TrainState:
     """Optimizer steps done."""
     consumed_samples: int = 0
     """Training sequences read, over all ranks."""
+    skipped_samples: int = 0
+    """Those of them that no step was trained on (`--iterations-to-skip`); the learning rate does not count them."""
     consumed_tokens: int = 0
     flops: float = 0.0
     """Model FLOPs spent so far, by the formula of `specs/count.py`."""
@@ -25,6 +27,17 @@ class TrainState:
         self.consumed_samples += num_samples
         self.consumed_tokens += num_samples * plan.data.seq_length
         self.flops += flops_per_step(plan.model, num_samples, plan.data.seq_length)
+
+    def skip(self, num_samples: int) -> None:
+        """Counts an iteration whose samples were passed over."""
+        self.iteration += 1
+        self.consumed_samples += num_samples
+        self.skipped_samples += num_samples
+
+    @property
+    def trained_samples(self) -> int:
+        """Training sequences that steps were made of."""
+        return self.consumed_samples - self.skipped_samples
 
     def to_json(self, plan: RunPlan) -> dict[str, Any]:
         """The content of train_state.json."""

@@ -87,14 +87,14 @@ class Trainer:
             ) from error
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
-        iteration, lr = state.iteration + 1, self.schedule.lr(state.consumed_samples)
+        iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
         with self.timers.span("forward-backward", level=1):
             loss, num_tokens = self._forward_backward(batches, iteration)
         with self.timers.span("all-grads-sync", level=1):
             per_token = self.plan.loop.per_token_loss
             finish_gradients(self.buffers, self.context, token_count=num_tokens if per_token else None)
         with self.timers.span("optimizer", level=1):
-            norms, figures = self._update(loss, lr, state.consumed_samples)
+            norms, figures = self._update(loss, lr, state.trained_samples)
         return StepOutcome(
             loss=loss,
             norms=norms,

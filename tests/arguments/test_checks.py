@@ -394,6 +394,25 @@ CASES = (
     Case("tokenizer_is_complete", "", "has no file", "--tokenizer-model y", "--tokenizer-model"),
     Case(
         "tokenizer_is_complete",
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+        "lacks its vocabulary or its merges",
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m",
+    ),
+    Case(
+        "null_ids_are_in_the_vocabulary",
+        "--tokenizer-type NullTokenizer --vocab-size 99 --null-tokenizer-eod-id 99",
+        "id 99 is not below the 99 ids",
+        "--tokenizer-type NullTokenizer --vocab-size 99 --null-tokenizer-eod-id 98 --null-tokenizer-pad-id 0",
+    ),
+    Case(
+        "whole_sets_are_not_weighted",
+        "--full-validation --train-data-path a --valid-data-path 1 b 2 c",
+        "has weights of data sets to follow",
+        "--full-validation --train-data-path 1 a 2 d --valid-data-path b c",
+        "--data-path --split",
+    ),
+    Case(
+        "tokenizer_is_complete",
         "--tokenizer-type NullTokenizer",
         "does not know its vocabulary",
         "--tokenizer-type NullTokenizer --vocab-size 99",

@@ -28,7 +28,7 @@ REST = (
     "--make-vocab-size-divisible-by 1"
 )
 ARCHITECTURES = (
-    "--hidden-dropout 0 --attention-dropout 0",
+    "--hidden-dropout 0 --attention-dropout 0 --apply-residual-connection-post-layernorm",
     "--normalization LayerNorm --apply-layernorm-1p --add-bias-linear --squared-relu --no-swiglu",
     "--window-size 15,0 --window-attn-skip-freq 2 --softmax-type learnable --attention-output-gate",
     "--window-size 15,0 --window-attn-skip-freq [1,1,0,0] --softmax-type off-by-one",

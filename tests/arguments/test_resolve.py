@@ -446,3 +446,25 @@ def test_microbatches_pair_up_when_rows_travel():
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     plan = plan_of(words, environ=environ)
     assert plan.schedule(4).overlap and plan.pipeline.early_attention_backward
+
+
+def test_small_choices_of_data_model_and_loop():
+    plan = plan_of(
+        "--tokenizer-type NullTokenizer --vocab-size 99 --null-tokenizer-eod-id 5 --null-tokenizer-pad-id 6 "
+        "--full-validation --mid-level-dataset-surplus 0.01 --iterations-to-skip 3 7 --init-method-xavier-uniform "
+        "--apply-residual-connection-post-layernorm"
+    )
+    assert (plan.data.tokenizer.eod, plan.data.tokenizer.pad) == (5, 6)
+    assert (plan.data.full_validation, plan.data.surplus) == (True, 0.01)
+    assert plan.loop.iterations_to_skip == (3, 7)
+    assert plan.model.init.method == "xavier_uniform"
+    assert all(layer.residual_from_norm for layer in plan.model.layers)
+    plain = plan_of()
+    assert (plain.data.tokenizer.eod, plain.data.tokenizer.pad, plain.data.full_validation) == (None, -1, False)
+    assert (plain.data.surplus, plain.loop.iterations_to_skip, plain.model.init.method) == (0.005, (), "normal")
+    assert not any(layer.residual_from_norm for layer in plain.model.layers)
+
+
+def test_the_two_files_of_gpt2():
+    spec = plan_of("--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt").data.tokenizer
+    assert (spec.kind, str(spec.vocab_file), str(spec.merge_file)) == ("GPT2BPETokenizer", "v.json", "m.txt")

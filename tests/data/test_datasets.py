@@ -224,3 +224,20 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
     sentences = on_threads(ParallelSpec(world_size=2), attempt)
     assert sentences[0] == sentences[1]
     assert "corpus.bin does not exist" in sentences[0]
+
+
+def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
+    first, second = (write_tokens(tmp_path / name, [[1] * 9] * count) for name, count in (("a", 8), ("b", 4)))
+    short = build(loop_spec(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second))
+    whole = build(
+        loop_spec(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second), full_validation=True
+    )
+    assert [len(each.samples) for each in short.valid] == [4]
+    assert [len(each.samples) for each in whole.valid] == [8 + 4]
+
+
+def test_the_surplus_of_a_weighted_blend_can_be_chosen(tmp_path: Path) -> None:
+    first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
+    built = build(loop_spec(train_iters=4), train=("1", first, "1", second), surplus=0.0)
+    assert isinstance(built.train, BlendedSamples)
+    assert [part.inputs["epochs"] for part in built.train.parts] == [1, 1]

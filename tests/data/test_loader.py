@@ -190,3 +190,26 @@ def test_evaluation_starts_over_at_the_end_of_the_data() -> None:
 def test_ranks_share_an_evaluation() -> None:
     both = eval_ids(2, 0, 1) + eval_ids(2, 1, 1)
     assert sorted(both) == list(range(24, 48))
+
+
+def test_passing_over_a_step_leaves_out_its_samples_and_no_others() -> None:
+    for prefetch in (False, True):
+        one = loader(prefetch=prefetch)
+        first = ids(one.next_step())
+        assert one.pass_over() == 12
+        assert (first, ids(one.next_step())) == (list(range(12)), list(range(24, 36)))
+        one.close()
+
+
+def whole_set(count: int, size: int = 8) -> EvalLoader:
+    return EvalLoader(Numbered(count), BatchSpec(micro=2, global_size=size), MASKS, rank_context(), eval_iters=None)
+
+
+def test_a_full_validation_reads_every_full_batch_each_time() -> None:
+    one = whole_set(30)
+    assert [ids(list(one.batches(evaluation))) for evaluation in (0, 3)] == [list(range(24))] * 2
+
+
+def test_a_full_validation_without_a_full_batch_is_refused() -> None:
+    with pytest.raises(DataProblem, match="7 samples, less than one global batch of 8"):
+        whole_set(7)

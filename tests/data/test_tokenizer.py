@@ -275,3 +275,43 @@ def test_tokenizers_and_token_files_need_no_torch() -> None:
     code = f"import sys; from megatron_moe.data import {modules}; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parent.parent.parent
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
+
+
+def gpt2_spec(folder: Path, merges: str | None = None, specials: tuple[str, ...] = ("<|endoftext|>",)) -> TokenizerSpec:
+    """The two files of GPT-2's tokenizer, written from one that was trained here."""
+    model = json.loads(train_huggingface(folder / "tokenizer.json", list(specials)).to_str())["model"]
+    lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) if merges is None else merges)
+    return TokenizerSpec(kind="GPT2BPETokenizer", vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt")
+
+
+def test_the_two_files_of_gpt2_give_the_ids_of_the_one_file(tmp_path: Path) -> None:
+    two = load_tokenizer(gpt2_spec(tmp_path))
+    one = load_tokenizer(TokenizerSpec(kind="HuggingFaceTokenizer", model=tmp_path / "tokenizer.json"))
+    assert (two.vocab_size, two.eod, two.pad) == (one.vocab_size, one.eod, -1)
+    for text in TEXTS:
+        assert two.encode(text) == one.encode(text)
+        assert two.decode(two.encode(text)) == text
+
+
+@pytest.mark.parametrize("merges", ["a b c\nd e f\n", "zzz yyy\n", "\n\nx\ny\n"])
+def test_merges_that_are_not_those_of_the_vocabulary_are_refused(tmp_path: Path, merges: str) -> None:
+    with pytest.raises(DataProblem, match="does not hold the merges of its vocabulary"):
+        load_tokenizer(gpt2_spec(tmp_path, merges))
+
+
+def test_gpt2_files_without_an_end_of_document_or_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataProblem, match="no token that ends a document"):
+        load_tokenizer(gpt2_spec(tmp_path, specials=()))
+    with pytest.raises(DataProblem, match="needs --vocab-file and --merge-file"):
+        load_tokenizer(TokenizerSpec(kind="GPT2BPETokenizer"))
+
+
+def test_ids_of_a_null_tokenizer_can_be_chosen() -> None:
+    plain = load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=10))
+    chosen = load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=10, eod=3, pad=4))
+    assert (plain.eod, plain.pad, chosen.eod, chosen.pad) == (9, -1, 3, 4)
+    assert plain.fingerprint != chosen.fingerprint
+    with pytest.raises(DataProblem, match="--null-tokenizer-pad-id 10 is no id below --vocab-size 10"):
+        load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=10, pad=10))

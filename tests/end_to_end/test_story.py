@@ -1,5 +1,6 @@
 """The story of `pretrain_moe.py` in this process: what it opens it closes, what is asked for is switched on."""
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -43,3 +44,16 @@ def test_deterministic_mode_is_switched_on_in_torch(wanted: bool, monkeypatch: p
         assert torch.backends.cudnn.benchmark is not wanted
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: Path) -> None:
+    """The third step of the one run takes the samples and the learning rate's place of the second of the other."""
+    plan = plan_of(tmp_path)
+    loop = replace(plan.loop, train_iters=3, iterations_to_skip=(2,))
+    with ExitStack() as goodbye:
+        pretrain(replace(plan, loop=loop), goodbye)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "iteration 2: its" in log and "passed over" in log
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "lm loss" in row and "learning-rate" in row]
+    assert [row["iteration"] for row in steps] == [1, 3]

@@ -21,6 +21,8 @@ SPECS = {
     "LayerNorm": layer_spec(norm=NormSpec(kind="LayerNorm")),
     "MLA": layer_spec(mla_spec()),
     "MoE": layer_spec(feed_forward=moe_spec()),
+    "residual from norm": layer_spec(residual_from_norm=True),
+    "MoE, residual from norm": layer_spec(feed_forward=moe_spec(), residual_from_norm=True),
 }
 
 
@@ -35,11 +37,16 @@ def meta_of(block: Block, **changes) -> TokenMeta:
 
 
 def by_hand(block: Block, x: Tensor, meta: TokenMeta, dropout: float = 0.0) -> Tensor:
-    attended = block.self_attention(block.input_layernorm(x), meta)
-    x = x + rng.dropout(attended, dropout, meta.key("decoder.layers.0.attention_residual"))
+    normed = block.input_layernorm(x)
+    attended = block.self_attention(normed, meta)
+    x = (normed if block.spec.residual_from_norm else x) + rng.dropout(
+        attended, dropout, meta.key("decoder.layers.0.attention_residual")
+    )
     normed = block.pre_mlp_layernorm(x)
     fed = block.mlp(normed, meta) if block.spec.is_moe else block.mlp(normed)
-    return x + rng.dropout(fed, dropout, meta.key("decoder.layers.0.mlp_residual"))
+    return (normed if block.spec.residual_from_norm else x) + rng.dropout(
+        fed, dropout, meta.key("decoder.layers.0.mlp_residual")
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())

@@ -117,3 +117,18 @@ def test_every_matrix_knows_how_many_inputs_it_sums():
 def test_only_matrices_and_embeddings_decay():
     for name, p in build(EVERYTHING).named_parameters():
         assert p.meta.decay == (p.meta.role not in ("norm", "bias", "sink")), name
+
+
+def test_xavier_matrices_are_uniform_within_their_bound_and_nothing_else_changes():
+    spec, matrix = InitSpec(std=9.0, method="xavier_uniform"), ParamMeta(role="matrix", fan_in=50)
+    drawn = initial_values((100, 50), matrix, "w", 7, spec)
+    bound = math.sqrt(6 / 150)
+    assert 0.99 * bound < drawn.abs().max() <= bound
+    assert drawn.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
+    assert drawn.mean().abs() < 0.05 * bound
+    norm = initial_values((50,), ParamMeta(role="norm", init="ones"), "n", 7, spec)
+    EXACT.check(norm, torch.ones(50), "norm")
+    stack = initial_values(
+        (4, 100, 50), ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=50), "e", 7, spec
+    )
+    assert 0.99 * bound < stack.abs().max() <= bound

@@ -1,0 +1,52 @@
+"""Files that list data sets, in the place of the flags that they stand for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command_lines import plan_of, texts_of
+
+
+def write(folder: Path, content: str) -> Path:
+    path = folder / "list"
+    path.write_text(content)
+    return path
+
+
+def test_a_file_with_words_stands_for_data_path(tmp_path):
+    path = write(tmp_path, "0.3 one\n0.7 'a b'\n")
+    plan = plan_of(f"--data-args-path {path}", "--data-path")
+    assert plan.data.blend == ("0.3", "one", "0.7", "a b")
+    assert 'data-path: [0.3, one, 0.7, "a b"]' in plan.resolved_yaml
+    assert str(path) in plan.resolved_yaml
+
+
+@pytest.mark.parametrize("train", [["0.3", "one", 0.7, "two"], "0.3 one 0.7 two"])
+def test_a_file_with_splits_stands_for_the_paths_of_each(tmp_path, train):
+    path = write(tmp_path, json.dumps({"train": train, "valid": ["three"]}))
+    data = plan_of(f"--per-split-data-args-path {path}", "--data-path --split").data
+    assert (data.train, data.valid, data.test) == (("0.3", "one", "0.7", "two"), ("three",), ())
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "sentence"),
+    [
+        ("--data-args-path", "a 'b", "quote that is not closed"),
+        ("--per-split-data-args-path", "{", "Expecting property name"),
+        ("--per-split-data-args-path", "[]", "holds no lists under train, valid, test"),
+        ("--per-split-data-args-path", '{"dev": []}', "holds no lists under train, valid, test"),
+        ("--per-split-data-args-path", '{"train": [[]]}', "something else than weights and prefixes"),
+    ],
+)
+def test_a_file_that_lists_nothing_is_refused(tmp_path, option, content, sentence):
+    path = write(tmp_path, content)
+    assert any(f"{option} {path}" in text and sentence in text for text in texts_of(f"{option} {path}", "--data-path"))
+
+
+def test_a_file_that_is_missing_or_repeats_a_flag_is_refused(tmp_path):
+    (text,) = texts_of("--data-args-path nowhere")
+    assert text == "--data-args-path nowhere cannot be read: No such file or directory"
+    (text,) = texts_of(f"--data-args-path {write(tmp_path, 'other')}")
+    assert text.endswith("lists what --data-path gives too")
+    assert texts_of(f"--data-args-path {write(tmp_path, 'corpus_text_document')}") == []
