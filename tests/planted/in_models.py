@@ -157,7 +157,7 @@ TRAINING = (
     Bug(
         name="the learning rate counts iterations where samples are meant",
         file="megatron_moe/train/step.py",
-        old="self.schedule.lr(state.consumed_samples)",
+        old="self.schedule.lr(state.trained_samples)",
         new="self.schedule.lr(state.iteration)",
         select=("tests/train/test_reading.py",),
         reason="warm-up lasts as many times longer as a batch has samples",
