@@ -180,6 +180,11 @@ class Kernels(Protocol):
         ...
 
     # routing
+    def gate_product(self, hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+        """hidden [T, H] times weight [E, H] transposed -> logits [T, E] in `dtype`; products and sums of forward and
+        backward are those of `dtype`, which may be wider than the inputs. Differentiable; only the inputs are kept."""
+        ...
+
     def select_experts(
         self, logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
     ) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from megatron_moe.kernels.reference_blocks import attention_block_grad as attent
 from megatron_moe.kernels.reference_blocks import visible_between
 from megatron_moe.kernels.reference_routing import balance_scores as balance_scores
 from megatron_moe.kernels.reference_routing import count_tokens as count_tokens
+from megatron_moe.kernels.reference_routing import gate_product as gate_product
 from megatron_moe.kernels.reference_routing import gather_probs as gather_probs
 from megatron_moe.kernels.reference_routing import permute as permute
 from megatron_moe.kernels.reference_routing import select_experts as select_experts

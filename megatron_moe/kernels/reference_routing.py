@@ -1,6 +1,7 @@
 """The meaning of the ops of routing and rows, in plain torch; see `reference.py`. Nothing here reads the host."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,28 @@ EPSILON = 1e-20
 
 
 # routing
+
+
+def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
+    return logits_TE
+
+
+class _GateProduct(torch.autograd.Function):
+    """Written out, so that the wide copies of hidden states and weight do not live until the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden_TH, weight_EH)
+        return hidden_TH.to(dtype) @ weight_EH.to(dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_TE,) = grads
+        hidden_TH, weight_EH = ctx.saved_tensors
+        grad_hidden = grad_TE @ weight_EH.to(grad_TE.dtype)
+        grad_weight = grad_TE.T @ hidden_TH.to(grad_TE.dtype)
+        return grad_hidden.to(hidden_TH.dtype), grad_weight.to(weight_EH.dtype), None
 
 
 def select_experts(

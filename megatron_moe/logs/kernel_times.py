@@ -8,7 +8,10 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl"),
     ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|softmax_warp"),
     ("router", r"router|topk|count_experts|select_experts|radixSort|bitonicSort|DeviceRadix|sort|searchsorted"),
-    ("permute", r"permute|sort_rows|place_rows|pick_values|gather_rows|sum_choices|index_select|indexSelect|gather|scatter|index_elementwise"),
+    (
+        "permute",
+        r"permute|sort_rows|place_rows|pick_values|gather_rows|sum_choices|index_select|indexSelect|gather|scatter|index_elementwise",
+    ),
     ("expert matrices", r"grouped|GroupProblemShape|ptr_array|PtrArray|expert_grad"),
     ("dense matrices", r"nvjet|gemm|cutlass|splitK|cublas"),
     ("head and loss", r"cross_entropy|log_softmax|LogSoftMax|nll_loss|SoftMaxForward|SoftMaxBackward"),

@@ -4,7 +4,7 @@ Recording adds to tensors on the device and never waits for the host. `take` mak
 reduction and one host read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,11 +21,35 @@ Key = tuple[str, int | None]
 """(name, layer)."""
 
 
+Fold = Callable[["Tally", dict[int, int], Tensor], None]
+"""Records figures of rows [n, ...], of which so many belong to each layer, one layer behind the other."""
+
+_ROWS_AT_A_TIME = 128
+
+
 @dataclass
 class _Entry:
     reduction: Reduction
     value: Tensor
-    count: Tensor
+    calls: int = 0
+    """Calls without a count of their own: each counts 1."""
+    counted: Tensor | None = None
+    """Sum of the counts of the others."""
+
+    @property
+    def count(self) -> Tensor:
+        """fp64 scalar: what the value is divided by for a mean."""
+        calls = torch.full((), float(self.calls), dtype=torch.float64, device=self.value.device)
+        return calls if self.counted is None else calls + self.counted
+
+
+@dataclass
+class _Rows:
+    """What waits to be folded."""
+
+    fold: Fold
+    of_layers: dict[int, list[Tensor]] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,7 @@ class Tally:
     """Sums and counts of named metrics, each optionally per layer."""
 
     entries: dict[Key, _Entry] = field(default_factory=dict)
+    _waiting: dict[str, _Rows] = field(default_factory=dict)
 
     def record(
         self,
@@ -67,22 +92,38 @@ class Tally:
         "sum" and "max" the sum and the largest value over microbatches and the ranks of a pipeline stage. So what
         tensor or context parallel ranks all know enters a mean, and what each knows a part of may enter a sum.
         """
-        value = value.detach().double()
-        count = torch.ones((), device=value.device) if count is None else count.detach()
-        count = count.to(torch.float64)
+        value = value.detach()
         entry = self.entries.get((name, layer))
         if entry is None:
-            self.entries[name, layer] = _Entry(reduction, value.clone(), count.clone())
-            return
-        assert entry.reduction == reduction, f"{name} was recorded as {entry.reduction}, now as {reduction}"
-        assert entry.value.shape == value.shape, (
-            f"{name} had shape {tuple(entry.value.shape)}, now {tuple(value.shape)}"
-        )
-        entry.value = torch.maximum(entry.value, value) if reduction == "max" else entry.value + value
-        entry.count = entry.count + count
+            entry = _Entry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
+            self.entries[name, layer] = entry
+        else:
+            _check_like(entry, name, value, reduction)
+            _combine_(entry, value)
+        if count is None:
+            entry.calls += 1
+        else:
+            counted = count.detach().double()
+            entry.counted = counted.clone() if entry.counted is None else entry.counted.add_(counted)
+
+    def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
+        """Keeps `row`, which must not change afterwards, until many can be worked out at once: `fold` then records
+        them. Launching a dozen small kernels per layer and microbatch would cost more than what they compute."""
+        waiting = self._waiting.setdefault(name, _Rows(fold))
+        waiting.of_layers.setdefault(layer, []).append(row.detach())
+        waiting.number += 1
+        if waiting.number >= _ROWS_AT_A_TIME:
+            self._fold()
+
+    def _fold(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for each in waiting.values():
+            numbers = {layer: len(rows) for layer, rows in each.of_layers.items()}
+            each.fold(self, numbers, torch.stack([row for rows in each.of_layers.values() for row in rows]))
 
     def cut(self) -> "Tally":
         """Hands over everything recorded so far, to be read later, and starts anew. Waits for nothing."""
+        self._fold()
         entries, self.entries = self.entries, {}
         return Tally(entries)
 
@@ -92,6 +133,7 @@ class Tally:
         Every rank of a stage must have recorded the same names with the same shapes, in any order. What has no layer
         must be recorded on one stage only.
         """
+        self._fold()
         entries, self.entries = self.entries, {}
         # pp: the figures of every stage, a few kB for a hundred layers
         stages = gather_objects(_totals(entries, context), context.group("pp"))
@@ -100,6 +142,19 @@ class Tally:
             f"recorded on several stages: {[sorted(stage) for stage in stages]}"
         )
         return {name: _metric(name, totals) for name in dict.fromkeys(name for name, _ in totals)}
+
+
+def _check_like(entry: _Entry, name: str, value: Tensor, reduction: Reduction) -> None:
+    assert entry.reduction == reduction, f"{name} was recorded as {entry.reduction}, now as {reduction}"
+    assert entry.value.shape == value.shape, f"{name} had shape {tuple(entry.value.shape)}, now {tuple(value.shape)}"
+
+
+def _combine_(entry: _Entry, value: Tensor) -> None:
+    """Into the fp64 value, by one kernel whatever the dtype of `value`."""
+    if entry.reduction == "max":
+        torch.maximum(entry.value, value.double(), out=entry.value)
+    else:
+        entry.value.add_(value)
 
 
 def _totals(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.rng import Key
 from megatron_moe.specs.params import Part
@@ -18,7 +18,8 @@ def gate_product(
 
     Forward and backward multiply in `dtype`; only the unconverted hidden states and weight are kept for the backward.
     """
-    return _GateProduct.apply(kernels, hidden_SBH.flatten(0, 1), weight_EH, bias_E, dtype)  # type: ignore[no-untyped-call,no-any-return]
+    logits_TE = kernels.gate_product(hidden_SBH.flatten(0, 1), weight_EH, dtype)
+    return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
 
 
 def jitter(hidden_SBH: Tensor, eps: float, key: Key, part: Part = (0, 1)) -> Tensor:
@@ -58,30 +59,3 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
-
-
-class _GateProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: Kernels, hidden_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.kernels, ctx.dtype = kernels, dtype
-        ctx.bias_dtype = None if bias_E is None else bias_E.dtype
-        ctx.save_for_backward(hidden_TH, weight_EH)
-        bias = None if bias_E is None else bias_E.to(dtype)
-        return kernels.linear_forward(Operand(data=hidden_TH.to(dtype)), Operand(data=weight_EH.to(dtype)), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = Operand(data=grads[0])
-        hidden_TH, weight_EH = ctx.saved_tensors
-        grad_hidden = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[1]:
-            grad_hidden = ctx.kernels.linear_input_grad(grad, Operand(data=weight_EH.to(ctx.dtype))).to(hidden_TH.dtype)
-        if ctx.needs_input_grad[2]:
-            wide = torch.empty_like(weight_EH, dtype=ctx.dtype)
-            ctx.kernels.linear_weight_grad(grad, Operand(data=hidden_TH.to(ctx.dtype)), wide, False)
-            grad_weight = wide.to(weight_EH.dtype)
-        if ctx.needs_input_grad[3]:
-            grad_bias = grads[0].sum(dim=0, dtype=internal_dtype(ctx.dtype)).to(ctx.bias_dtype)
-        return None, grad_hidden, grad_weight, grad_bias, None

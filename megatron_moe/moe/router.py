@@ -243,15 +243,12 @@ class Router(nn.Module):
         if routing.map_TE is not None:
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
-            asked_E, dropped, total = routing.counts_E, num_tokens - met_T.sum(), num_tokens
-        else:
-            assert routing.chosen_TK is not None
-            asked_E = routing.counts_E
-            if self.capacity is not None:
-                asked_E = self.kernels.count_tokens(routing.chosen_TK, self.spec.num_experts)
-            dropped, total = (asked_E - routing.counts_E).sum(), asked_E.sum()
-        metrics.record_load(tally, self.layer, asked_E, self.ctx.group("tp_cp"))
-        metrics.record_drops(tally, self.layer, dropped, total)
+            metrics.record_drops(tally, self.layer, num_tokens - met_T.sum(), num_tokens)
+        asked_E, dropless = routing.counts_E, routing.map_TE is None and self.capacity is None
+        if routing.chosen_TK is not None and not dropless:
+            asked_E = self.kernels.count_tokens(routing.chosen_TK, self.spec.num_experts)
+            metrics.record_drops(tally, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
+        metrics.record_load(tally, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
 
     def batch_sums(self) -> Tensor:
         """See `balance.BalancedRouter`."""

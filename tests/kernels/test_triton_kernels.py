@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.ops import Operand
-from megatron_moe.specs.moe import ActivationSpec
+from megatron_moe.specs.moe import ActivationSpec, RouterSpec
 from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, Tolerance
 
 pytestmark = [
@@ -66,7 +66,9 @@ def test_rms_norm_of_a_view_reads_the_view_and_not_what_lies_between() -> None:
 @DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("heads", "width", "turned", "batch"), [(3, 8, 8, 1), (5, 12, 6, 2), (1, 64, 2, 2)])
-def test_rope_is_the_reference(heads: int, width: int, turned: int, batch: int, interleaved: bool, dtype: torch.dtype) -> None:
+def test_rope_is_the_reference(
+    heads: int, width: int, turned: int, batch: int, interleaved: bool, dtype: torch.dtype
+) -> None:
     half = draw(7, batch, turned // 2, seed=2).float()
     cos, sin = (torch.cat([f(half)] * 2, dim=-1) for f in (torch.cos, torch.sin))
     for angles in ((cos, sin), (cos[:, :1], sin[:, :1])):
@@ -237,3 +239,44 @@ def test_a_refused_step_leaves_every_bit() -> None:
         (state[0], *state[2:], weights), (before[0], *before[2:], torch.ones(3000)), strict=True
     ):
         EXACT.check(actual.float(), expected, "state")
+
+
+ROUTERS = {
+    "softmax": {},
+    "pre_softmax": {"pre_softmax": True, "scaling_factor": 2.5},
+    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5},
+    "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
+    "one": {"score_function": "sigmoid", "topk": 1},
+    "groups": {"score_function": "sigmoid", "num_experts": 16, "topk": 4, "num_groups": 4, "group_topk": 2},
+    "odd groups": {"num_experts": 9, "topk": 2, "num_groups": 3, "group_topk": 1},
+}
+
+
+def router(**fields: Any) -> RouterSpec:
+    return RouterSpec(**{"hidden_size": 8, "num_experts": 11, "topk": 3, **fields})
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_experts_are_chosen_and_weighed_as_in_the_reference(kind: str, biased: bool) -> None:
+    spec = router(**ROUTERS[kind])
+    bias = draw(spec.num_experts, seed=1).float() if biased else None
+    logits = 2 * draw(300, spec.num_experts)
+    logits[5], logits[6, 3:] = 0.5, logits[6, 3]  # ties
+    ids, _ = REFERENCE.select_experts(logits.float(), bias, spec, None)
+    EXACT.check(triton_kernels.select_experts(logits.float(), bias, spec, None)[0], ids, "choices")
+    compare(lambda k: lambda x: k.select_experts(x, bias, spec, None)[1], [logits], torch.float32)
+    _, best = triton_kernels.balance_scores(logits.float(), spec)
+    EXACT.check(best, REFERENCE.balance_scores(logits.float(), spec)[1], "best experts")
+    compare(lambda k: lambda x: k.balance_scores(x, spec)[0], [logits], torch.float32)
+
+
+def test_a_gradient_that_is_the_same_for_all_tokens_reaches_every_logit() -> None:
+    spec = router(score_function="sigmoid")
+    weights = draw(spec.num_experts, seed=3)
+    compare(lambda k: lambda x: k.balance_scores(x, spec)[0].sum(dim=0) * weights.to(x), [draw(7, 11)], torch.float32)
+
+
+def test_no_tokens_choose_nothing() -> None:
+    ids, probs = triton_kernels.select_experts(torch.zeros(0, 11), None, router(), None)
+    assert ids.shape == probs.shape == (0, 3)

@@ -136,3 +136,26 @@ def test_a_layer_that_two_stages_report_is_a_bug():
 
     with pytest.raises(AssertionError, match="recorded on several stages"):
         on_threads(ParallelSpec(world_size=2, pp=2), rank)
+
+
+def test_rows_are_folded_layer_by_layer_when_they_are_read() -> None:
+    tally, seen = Tally(), []
+
+    def fold(tally: Tally, numbers: dict[int, int], rows: torch.Tensor) -> None:
+        seen.append((numbers, rows.tolist()))
+        tally.record("sum", rows.sum())
+
+    for layer, row in ((3, 1.0), (5, 2.0), (3, 4.0)):
+        tally.collect("rows", layer, torch.tensor([row]), fold)
+    assert not seen
+    figures = tally.cut().take(ParallelContext.single())
+    assert seen == [({3: 2, 5: 1}, [[1.0], [4.0], [2.0]])] and figures["sum"].value == 7.0
+    assert not tally.cut().entries, "a row is folded once"
+
+
+def test_rows_do_not_pile_up_until_they_are_read() -> None:
+    tally = Tally()
+    for _ in range(300):
+        tally.collect("rows", 0, torch.ones(1), lambda tally, numbers, rows: tally.record("rows", rows.sum()))
+    assert tally.entries["rows", None].value == 256
+    assert tally.take(ParallelContext.single())["rows"].value == 100.0

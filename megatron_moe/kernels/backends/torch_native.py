@@ -32,6 +32,7 @@ PROVIDES = (
     "attention",
     "activation",
     "cross_entropy",
+    "gate_product",
     "permute",
     "unpermute",
     "sum_of_squares",
@@ -59,6 +60,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "attention": "SDPA, cuDNN first on the GPU; sinks and dropout are plain torch",
         "activation": "keeps its input only and computes the rest again",
         "cross_entropy": "fused",
+        "gate_product": "fp32 products of bf16 factors by matrix units",
         "permute": "gathers in forward and backward",
         "unpermute": "gathers in forward and backward",
         "sum_of_squares": "one reduction",
@@ -213,6 +215,44 @@ def _zero_where_empty(x_RF: Tensor, probs_R: Tensor | None) -> Tensor:
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     return F.cross_entropy(logits_TV.to(internal_dtype(logits_TV.dtype)), labels_T, reduction="none")
+
+
+# routing
+
+
+def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+    exact = hidden_TH.is_cuda and hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
+    if not exact:
+        return reference.gate_product(hidden_TH, weight_EH, dtype)
+    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
+    return logits_TE
+
+
+class _GateProduct(torch.autograd.Function):
+    """fp32 products of bf16 factors by matrix units: a product of two bf16 numbers is exact in fp32, and so is an fp32
+    gradient as the sum of three bf16 numbers. Plain fp32 products would run without matrix units."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_TH, weight_EH)
+        return torch.mm(hidden_TH, weight_EH.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_EH = ctx.saved_tensors
+        parts_T3E = torch.cat(bf16_parts(grads[0]), dim=1)
+        grad_hidden_TH = parts_T3E @ weight_EH.repeat(3, 1)
+        grad_3EH = torch.mm(parts_T3E.T, hidden_TH, out_dtype=torch.float32)
+        grad_weight_EH = grad_3EH.view(3, *weight_EH.shape).sum(dim=0)
+        return grad_hidden_TH, grad_weight_EH.to(weight_EH.dtype)
+
+
+def bf16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three bf16 tensors whose sum is the fp32 tensor `x`: 3 x 8 bits hold its 24, underflow aside."""
+    high = x.bfloat16()
+    rest = x - high
+    middle = rest.bfloat16()
+    return high, middle, (rest - middle).bfloat16()
 
 
 # rows

@@ -13,6 +13,8 @@ from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as 
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
 from megatron_moe.kernels.backends.triton.rope import rope as rope
+from megatron_moe.kernels.backends.triton.router import balance_scores as balance_scores
+from megatron_moe.kernels.backends.triton.router import select_experts as select_experts
 from megatron_moe.kernels.backends.triton.rows import count_tokens as count_tokens
 from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
 from megatron_moe.kernels.backends.triton.rows import permute as permute
@@ -28,6 +30,8 @@ PROVIDES = (
     "rope",
     "activation",
     "cross_entropy",
+    "select_experts",
+    "balance_scores",
     "count_tokens",
     "sort_rows",
     "permute",

@@ -29,16 +29,17 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowInde
     experts = power_of_two(num_experts)
     block = max(SORT_TILE // experts, 16)
     num_blocks = triton.cdiv(num_choices, block)
-    counts_BE = torch.empty(num_blocks, num_experts, device=device, dtype=torch.int32)
-    _count_experts[(num_blocks,)](ids, counts_BE, num_choices, num_experts, BLOCK=block, EXPERTS=experts)
-    ends_BE = counts_BE.cumsum(dim=0, dtype=torch.int32)
-    offsets_E = ends_BE[-1].cumsum(dim=0, dtype=torch.int32)
-    starts_BE = ends_BE - counts_BE + (offsets_E - ends_BE[-1])
+    # one scan over experts and, inside each, over blocks gives every block its place
+    counts_EB = torch.empty(num_experts, num_blocks, device=device, dtype=torch.int32)
+    _count_experts[(num_blocks,)](ids, counts_EB, num_choices, num_experts, BLOCK=block, EXPERTS=experts)
+    ends_EB = counts_EB.flatten().cumsum(dim=0, dtype=torch.int32).view_as(counts_EB)
+    offsets_E = ends_EB[:, -1].contiguous()
+    starts_EB = ends_EB - counts_EB
     token_R = torch.full((num_choices,), -1, device=device, dtype=torch.int64)
     choice_R = torch.full_like(token_R, -1)
     rows_TK = torch.empty_like(ids)
     _place_rows[(num_blocks,)](
-        ids, starts_BE, token_R, choice_R, rows_TK, num_choices, num_experts, ids.shape[1], BLOCK=block, EXPERTS=experts
+        ids, starts_EB, token_R, choice_R, rows_TK, num_choices, num_experts, ids.shape[1], BLOCK=block, EXPERTS=experts
     )
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
 
@@ -51,9 +52,9 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
     experts = power_of_two(num_experts)
     block = max(SORT_TILE // experts, 16)
     num_blocks = triton.cdiv(ids.numel(), block)
-    counts_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
-    _count_experts[(num_blocks,)](ids, counts_BE, ids.numel(), num_experts, BLOCK=block, EXPERTS=experts)
-    return counts_BE.sum(dim=0)
+    counts_EB = torch.empty(num_experts, num_blocks, device=ids.device, dtype=torch.int32)
+    _count_experts[(num_blocks,)](ids, counts_EB, ids.numel(), num_experts, BLOCK=block, EXPERTS=experts)
+    return counts_EB.sum(dim=1)
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -161,7 +162,7 @@ def _count_experts(ids_ptr, counts_ptr, num_choices, num_experts, BLOCK: tl.cons
     experts = tl.arange(0, EXPERTS)
     ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
     hits = (ids[:, None] == experts[None, :]).to(tl.int32)
-    place = counts_ptr + tl.program_id(0).to(tl.int64) * num_experts + experts
+    place = counts_ptr + experts.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(place, tl.sum(hits, axis=0), mask=experts < num_experts)
 
 
@@ -175,7 +176,7 @@ def _place_rows(
     experts = tl.arange(0, EXPERTS)
     ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
     hits = ids[:, None] == experts[None, :]
-    start_ptr = starts_ptr + tl.program_id(0).to(tl.int64) * num_experts + experts
+    start_ptr = starts_ptr + experts.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     starts = tl.load(start_ptr, mask=experts < num_experts, other=0)
     before = tl.cumsum(hits.to(tl.int32), axis=0) - 1
     rows = tl.sum(tl.where(hits, starts[None, :] + before, 0), axis=1)
