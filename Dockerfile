@@ -65,7 +65,7 @@ COPY --from=sources /project ./
 COPY --from=kernels /wheels /wheels
 # torch is the base image's: named again, so that nothing else brings another one
 RUN pip install --no-cache-dir --no-build-isolation "torch==${TORCH_VERSION}" -e . \
-    && pip install --no-cache-dir "transformer-engine-cu13==${TE_VERSION}" "transformer-engine==${TE_VERSION}" \
+    && pip install --no-cache-dir --find-links /wheels "transformer-engine[core-cu13,pytorch]==${TE_VERSION}" \
         nvidia-nvshmem-cu13 \
     && pip install --no-cache-dir --no-deps /wheels/*.whl \
     && rm -rf /wheels

@@ -46,7 +46,7 @@ setup(
         "matplotlib>=3.8",
     ],
     extras_require={
-        "te": ["transformer-engine[pytorch]>=2.8"],
+        "te": ["transformer-engine[core-cu13,pytorch]>=2.9"],  # torch for CUDA 13, as in the Dockerfile
         "grouped-gemm": ["grouped-gemm>=0.3"],
         "flash-attn": ["flash-attn-4"],
         "text": TEXT,
