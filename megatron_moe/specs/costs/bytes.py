@@ -223,7 +223,7 @@ class RankMemory:
         again for it or comes back from the host."""
         most = 0.0
         recompute = self.plan.memory.recompute
-        for layer in set(layers):
+        for layer in dict.fromkeys(layers):
             tensors = self.tensors(layer)
             left = [self._remains(each) for each in tensors]
             again = sum(each.again + each.host for each in left)

@@ -130,7 +130,7 @@ class Communication:
         model = self.plan.model
         for stage in self.plan.layout.chunks(rank):
             layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * stage.num_mtp
-            for layer in set(layers):
+            for layer in dict.fromkeys(layers):
                 times = layers.count(layer) * self.num_microbatches
                 for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
                     yield replace(each, bytes=each.bytes * times, far=each.far * times)
