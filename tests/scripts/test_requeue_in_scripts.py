@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments.launch_scripts import Job, slurm_script, torchrun_script
+from arguments.jobs.scripts import Job, slurm_script, torchrun_script
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.watch.requeue import read_history
 from megatron_moe.watch.status import Report
