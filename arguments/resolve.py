@@ -342,6 +342,8 @@ def _logging(flags: Flags) -> LoggingSpec:
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,
         log_memory=logging.log_memory_to_tensorboard,
+        memory_interval=logging.log_memory_interval,
+        log_device_memory=logging.log_device_memory_used,
         log_timers=logging.log_timers_to_tensorboard,
         log_validation_ppl=logging.log_validation_ppl_to_tensorboard,
         log_world_size=logging.log_world_size_to_tensorboard,

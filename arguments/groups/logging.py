@@ -36,10 +36,10 @@ class LoggingFlags:
     """Validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = flag(False)
     """Memory to TensorBoard."""
-    log_memory_interval: int | None = flag(None, status="not yet", harmless=True)
-    """Iterations between memory lines."""
-    log_device_memory_used: bool = flag(False, status="not yet", harmless=True)
-    """The device's own count of memory in that line."""
+    log_memory_interval: int | None = flag(None, least=1)
+    """Iterations between memory lines. Not set: one line, after the first report."""
+    log_device_memory_used: bool = flag(False)
+    """In that line also what all processes occupy on the device, by its driver's count."""
     log_world_size_to_tensorboard: bool = flag(False)
     """World size to TensorBoard."""
     log_progress: bool = flag(False, status="not yet", harmless=True)

@@ -1,5 +1,6 @@
 """Memory of this rank: what the device allocator holds, or on a CPU what the process occupies."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -8,9 +9,14 @@ import torch
 MB = 2**20
 
 
-def memory_line(rank: int, iteration: int, device: torch.device) -> str:
-    """Megatron's memory line, in MB of 2^20 bytes. On a CPU: resident memory of the process."""
+def memory_line(rank: int, iteration: int, device: torch.device, *, whole_device: bool = False) -> str:
+    """Megatron's memory line, in MB of 2^20 bytes. On a CPU: resident memory of the process.
+
+    `whole_device`: also what all processes occupy, by the driver's count; on a CPU, of the host.
+    """
     figures = _device_figures(device) if device.type == "cuda" else _host_figures()
+    if whole_device:
+        figures["used on the device"] = _occupied(device)
     fields = " | ".join(f"{name}: {size / MB:.2f}" for name, size in figures.items())
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {fields}"
 
@@ -35,6 +41,14 @@ def _device_figures(device: torch.device) -> dict[str, int]:
         "reserved": torch.cuda.memory_reserved(device),
         "max reserved": torch.cuda.max_memory_reserved(device),
     }
+
+
+def _occupied(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    free, total = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
+    return (total - free) * resource.getpagesize()
 
 
 def _host_figures() -> dict[str, int]:

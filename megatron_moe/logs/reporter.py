@@ -100,6 +100,9 @@ class Reporter:
         """Takes the results of every step: for the averages, the bar, and curves with a point per step."""
         self.interval.add(reading)
         self._samples += reading.num_samples
+        every = self.spec.memory_interval
+        if every is not None and reading.iteration % every == 0:
+            self._write_memory(reading.iteration)
         if not self.context.is_last:
             return
         self._guard.run("console", partial(self._console.progress, reading))
@@ -133,8 +136,8 @@ class Reporter:
                 self.write(line)
             extra = memory_tags(self.context.device) | {f"{name}-time": max(ranks) for name, ranks in timings.items()}
             self._log(report.iteration, self._shown(report, extra), {**step_record(report), **extra})
-        if not self._has_reported and self.context.group("dp").rank == 0:
-            self.write(memory_line(self.context.rank, report.iteration, self.context.device))
+        if not self._has_reported and self.spec.memory_interval is None:
+            self._write_memory(report.iteration)
         self._has_reported = True
 
     def validation(self, report: ValidationReport) -> None:
@@ -172,6 +175,12 @@ class Reporter:
             self._guard.run("plots", partial(draw_plots, self.spec.run_dir))
         if self._log_file is not None:
             self._guard.run("log.txt", self._log_file.close)
+
+    def _write_memory(self, iteration: int) -> None:
+        """From one rank of every group that holds the same part of the model."""
+        if self.context.group("dp").rank == 0:
+            wholly = self.spec.log_device_memory
+            self.write(memory_line(self.context.rank, iteration, self.context.device, whole_device=wholly))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
         """What dashboards get of a report."""

@@ -186,6 +186,9 @@ class LoggingSpec:
     log_params_norm: bool = False
     log_num_zeros: bool = False
     log_memory: bool = False
+    memory_interval: int | None = None
+    """Iterations between memory lines; None: one line, after the first report."""
+    log_device_memory: bool = False
     log_timers: bool = False
     log_validation_ppl: bool = False
     log_world_size: bool = False

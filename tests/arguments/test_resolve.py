@@ -457,6 +457,8 @@ def test_small_choices_of_data_model_and_loop():
     assert (plan.data.tokenizer.eod, plan.data.tokenizer.pad) == (5, 6)
     assert (plan.data.full_validation, plan.data.surplus) == (True, 0.01)
     assert plan.loop.iterations_to_skip == (3, 7)
+    logging = plan_of("--log-memory-interval 5 --log-device-memory-used").logging
+    assert (logging.memory_interval, logging.log_device_memory) == (5, True)
     assert plan.model.init.method == "xavier_uniform"
     assert all(layer.residual_from_norm for layer in plan.model.layers)
     plain = plan_of()

@@ -27,3 +27,9 @@ def test_resident_memory_grows_with_what_is_held():
 
 def test_a_cpu_has_no_allocator_to_report():
     assert memory_tags(CPU) == {}
+
+
+def test_what_all_processes_occupy_is_told_on_request():
+    used = float(memory_line(0, 0, CPU, whole_device=True).split("used on the device: ")[1])
+    resident = float(memory_line(0, 0, CPU).split("resident: ")[1].split(" ")[0])
+    assert used > resident

@@ -293,3 +293,20 @@ def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60)
     assert done.returncode == 0
+
+
+def test_memory_lines_come_as_often_as_asked_for(tmp_path):
+    spec = plan(LoggingSpec(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
+
+    def rank(context: ParallelContext) -> None:
+        reporter = Reporter(spec, context, sinks=[])
+        reporter.begin(iteration=0, consumed_samples=0)
+        for iteration in (1, 2, 3, 4):
+            reporter.observe(Reading(iteration))
+        reporter.step(reporter.summary(METRICS))
+        reporter.close()
+
+    on_threads(ParallelSpec(world_size=2), rank)
+    lines = [line for line in (tmp_path / "log.txt").read_text().splitlines() if "memory (MB)" in line]
+    assert [line.split(" iterations")[0] for line in lines] == ["[Rank 0] (after 2", "[Rank 0] (after 4"]
+    assert all("| used on the device: " in line for line in lines)
