@@ -113,10 +113,16 @@ class Kernels(Protocol):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor: ...
 
-    def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
-        """Rotates the first D' = cos.shape[-1] dims of each head and leaves the rest. B of cos and sin may be 1. Cos
-        and sin hold each angle twice: as two halves. `interleaved`: the input pairs (0,1), (2,3) …, and so does the
-        output."""
+    def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
+        """Rotates D' = cos.shape[-1] dims of each head from dim `start` on and leaves the rest. B of cos and sin may be
+        1. Cos and sin hold each angle twice: as two halves. `interleaved`: the input pairs (0,1), (2,3) …, and so does
+        the output."""
+        ...
+
+    def latent_key_value(self, kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+        """Multi-head latent attention: kv holds the first `key_width` dims of every head's key and then its value; the
+        other R dims of the key are shared by all heads -> key [S, B, N, key_width + R], value [S, B, N, C - key_width],
+        which may be a view of kv."""
         ...
 
     def attention(

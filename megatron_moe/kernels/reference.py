@@ -120,10 +120,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
     return (normed * scale + bias.to(wide.dtype)).to(x.dtype)
 
 
-def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
+def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
     """Su et al., arXiv 2104.09864 section 3.4.2."""
     width = cos_SBD.shape[-1]
-    rotated, rest = x_SBND[..., :width].to(internal_dtype(x_SBND.dtype)), x_SBND[..., width:]
+    before, rotated, rest = x_SBND.split((start, width, x_SBND.shape[-1] - start - width), dim=-1)
+    rotated = rotated.to(internal_dtype(x_SBND.dtype))
     cos, sin = cos_SBD[:, :, None, : width // 2], sin_SBD[:, :, None, : width // 2]
     if interleaved:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
@@ -131,7 +132,14 @@ def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) ->
         first, second = rotated.chunk(2, dim=-1)
     halves = first * cos - second * sin, second * cos + first * sin
     joined = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
-    return torch.cat([joined.to(x_SBND.dtype), rest], dim=-1)
+    return torch.cat([before, joined.to(x_SBND.dtype), rest], dim=-1)
+
+
+def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V2, arXiv 2405.04434 section 2.1.2."""
+    key_SBND, value_SBNE = kv_SBNC.split((key_width, kv_SBNC.shape[-1] - key_width), dim=-1)
+    shared_SBNR = shared_SBR[:, :, None].expand(-1, -1, kv_SBNC.shape[2], -1)
+    return torch.cat([key_SBND, shared_SBNR], dim=-1), value_SBNE
 
 
 def attention(

@@ -36,13 +36,13 @@ def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
     return new_parameter((num_heads,), meta, ctx)
 
 
-def rotate(kernels: Kernels, x_SBND: Tensor, spec: RopeSpec | None, meta: TokenMeta) -> Tensor:
-    """Rotates the first `spec.dim` channels of every head by the positions of `meta`."""
+def rotate(kernels: Kernels, x_SBND: Tensor, spec: RopeSpec | None, meta: TokenMeta, start: int = 0) -> Tensor:
+    """Rotates `spec.dim` channels of every head, from channel `start` on, by the positions of `meta`."""
     if spec is None:
         return x_SBND
     assert meta.rotary is not None, "the model must attach its rotations to the token meta before its layers run"
     cos_SBD, sin_SBD = meta.rotary[spec]
-    return kernels.rope(x_SBND, cos_SBD, sin_SBD, spec.interleaved)
+    return kernels.rope(x_SBND, cos_SBD, sin_SBD, spec.interleaved, start)
 
 
 class Attention(nn.Module):

@@ -7,7 +7,6 @@
 5. output matrix
 """
 
-import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
@@ -65,8 +64,7 @@ class MLA(nn.Module):
         else:
             q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_SBH)))
         q_SBND = q.unflatten(-1, (self.num_heads, spec.q_head_dim))
-        nope, turned = q_SBND.split((spec.qk_head_dim, spec.qk_rope_dim), dim=-1)
-        return torch.cat([nope, rotate(self.kernels, turned, spec.rope, meta)], dim=-1)
+        return rotate(self.kernels, q_SBND, spec.rope, meta, start=spec.qk_head_dim)
 
     def _key_value(self, hidden_SBH: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor]:
         """k [S, B, N, nope | rope], v [S, B, N, E]"""
@@ -75,5 +73,4 @@ class MLA(nn.Module):
         # tp: S * B * rope channels; the gradient is partial, since every rank's heads read the shared key part.
         turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], spec.rope, meta)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        nope_SBND, v_SBNE = kv.split((spec.qk_head_dim, spec.v_head_dim), dim=-1)
-        return torch.cat([nope_SBND, turned_SB1D.expand(-1, -1, self.num_heads, -1)], dim=-1), v_SBNE
+        return self.kernels.latent_key_value(kv, turned_SB1D.squeeze(2), spec.qk_head_dim)

@@ -86,6 +86,26 @@ def test_rope_reads_heads_that_stand_apart() -> None:
     compare(op, [draw(4, 2, 3, 10)], torch.float32)
 
 
+def test_rope_may_begin_behind_other_dims() -> None:
+    cos, sin = draw(4, 1, 6, seed=2), draw(4, 1, 6, seed=3)
+    compare(
+        lambda k: lambda x: k.rope(x, cos.to(x.dtype), sin.to(x.dtype), True, 3), [draw(4, 2, 3, 11)], torch.float32
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "key", "value", "shared"), [(3, 8, 12, 4), (17, 128, 128, 64), (1, 5, 3, 7)])
+def test_latent_keys_and_values_are_the_reference(
+    heads: int, key: int, value: int, shared: int, dtype: torch.dtype
+) -> None:
+    inputs = [draw(5, 2, heads, key + value), draw(5, 2, shared, seed=1)]
+    compare(lambda k: lambda kv, s: k.latent_key_value(kv, s, key)[0], inputs, dtype)
+    # a gradient that comes with its heads far apart, as attention gives it
+    compare(
+        lambda k: lambda kv, s: torch.cat(k.latent_key_value(kv, s, key), dim=-1).permute(1, 2, 0, 3), inputs, dtype
+    )
+
+
 @DTYPES
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

@@ -10,6 +10,7 @@ import triton
 from megatron_moe.kernels.backends.triton.activation import activation as activation
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
+from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
 from megatron_moe.kernels.backends.triton.rope import rope as rope
@@ -28,6 +29,7 @@ PROVIDES = (
     "grouped_weight_grad",
     "rms_norm",
     "rope",
+    "latent_key_value",
     "activation",
     "cross_entropy",
     "select_experts",

@@ -16,26 +16,29 @@ TILE = 4096
 """Elements of x that one program rotates."""
 
 
-def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
+def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
     """See `Kernels.rope`."""
-    out: Tensor = _Rope.apply(x_SBND, cos_SBD, sin_SBD, interleaved)  # type: ignore[no-untyped-call]
+    out: Tensor = _Rope.apply(x_SBND, cos_SBD, sin_SBD, interleaved, start)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int) -> Tensor:
         ctx.save_for_backward(cos_SBD, sin_SBD)
-        ctx.interleaved = interleaved
-        return _rotate(x_SBND, cos_SBD, sin_SBD, interleaved, backward=False)
+        ctx.interleaved, ctx.start = interleaved, start
+        return _rotate(x_SBND, cos_SBD, sin_SBD, interleaved, start, backward=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_SBD, sin_SBD = ctx.saved_tensors
-        return _rotate(grads[0], cos_SBD, sin_SBD, ctx.interleaved, backward=True), None, None, None
+        grad_SBND = _rotate(grads[0], cos_SBD, sin_SBD, ctx.interleaved, ctx.start, backward=True)
+        return grad_SBND, None, None, None, None
 
 
-def _rotate(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, *, backward: bool) -> Tensor:
+def _rotate(
+    x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int, *, backward: bool
+) -> Tensor:
     if x_SBND.stride(-1) != 1:
         x_SBND = x_SBND.contiguous()
     cos_SBD, sin_SBD = cos_SBD.contiguous(), sin_SBD.contiguous()
@@ -46,7 +49,7 @@ def _rotate(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool,
     tile_heads = min(power_of_two(heads), max(TILE // power_of_two(2 * pairs + rest), 1))
     if out_SBND.numel():
         _rotate_heads[(length * batch, triton.cdiv(heads, tile_heads))](
-            x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, turned,
+            x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, turned, start,
             *x_SBND.stride()[:3], cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
             INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=turned < width,
             HEADS=tile_heads, PAIRS=pairs, REST=rest,
@@ -56,7 +59,7 @@ def _rotate(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool,
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, batch, num_heads, width, turned,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, batch, num_heads, width, turned, begin,
     stride_s, stride_b, stride_n, angle_stride_s, angle_stride_b,
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HAS_REST: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -72,9 +75,9 @@ def _rotate_heads(
     if BACKWARD:
         sin = -sin
     if INTERLEAVED:
-        first, second = 2 * pairs, 2 * pairs + 1
+        first, second = begin + 2 * pairs, begin + 2 * pairs + 1
     else:
-        first, second = pairs, pairs + half
+        first, second = begin + pairs, begin + pairs + half
     held = (heads < num_heads)[:, None] & (pairs < half)[None, :]
     from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
     to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
@@ -83,6 +86,8 @@ def _rotate_heads(
     tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=held)
     tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=held)
     if HAS_REST:
-        rest = turned + tl.arange(0, REST)
-        kept = (heads < num_heads)[:, None] & (rest < width)[None, :]
+        # what is not turned: the dims before, then those behind
+        rest = tl.arange(0, REST)
+        kept = (heads < num_heads)[:, None] & (rest < width - turned)[None, :]
+        rest = tl.where(rest < begin, rest, rest + turned)
         tl.store(to_ptr + rest[None, :], tl.load(from_ptr + rest[None, :], mask=kept), mask=kept)

@@ -1,0 +1,99 @@
+"""Keys and values of multi-head latent attention from what its matrix makes, forward and backward in one pass each."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import power_of_two
+
+TILE = 2048
+"""Elements of one part of a few heads that a program holds at a time."""
+
+
+def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+    """See `Kernels.latent_key_value`."""
+    key, value = _KeyValue.apply(kv_SBNC, shared_SBR, key_width)  # type: ignore[no-untyped-call]
+    return key, value
+
+
+class _KeyValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+        kv_SBNC, shared_SBR = kv_SBNC.contiguous(), shared_SBR.contiguous()
+        length, batch, heads, width = kv_SBNC.shape
+        turned = shared_SBR.shape[-1]
+        key = torch.empty(length, batch, heads, key_width + turned, device=kv_SBNC.device, dtype=kv_SBNC.dtype)
+        if key.numel():
+            tile = _tile(heads, max(key_width, turned))
+            _join_keys[(length * batch, triton.cdiv(heads, tile))](
+                kv_SBNC, shared_SBR, key, heads, width, key_width, turned,
+                HEADS=tile, KEY=power_of_two(key_width), TURNED=power_of_two(turned),
+            )  # fmt: skip
+        ctx.sizes = (heads, width, key_width, turned)
+        return key, kv_SBNC[..., key_width:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        heads, width, key_width, turned = ctx.sizes
+        grad_key, grad_value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        length, batch = grad_key.shape[:2]
+        grad_kv = torch.empty(length, batch, heads, width, device=grad_key.device, dtype=grad_key.dtype)
+        grad_shared = torch.empty(length, batch, turned, device=grad_key.device, dtype=grad_key.dtype)
+        if grad_kv.numel():
+            _part_keys[(length * batch,)](
+                grad_key, grad_value, grad_kv, grad_shared, batch, heads, width, key_width, turned,
+                *grad_key.stride()[:3], *grad_value.stride()[:3],
+                HEADS=_tile(heads, max(key_width, width - key_width)), KEY=power_of_two(key_width),
+                VALUE=power_of_two(width - key_width), TURNED=power_of_two(turned),
+            )  # fmt: skip
+        return grad_kv, grad_shared, None
+
+
+def _tile(heads: int, width: int) -> int:
+    return min(power_of_two(heads), max(TILE // power_of_two(width), 1))
+
+
+@triton.jit
+def _join_keys(
+    kv_ptr, shared_ptr, key_ptr, num_heads, width, key_width, turned,
+    HEADS: tl.constexpr, KEY: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    own, common = tl.arange(0, KEY), tl.arange(0, TURNED)
+    from_ptr = kv_ptr + (token * num_heads + heads[:, None]) * width + own[None, :]
+    to_ptr = key_ptr + (token * num_heads + heads[:, None]) * (key_width + turned)
+    held = (heads < num_heads)[:, None] & (own < key_width)[None, :]
+    tl.store(to_ptr + own[None, :], tl.load(from_ptr, mask=held), mask=held)
+    shared = tl.load(shared_ptr + token * turned + common, mask=common < turned)
+    held = (heads < num_heads)[:, None] & (common < turned)[None, :]
+    tl.store(to_ptr + key_width + common[None, :], tl.broadcast_to(shared[None, :], (HEADS, TURNED)), mask=held)
+
+
+@triton.jit
+def _part_keys(
+    grad_key_ptr, grad_value_ptr, grad_kv_ptr, grad_shared_ptr, batch, num_heads, width, key_width, turned,
+    key_s, key_b, key_n, value_s, value_b, value_n,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    s, b = token // batch, token % batch
+    own, value, common = tl.arange(0, KEY), tl.arange(0, VALUE), tl.arange(0, TURNED)
+    shared = tl.zeros((TURNED,), dtype=tl.float32)
+    for first in range(0, num_heads, HEADS):
+        heads = first + tl.arange(0, HEADS)
+        there = (heads < num_heads)[:, None]
+        key_from = grad_key_ptr + s * key_s + b * key_b + heads[:, None] * key_n
+        value_from = grad_value_ptr + s * value_s + b * value_b + heads[:, None] * value_n
+        to_ptr = grad_kv_ptr + (token * num_heads + heads[:, None]) * width
+        held = there & (own < key_width)[None, :]
+        tl.store(to_ptr + own[None, :], tl.load(key_from + own[None, :], mask=held), mask=held)
+        held = there & (value < width - key_width)[None, :]
+        tl.store(to_ptr + key_width + value[None, :], tl.load(value_from + value[None, :], mask=held), mask=held)
+        held = there & (common < turned)[None, :]
+        shared += tl.sum(tl.load(key_from + key_width + common[None, :], mask=held, other=0.0).to(tl.float32), axis=0)
+    place = grad_shared_ptr + token * turned + common
+    tl.store(place, shared.to(grad_shared_ptr.dtype.element_ty), mask=common < turned)
