@@ -133,6 +133,8 @@ def _refused_as_proxy(name: str) -> list[str]:
     try:
         read_plan(["--recipe", name, "--proxy"], {}, lambda spec: spec.vocab_size or _QUICKSTART_VOCABULARY)
     except FlagErrors as errors:
+        broken = [problem.what for problem in errors.problems if not problem.waits]
+        assert not broken, f"--proxy makes {name} break a rule: {broken}"
         return [option_of(problem) for problem in errors.problems]
     return []
 
