@@ -41,11 +41,11 @@ class AttentionFlags:
     """Attention softmax in fp32."""
     apply_query_key_layer_scaling: bool = flag(False, status="no effect", note="it only helps fp16")
     """Divide logits by the layer number and multiply them again inside the softmax."""
-    qk_clip: bool = flag(False, status="not yet")
+    qk_clip: bool = flag(False, status="not yet", note="logits are left alone")
     """Shrink query and key weights of heads whose largest logit exceeds a threshold."""
-    qk_clip_alpha: float = flag(0.5, status="not yet")
+    qk_clip_alpha: float = flag(0.5, status="not yet", note="logits are left alone")
     """Share of the shrinking that falls on the queries."""
-    qk_clip_threshold: float = flag(100.0, status="not yet")
+    qk_clip_threshold: float = flag(100.0, status="not yet", note="logits are left alone")
     """Largest logit that is left alone."""
 
     multi_latent_attention: bool = flag(False)
@@ -80,34 +80,42 @@ class AttentionFlags:
     """Another mixer in place of attention, such as gated_delta_net."""
     linear_attention_freq: LayerPattern | None = flag(None, status="not yet", note="only softmax attention exists")
     """Layers with linear attention."""
-    linear_conv_kernel_dim: int = flag(4, status="not yet", harmless=True)
+    linear_conv_kernel_dim: int = flag(4, status="not yet", harmless=True, note="only softmax attention exists")
     """Width of the convolution in linear attention."""
-    linear_key_head_dim: int = flag(128, status="not yet", harmless=True)
+    linear_key_head_dim: int = flag(128, status="not yet", harmless=True, note="only softmax attention exists")
     """Width of a key head of linear attention."""
-    linear_value_head_dim: int = flag(128, status="not yet", harmless=True)
+    linear_value_head_dim: int = flag(128, status="not yet", harmless=True, note="only softmax attention exists")
     """Width of a value head of linear attention."""
-    linear_num_key_heads: int = flag(16, status="not yet", harmless=True)
+    linear_num_key_heads: int = flag(16, status="not yet", harmless=True, note="only softmax attention exists")
     """Key heads of linear attention."""
-    linear_num_value_heads: int = flag(32, status="not yet", harmless=True)
+    linear_num_value_heads: int = flag(32, status="not yet", harmless=True, note="only softmax attention exists")
     """Value heads of linear attention."""
 
-    dsa_indexer_n_heads: int | None = flag(None, status="not yet")
+    dsa_indexer_n_heads: int | None = flag(None, status="not yet", note="only softmax attention over all tokens exists")
     """Heads of the indexer of sparse attention."""
-    dsa_indexer_head_dim: int | None = flag(None, status="not yet")
+    dsa_indexer_head_dim: int | None = flag(
+        None, status="not yet", note="only softmax attention over all tokens exists"
+    )
     """Width of an indexer head."""
-    dsa_indexer_topk: int | None = flag(None, status="not yet")
+    dsa_indexer_topk: int | None = flag(None, status="not yet", note="only softmax attention over all tokens exists")
     """Tokens that sparse attention keeps per query."""
-    dsa_indexer_loss_coeff: float | None = flag(None, status="not yet")
+    dsa_indexer_loss_coeff: float | None = flag(
+        None, status="not yet", note="only softmax attention over all tokens exists"
+    )
     """Weight of the indexer's loss."""
-    dsa_indexer_use_sparse_loss: bool = flag(False, status="not yet")
+    dsa_indexer_use_sparse_loss: bool = flag(
+        False, status="not yet", note="only softmax attention over all tokens exists"
+    )
     """Compute that loss on kept tokens only."""
-    csa_compress_ratios: str | None = flag(None, status="not yet")
+    csa_compress_ratios: str | None = flag(None, status="not yet", note="only softmax attention over all tokens exists")
     """Compression of keys and values per layer."""
-    csa_compress_rotary_base: float = flag(40000.0, status="not yet")
+    csa_compress_rotary_base: float = flag(
+        40000.0, status="not yet", note="only softmax attention over all tokens exists"
+    )
     """Base of the rotation of compressed keys."""
-    csa_window_size: int = flag(128, status="not yet")
+    csa_window_size: int = flag(128, status="not yet", note="only softmax attention over all tokens exists")
     """Window beside compressed attention."""
-    o_groups: int = flag(8, status="not yet")
+    o_groups: int = flag(8, status="not yet", note="one output projection exists")
     """Groups of the low-rank output projection."""
-    o_lora_rank: int = flag(1024, status="not yet")
+    o_lora_rank: int = flag(1024, status="not yet", note="one output projection exists")
     """Width of the low-rank output projection."""
