@@ -1,10 +1,9 @@
-"""Weights from a local Hugging Face folder: config.json beside safetensors files, one or many with an index.
+"""Weights from a local Hugging Face folder into a model, and a model's weights by Hugging Face name.
 
 Everything is checked before the first number is copied: names, shapes, dtypes. Then one tensor at a time goes from the
-file into its parameter. Pickled files (.bin) are not read and no code of the folder is run.
+file into its parameter.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_moe.checkpoint import names
+from megatron_moe.checkpoint.hf_folder import HFFolder, read_config
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import Group
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
@@ -23,24 +22,11 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 from megatron_moe.specs.families.derive import differences, model_spec_from_hf
 from megatron_moe.specs.model import ModelSpec
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _SHARED_COPIES = frozenset(("embed_tokens.weight", "shared_head.head.weight"))
 """Multi-token prediction layers repeat the embedding and the head, which are shared."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises CheckpointProblem when it is missing or not JSON."""
-    config = _read_json(folder / "config.json")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointProblem(
-            f"{folder} holds weights quantised by {method}; convert them to bf16 first (save them dequantised)."
-        )
-    return config
 
 
 @torch.no_grad()
@@ -54,37 +40,54 @@ def load_hf(folder: Path, model: nn.Module, spec: ModelSpec, stages: Group | Non
     """
     config = read_config(folder)
     published = model_spec_from_hf(config, mtp=spec.mtp is not None)
-    targets = _targets(model)
-    counterparts, unknown = names.map_names(config["model_type"], targets, spec, published)
+    targets = weight_tensors(model)
     with ExitStack() as stack:
-        source = _Source(folder, stack)
-        # pp: names of tensors, and further down of problems, so that all ranks come to the same end
-        wanted = set(_of_all((name for counterpart in counterparts for name in counterpart.theirs), stages))
-        extra = sorted(source.names - wanted)
-        ignored = [name for name in extra if _ignorable(name, spec, published)]
-        problems = [
-            *_vocabulary_problems(spec, published),
-            *(f"no counterpart: {name}" for name in unknown),
-            *(f"missing: {name}" for name in sorted(wanted - source.names)),
-            *(f"left over: {name}" for name in extra if name not in ignored),
-            *_misshaped(counterparts, targets, source),
-        ]
-        problems = list(dict.fromkeys(_of_all(problems, stages)))
-        if problems:
-            raise CheckpointProblem(
-                f"{folder} does not fit this model in {len(problems)} places; compare the model flags with its "
-                f"config.json:\n  {listed(problems)}"
-            )
+        source = HFFolder(folder, config, stack)
+        counterparts, ignored = fitting(folder, source, config["model_type"], targets, spec, published, stages)
         for counterpart in counterparts:
             _fill(targets[counterpart.ours], counterpart, source)
-    return _notes(spec, published, ignored)
+    return notes(spec, published, ignored)
+
+
+def fitting(
+    folder: Path,
+    source: HFFolder,
+    model_type: str,
+    targets: Mapping[str, Tensor],
+    spec: ModelSpec,
+    published: ModelSpec,
+    stages: Group | None = None,
+) -> tuple[list[names.Counterpart], list[str]]:
+    """Where every target comes from, and the names of the folder that are passed over.
+
+    Raises CheckpointProblem with the full list of what is missing, left over, misshapen or not floating point.
+    """
+    counterparts, unknown = names.map_names(model_type, targets, spec, published)
+    # pp: names of tensors, and further down of problems, so that all ranks come to the same end
+    wanted = set(_of_all((name for counterpart in counterparts for name in counterpart.theirs), stages))
+    extra = sorted(source.names - wanted)
+    ignored = [name for name in extra if _ignorable(name, spec, published)]
+    problems = [
+        *_vocabulary_problems(spec, published),
+        *(f"no counterpart: {name}" for name in unknown),
+        *(f"missing: {name}" for name in sorted(wanted - source.names)),
+        *(f"left over: {name}" for name in extra if name not in ignored),
+        *_misshaped(counterparts, targets, source),
+    ]
+    problems = list(dict.fromkeys(_of_all(problems, stages)))
+    if problems:
+        raise CheckpointProblem(
+            f"{folder} does not fit this model in {len(problems)} places; compare the model flags with its "
+            f"config.json:\n  {listed(problems)}"
+        )
+    return counterparts, ignored
 
 
 def hf_tensors(model: nn.Module, spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors by Hugging Face name, one at a time: what `load_hf` reads. Detached views or copies in the
     model's dtype."""
     published = model_spec_from_hf(config, mtp=spec.mtp is not None)
-    targets = _targets(model)
+    targets = weight_tensors(model)
     counterparts, unknown = names.map_names(config["model_type"], targets, spec, published)
     if unknown:
         raise CheckpointProblem(
@@ -94,61 +97,7 @@ def hf_tensors(model: nn.Module, spec: ModelSpec, config: Mapping[str, Any]) -> 
         yield from zip(counterpart.theirs, counterpart.transform.to_theirs(_slice(targets, counterpart)), strict=True)
 
 
-class _Source:
-    """The tensors of a folder by name, each read when asked for."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._files: dict[str, Any] = {}
-        for path in _weight_files(folder):
-            try:
-                handle = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
-            self._files.update((name, handle) for name in handle.keys())
-        self.names = frozenset(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        return str(self._files[name].get_slice(name).get_dtype())
-
-    def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that the index names, or the single file."""
-    if (folder / _INDEX).is_file():
-        files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
-        absent = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
-        if absent or not files:
-            named = ", ".join(absent) or "no file at all"
-            raise CheckpointProblem(f"{folder / _INDEX} names {named}, not found beside it; download the folder again.")
-        return [folder / name for name in files]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    remedy = "only pickled .bin weights, which are not read for safety; convert them to safetensors"
-    state = remedy if any(folder.glob("*.bin")) else f"neither {_SINGLE} nor {_INDEX}; download the folder again"
-    raise CheckpointProblem(f"{folder} has {state}.")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointProblem(f"{path} does not exist; give a local folder as written by save_pretrained.") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointProblem(
-            f"{path} holds a {type(content).__name__} where an object is expected; download it again."
-        )
-    return content
-
-
-def _targets(model: nn.Module) -> dict[str, Tensor]:
+def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the expert biases among the buffers. Other buffers are state of the training, not weights."""
     targets: dict[str, Tensor] = dict(model.named_parameters())
     targets.update((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
@@ -162,7 +111,7 @@ def _of_all(values: Iterable[str], stages: Group | None) -> list[str]:
     return [value for of_stage in gather_objects(list(values), stages) for value in of_stage]
 
 
-def _fill(target: Tensor, counterpart: names.Counterpart, source: _Source) -> None:
+def _fill(target: Tensor, counterpart: names.Counterpart, source: HFFolder) -> None:
     """Writes what this rank holds of the counterpart's tensor, if anything."""
     held = held_experts(target) if counterpart.expert is not None and isinstance(target, Parameter) else None
     if held is not None and counterpart.expert not in held:
@@ -176,7 +125,7 @@ def _fill(target: Tensor, counterpart: names.Counterpart, source: _Source) -> No
         target.copy_(local_part(whole, target.boxes, target.meta))
 
 
-def _whole_shape(target: Tensor, counterpart: names.Counterpart) -> tuple[int, ...]:
+def whole_shape(target: Tensor, counterpart: names.Counterpart) -> tuple[int, ...]:
     """Of the counterpart's tensor, of which this rank may hold a part."""
     shape = target.global_shape if isinstance(target, Parameter) else tuple(target.shape)
     return shape if counterpart.expert is None else shape[1:]
@@ -195,7 +144,7 @@ def _vocabulary_problems(spec: ModelSpec, published: ModelSpec) -> list[str]:
     return [f"vocabulary: {published.vocab_size} words do not fit in the model's {spec.vocab_size} rows"]
 
 
-def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, Tensor], source: _Source) -> list[str]:
+def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, Tensor], source: HFFolder) -> list[str]:
     """Tensors that are there but do not make up the parameter. Shapes go through the transforms on the meta device."""
     problems = []
     for counterpart in counterparts:
@@ -208,7 +157,7 @@ def _misshaped(counterparts: Sequence[names.Counterpart], targets: Mapping[str, 
             made = tuple(counterpart.transform.to_ours([torch.empty(shape, device="meta") for shape in shapes]).shape)
         except RuntimeError:
             made = None
-        expected = _whole_shape(targets[counterpart.ours], counterpart)
+        expected = whole_shape(targets[counterpart.ours], counterpart)
         if made != expected:
             theirs = ", ".join(f"{name} {list(shape)}" for name, shape in zip(counterpart.theirs, shapes, strict=True))
             problems.append(f"another shape: {counterpart.ours} {list(expected)} from {theirs}")
@@ -227,11 +176,12 @@ def _ignorable(name: str, spec: ModelSpec, published: ModelSpec) -> bool:
     return spec.mtp is None or match[2] in _SHARED_COPIES
 
 
-def _notes(spec: ModelSpec, published: ModelSpec, ignored: Sequence[str]) -> list[str]:
-    notes = [f"differs from the published model: {line}" for line in differences(spec, published)]
+def notes(spec: ModelSpec, published: ModelSpec, ignored: Sequence[str]) -> list[str]:
+    """What is worth showing about weights that fit."""
+    lines = [f"differs from the published model: {line}" for line in differences(spec, published)]
     if ignored:
-        notes.append(f"{len(ignored)} tensors not used: {', '.join(ignored[:3])}{' …' if len(ignored) > 3 else ''}")
+        lines.append(f"{len(ignored)} tensors not used: {', '.join(ignored[:3])}{' …' if len(ignored) > 3 else ''}")
     padding = spec.vocab_size - published.vocab_size
     if padding:
-        notes.append(f"{padding} padding rows of the vocabulary start at zero")
-    return notes
+        lines.append(f"{padding} padding rows of the vocabulary start at zero")
+    return lines

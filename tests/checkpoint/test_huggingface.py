@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_moe.checkpoint.huggingface import hf_tensors, load_hf, read_config
+from megatron_moe.checkpoint.hf_folder import read_config
+from megatron_moe.checkpoint.huggingface import hf_tensors, load_hf
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from megatron_moe.checkpoint.huggingface import load_hf, read_config
+from megatron_moe.checkpoint.hf_folder import read_config
+from megatron_moe.checkpoint.huggingface import load_hf
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron_moe.checkpoint.huggingface import load_hf, read_config
+from megatron_moe.checkpoint.hf_folder import read_config
+from megatron_moe.checkpoint.huggingface import load_hf
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT

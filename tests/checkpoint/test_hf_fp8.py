@@ -1,0 +1,133 @@
+"""Block-scaled FP8 weights, as DeepSeek publishes them, are read as bf16."""
+
+import json
+from math import ceil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_moe.checkpoint.hf_folder import fp8_block, read_config
+from megatron_moe.checkpoint.huggingface import load_hf
+from megatron_moe.kernels.reference import bundle
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.model import ModelSpec
+from tests.checkpoint.hf_models import configs, hf_model, saved
+from tests.tolerances import EXACT
+
+BLOCK = (16, 8)
+"""Of rows and columns: smaller than 128 x 128, so that tiny matrices have several blocks and ragged edges."""
+QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+MAX_E4M3 = 448.0
+
+
+def is_quantised(name: str, tensor: Tensor) -> bool:
+    """DeepSeek leaves embedding, head, router and norms in bf16."""
+    return tensor.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "mlp.gate.weight"))
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 values, scales, and the bf16 values they stand for: block by block, by the definition."""
+    rows, columns = (ceil(size / block) for size, block in zip(weight.shape, BLOCK, strict=True))
+    scale, quantised, read = torch.empty(rows, columns), torch.empty_like(weight), torch.empty_like(weight)
+    for row in range(rows):
+        for column in range(columns):
+            place = (
+                slice(row * BLOCK[0], (row + 1) * BLOCK[0]),
+                slice(column * BLOCK[1], (column + 1) * BLOCK[1]),
+            )
+            scale[row, column] = weight[place].abs().max() / MAX_E4M3
+            quantised[place] = (weight[place] / scale[row, column]).to(torch.float8_e4m3fn).float()
+            read[place] = quantised[place] * scale[row, column]
+    return quantised.to(torch.float8_e4m3fn), scale, read.bfloat16()
+
+
+def published(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """Writes a DeepSeek-V3 in FP8, and another folder with what its weights stand for."""
+    saved(hf_model(configs()["deepseek_v3, yarn"]), folder)
+    stored, read = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if is_quantised(name, tensor):
+            stored[name], stored[f"{name}_scale_inv"], read[name] = quantise(tensor)
+        else:
+            stored[name] = read[name] = tensor.bfloat16()
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED}))
+    return model_spec_from_hf(config), read
+
+
+def loaded(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    model = GPT(spec, ParallelContext.single(dtype=torch.bfloat16), bundle())
+    assert load_hf(folder, model, spec) == []
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def change(folder: Path, **tensors: Tensor | None) -> None:
+    held = {**load_file(folder / "model.safetensors"), **tensors}
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, folder / "model.safetensors")
+
+
+def test_fp8_blocks_are_read_as_the_bf16_values_they_stand_for(tmp_path: Path):
+    spec, read = published(tmp_path)
+    found = loaded(tmp_path, spec)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(read, plain / "model.safetensors")
+    config = {k: v for k, v in read_config(tmp_path).items() if k != "quantization_config"}
+    (plain / "config.json").write_text(json.dumps(config))
+    EXACT.check_all(found, loaded(plain, spec), "weights")
+
+
+def test_most_matrices_of_that_folder_have_ragged_blocks(tmp_path: Path):
+    published(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    quantised = [tensor for tensor in held.values() if tensor.dtype == torch.float8_e4m3fn]
+    ragged = [t for t in quantised if t.shape[0] % BLOCK[0] or t.shape[1] % BLOCK[1]]
+    assert len(quantised) > 60 and len(ragged) > len(quantised) // 2
+
+
+NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (None, f"{NAME} [12, 32] is FP8 and has no {NAME}_scale_inv"),
+        (torch.ones(1, 5), f"{NAME}_scale_inv is [1, 5], blocks of {NAME} [12, 32] are [1, 4]"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_by_name(scale: Tensor | None, said: str, tmp_path: Path):
+    spec, _ = published(tmp_path)
+    change(tmp_path, **{f"{NAME}_scale_inv": scale})
+    with pytest.raises(CheckpointProblem) as caught:
+        loaded(tmp_path, spec)
+    assert said in str(caught.value) and "1 matrices in FP8" in str(caught.value)
+
+
+def test_a_scale_without_an_fp8_matrix_is_left_over(tmp_path: Path):
+    spec, _ = published(tmp_path)
+    change(tmp_path, **{"model.norm.weight_scale_inv": torch.ones(1)})
+    with pytest.raises(CheckpointProblem, match="left over: model.norm.weight_scale_inv"):
+        loaded(tmp_path, spec)
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {**QUANTISED, "weight_block_size": None},
+        {**QUANTISED, "weight_block_size": [128]},
+        {**QUANTISED, "fmt": "e5m2"},
+        {"quant_method": "compressed-tensors"},
+    ],
+)
+def test_other_quantisations_are_refused(quantised: dict, tmp_path: Path):
+    assert fp8_block({"quantization_config": quantised}) is None
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    with pytest.raises(CheckpointProblem, match=f"quantised by {quantised['quant_method']}"):
+        read_config(tmp_path)
