@@ -50,9 +50,11 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     from megatron_moe.train.leave import Leave
     from megatron_moe.train.progress import Progress
     from megatron_moe.train.validate import Validation
+    from megatron_moe.watch.signals import Signals
     from megatron_moe.watch.status import Status
 
     # who we are, where we report, what we compute with
+    signals = goodbye.enter_context(Signals(plan.resilience.exit_signals))
     context = build.build_context(plan)
     goodbye.callback(context.stop)
     reporter = Reporter(plan, context)
@@ -81,7 +83,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
 
     # train
     progress = Progress(trainer, reporter)
-    leave = Leave(plan.loop, context, iteration=state.iteration)
+    leave = Leave(plan.loop, context, iteration=state.iteration, signals=signals)
     while loader and not leave.now(state.iteration):
         if state.iteration + 1 in plan.loop.iterations_to_skip:
             progress.pass_over(loader, state)
@@ -99,6 +101,8 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # the end: nothing held back, the last checkpoint, the last validation
     progress.catch_up()
     reporter.note(leave.reason)
+    if leave.preempted:
+        checkpoints.leave_preempted(state, loader, leave.reason)
     checkpoints.save_last(state, loader)
     validation.final(state)
 

@@ -24,6 +24,7 @@ from megatron_moe.specs.train import (
     LoopSpec,
     LRSpec,
     OptimizerSpec,
+    ResilienceSpec,
     TokenizerSpec,
 )
 
@@ -49,6 +50,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         loop=loop,
         checkpoint=_checkpoint(flags),
         logging=_logging(flags),
+        resilience=_resilience(flags),
         kernels=_kernels(flags),
         launch=launch,
         device=flags.kernels.device,
@@ -323,6 +325,12 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
         upcycle=moe.moe_use_upcycling,
         upcycle_granularity=moe.moe_upcycling_granularity,
     )
+
+
+def _resilience(flags: Flags) -> ResilienceSpec:
+    resilience = flags.resilience
+    signals = (resilience.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if resilience.exit_signal_handler else ()
+    return ResilienceSpec(exit_signals=tuple(dict.fromkeys(signals)))
 
 
 def _logging(flags: Flags) -> LoggingSpec:

@@ -22,10 +22,14 @@ class ResilienceFlags:
         "validate_results", status="no effect", note="a bad step stops the run"
     )
     """What follows a suspicious result."""
-    exit_signal_handler: bool = flag(False, status="not yet", harmless=True)
-    """Save and leave on a signal."""
-    exit_signal: str = flag("SIGTERM", status="no effect", note="belongs to --exit-signal-handler")
-    """Which signal."""
+    exit_signal_handler: bool = flag(
+        False, status="close", note="SIGTERM, SIGINT and SIGUSR1 always count; exit code 75"
+    )
+    """Save and leave on a signal, all ranks after the same iteration; a second signal leaves at once."""
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = flag(
+        "SIGTERM", status="close", note="counts besides those that always do"
+    )
+    """One more signal for `--exit-signal-handler`."""
     distributed_timeout_seconds_after_init: int | None = flag(None, status="not yet", harmless=True)
     """How long a collective may wait after the first iteration."""
     fake_process_group: bool = flag(False, names=("--fake-init-process-group",), status="not yet")

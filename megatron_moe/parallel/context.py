@@ -92,6 +92,18 @@ class ParallelContext:
         etp_ep of the expert grid; embedding (the stages that hold a copy of it); world."""
         return self._groups[name]
 
+    def host_group(self) -> Group:
+        """The world once more, for a few numbers in host memory: asking for them waits for no device. All ranks must
+        ask for it together when it is first asked for."""
+        world = self.group("world")
+        if world.size == 1 or self.device.type != "cuda":
+            return world
+        key = (world.ranks, "host")
+        if key not in self._handles:
+            timeout = timedelta(minutes=self.spec.timeout_minutes)
+            self._handles[key] = dist.new_group(list(world.ranks), backend="gloo", timeout=timeout)
+        return replace(world, name="host", handle=self._handles[key], device=torch.device("cpu"))
+
     def communicator(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
         """The ranks' communicator for one purpose, made when first asked for. Every rank of the world must ask for the
         same ones in the same order; a rank outside gets one that is of no use to it."""

@@ -77,6 +77,14 @@ class SaveProblem(RunError):
     code = ExitCode.SAVE_FAILED
 
 
+class Preempted(RunError):
+    """A run that leaves because it was told to, by a signal. Not a failure: another start goes on from here."""
+
+    def __init__(self, sentence: str, *, saved: bool) -> None:
+        super().__init__(sentence)
+        self.code = ExitCode.PREEMPTED_SAVED if saved else ExitCode.PREEMPTED_UNSAVED
+
+
 def listed(lines: Sequence[str]) -> str:
     """Lines for the end of a sentence, each on its own; of many the first, and how many more there are."""
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []

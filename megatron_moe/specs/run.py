@@ -18,6 +18,7 @@ from megatron_moe.specs.train import (
     LoopSpec,
     LRSpec,
     OptimizerSpec,
+    ResilienceSpec,
 )
 
 
@@ -49,6 +50,7 @@ class RunPlan:
     data_parallel: DataParallelSpec = DataParallelSpec()
     pipeline: PipelineSpec = PipelineSpec()
     memory: MemorySpec = MemorySpec()
+    resilience: ResilienceSpec = ResilienceSpec()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     environment: tuple[tuple[str, str], ...] = ()
     """Environment variables to set before torch is imported: asked for by files, or needed by flags."""

@@ -200,6 +200,14 @@ class LoggingSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResilienceSpec:
+    """What a run does about signals and about things that go wrong."""
+
+    exit_signals: tuple[str, ...] = ()
+    """Names of signals on which all ranks save and leave; none: signals do to the process what they always do."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopSpec:
     """How long to train and when to evaluate or leave."""
 

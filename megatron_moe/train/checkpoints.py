@@ -1,6 +1,7 @@
 """Which tensors and facts of a run go into a checkpoint, and how a run goes on from one."""
 
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, named_parameters
-from megatron_moe.specs.exitcodes import CheckpointProblem, SaveProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProblem
 from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.state import TrainState
@@ -74,6 +75,19 @@ class Checkpoints:
                 f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; the "
                 f"newest there is of iteration {self._last_saved}; make room and start the run again"
             )
+
+    def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
+        """Ends a run that was told to leave, after a last checkpoint. Raises Preempted, whose code tells whether any
+        step of this start is lost."""
+        trouble = ""
+        try:
+            self.save(state, loader)
+        except SaveProblem as problem:
+            trouble = f"; {problem}"
+        if self._last_saved == state.iteration:
+            raise Preempted(f"{reason}; nothing is lost, the same command goes on from here", saved=True)
+        where = "no --save folder" if self._saver is None else f"the newest checkpoint is of {self._last_saved}"
+        raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
 
     def save(self, state: TrainState, loader: TrainLoader | None) -> None:
         """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on."""

@@ -8,6 +8,7 @@ import torch
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.train import LoopSpec
+from megatron_moe.watch.signals import Signals, signal_name
 
 
 class Leave:
@@ -19,16 +20,27 @@ class Leave:
         context: ParallelContext,
         *,
         iteration: int,
+        signals: Signals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`iteration`: where this start of the run begins. `clock`: seconds."""
+        """All ranks make it together.
+
+        Args:
+            iteration: where this start of the run begins.
+            signals: of this process; None: none are listened to.
+            clock: seconds.
+        """
         self.reason = "no training was asked for (--skip-train)"
         """A sentence for the log, once `now` has said yes."""
+        self.preempted = False
+        """A signal is the reason."""
         self._spec = spec
         self._first = iteration
-        self._context = context
+        self._signals = signals or Signals()
         self._clock = clock
         self._start = clock()
+        self._asks = self._signals.active or spec.exit_duration_minutes is not None
+        self._group = context.host_group() if self._asks else context.group("world")
 
     def now(self, iteration: int) -> bool:
         """Is it time to leave after `iteration` steps?"""
@@ -39,17 +51,22 @@ class Leave:
 
     def _reason(self, iteration: int) -> str | None:
         spec = self._spec
-        if spec.exit_duration_minutes is not None:
-            minutes = self._longest_minutes()
-            if minutes > spec.exit_duration_minutes:
-                return f"exiting program after {minutes:.1f} minutes"
+        minutes, signal_number = self._agreed() if self._asks else (0.0, 0)
+        if signal_number:
+            self.preempted = True
+            return f"exiting program at iteration {iteration} because of {signal_name(signal_number)}"
+        if spec.exit_duration_minutes is not None and minutes > spec.exit_duration_minutes:
+            return f"exiting program after {minutes:.1f} minutes"
         if spec.exit_interval and iteration > self._first and iteration % spec.exit_interval == 0:
             return f"exiting program at iteration {iteration}"
         if iteration >= spec.train_iters:
             return f"finished after {iteration} iterations"
         return None
 
-    def _longest_minutes(self) -> float:
-        minutes = torch.tensor([(self._clock() - self._start) / 60], device=self._context.device)
-        # world: 4 bytes; clocks differ, and all ranks must leave after the same iteration
-        return float(all_reduce_(minutes, self._context.group("world"), "max"))
+    def _agreed(self) -> tuple[float, int]:
+        """The longest time in minutes, and a signal that any rank has got, or 0. Clocks differ and signals come at
+        different moments, but all ranks must leave after the same iteration."""
+        mine = [(self._clock() - self._start) / 60, float(self._signals.received or 0)]
+        # world: 16 bytes, in host memory
+        minutes, signal_number = all_reduce_(torch.tensor(mine, dtype=torch.float64), self._group, "max").tolist()
+        return minutes, int(signal_number)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_moe.specs.exitcodes import ExitCode, RunError
+from megatron_moe.specs.exitcodes import ExitCode, Preempted, RunError
 
 State = Literal["starting", "running", "saving", "finished", "preempted", "failed"]
 
@@ -75,6 +75,8 @@ class Status:
         """Writes how the run ended; what was raised goes on."""
         if error is None:
             self.finish("finished", ExitCode.OK, self.report.sentence)
+        elif isinstance(error, Preempted):
+            self.finish("preempted", error.code, str(error))
         elif isinstance(error, RunError):
             self.fail(error.code, str(error))
         elif isinstance(error, KeyboardInterrupt):

@@ -1,11 +1,15 @@
 """When a run ends."""
 
+import signal
 import time
 from dataclasses import replace
 
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.train.leave import Leave
+from megatron_moe.watch.signals import Signals
 from tests import tiny
+from tests.ranks import on_threads
 
 CONTEXT = ParallelContext.single()
 
@@ -31,3 +35,35 @@ def test_the_exit_duration_is_measured_in_minutes():
     ending = leave(exit_duration_minutes=2.0, clock=lambda: next(times))
     assert not ending.now(1)
     assert ending.now(1) and ending.reason == "exiting program after 2.0 minutes"
+
+
+def test_a_signal_to_one_rank_takes_all_ranks_out_after_the_same_iteration():
+    """Fault 28."""
+
+    def left(context):
+        signals = Signals(("SIGTERM",))
+        ending = Leave(replace(tiny.plan().loop, train_iters=20), context, iteration=0, signals=signals)
+        for iteration in range(20):
+            if context.rank == 1 and iteration == 7:
+                signals.take(signal.SIGTERM)
+            if ending.now(iteration):
+                return iteration, ending.reason, ending.preempted
+        return None
+
+    expected = (7, "exiting program at iteration 7 because of SIGTERM", True)
+    assert on_threads(ParallelSpec(world_size=3), left) == [expected] * 3
+
+
+def test_the_clock_of_the_slowest_rank_counts():
+    """Fault 12: clocks differ, yet all ranks leave together."""
+
+    def left(context):
+        times = iter([0.0, 60.0, 150.0 if context.rank else 100.0])
+        loop = replace(tiny.plan().loop, train_iters=20, exit_duration_minutes=2.0)
+        ending = Leave(loop, context, iteration=0, clock=lambda: next(times))
+        return [ending.now(1), ending.now(2)], ending.reason, ending.preempted
+
+    assert (
+        on_threads(ParallelSpec(world_size=2), left)
+        == [([False, True], "exiting program after 2.5 minutes", False)] * 2
+    )

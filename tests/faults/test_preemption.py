@@ -1,0 +1,88 @@
+"""A run that is told to leave: all ranks after the same iteration, with a checkpoint, and a code that says so."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.checkpoint.load import verify
+from megatron_moe.specs.exitcodes import ExitCode
+from tests.end_to_end.tiny_run import arguments
+from tests.ranks import REPOSITORY, free_port, run_program
+
+ENDLESS = ("--train-iters", "100000", "--eval-iters", "0", "--exit-signal-handler")
+TIMEOUT = 120
+
+
+def start(argv: list[str], rank: int = 0, world_size: int = 1, port: int = 0) -> subprocess.Popen:
+    """One rank, as a launcher would start it."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    launched = {name: str(value) for name, value in place.items()} if world_size > 1 else {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **launched}
+    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *argv]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read_until(process: subprocess.Popen, words: str) -> str:
+    """Reads what the process says up to the line with these words."""
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(f"ended without saying {words!r}: {said[-3000:]}")
+
+
+def status(run: Path) -> dict:
+    return json.loads((run / "status.json").read_text())
+
+
+def saved(run: Path) -> list[int]:
+    folders = sorted((run / "checkpoints").glob("iter_*"))
+    assert all(verify(folder) == [] for folder in folders)
+    return [int(folder.name.removeprefix("iter_")) for folder in folders]
+
+
+def test_a_signal_to_one_rank_ends_both_with_a_checkpoint(data: str, tmp_path: Path) -> None:
+    """P12; faults 27 and 28: exit code 75 on every rank, and the same command goes on."""
+    run, port = tmp_path / "run", free_port()
+    argv = arguments(data, run, *ENDLESS)
+    ranks = [start(argv, rank, 2, port) for rank in range(2)]
+    read_until(ranks[1], " iteration        3/")
+    ranks[1].send_signal(signal.SIGTERM)
+    said = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [ExitCode.PREEMPTED_SAVED] * 2, said
+    found = status(run)
+    assert (found["state"], found["code"]) == ("preempted", 75) and "because of SIGTERM" in found["sentence"]
+    assert saved(run) == [found["iteration"]] == [found["last_checkpoint"]]
+    more = ["--train-iters", str(found["iteration"] + 1), "--override-opt-param-scheduler"]
+    again = run_program([*argv, *more], cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert saved(run) == [found["iteration"], found["iteration"] + 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path: Path, number: int) -> None:
+    """Fault 27, at the start; fault 29."""
+    run = tmp_path / "run"
+    process = start(arguments(data, run, *ENDLESS))
+    read_until(process, "using world size")
+    process.send_signal(number)
+    said = process.communicate(timeout=TIMEOUT)[0]
+    assert process.returncode == ExitCode.PREEMPTED_SAVED, said
+    assert saved(run) in ([], [status(run)["iteration"]])
+
+
+def test_a_run_that_saves_nothing_says_that_its_steps_are_lost(data: str, tmp_path: Path) -> None:
+    """Fault 27: exit code 76."""
+    process = start(arguments(data, None, *ENDLESS))
+    read_until(process, " iteration        2/")
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=TIMEOUT)[0]
+    assert process.returncode == ExitCode.PREEMPTED_UNSAVED, said
+    assert "without a checkpoint of it: no --save folder" in said
