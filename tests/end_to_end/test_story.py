@@ -47,7 +47,7 @@ def test_deterministic_mode_is_switched_on_in_torch(wanted: bool, monkeypatch: p
 
 
 def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: Path) -> None:
-    """The third step of the one run takes the samples and the learning rate's place of the second of the other."""
+    """The learning rate falls linearly over 800 samples, of which a step takes 8."""
     plan = plan_of(tmp_path)
     loop = replace(plan.loop, train_iters=3, iterations_to_skip=(2,))
     with ExitStack() as goodbye:
@@ -56,4 +56,5 @@ def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: P
     assert "iteration 2: its" in log and "passed over" in log
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "lm loss" in row and "learning-rate" in row]
-    assert [row["iteration"] for row in steps] == [1, 3]
+    assert [(row["iteration"], row["samples"]) for row in steps] == [(1, 8), (3, 24)]
+    assert [row["learning-rate"] for row in steps] == pytest.approx([1e-2, 1e-2 * (1 - 8 / 800)])
