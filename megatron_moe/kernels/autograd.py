@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
@@ -64,6 +65,30 @@ def grouped_linear(
     data = rows.plain() if isinstance(rows, Operand) else rows
     out: Tensor = _GroupedLinear.apply(kernels, data, weight, offsets_e, saver, name)  # type: ignore[no-untyped-call]
     return out
+
+
+def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows `ids` int64 [...] of weight [V, H] -> [..., H]. The weight's gradient goes where that of `linear` goes."""
+    out: Tensor = _Embedding.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.kernels, ctx.weight = kernels, weight
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), kernels = ctx.saved_tensors, ctx.kernels
+        ids_T, grad_TH = ids.flatten(), grads[0].flatten(0, -2)
+
+        def compute(out: Tensor, accumulate: bool) -> None:
+            kernels.embedding_grad(grad_TH, ids_T, out, accumulate)
+
+        return None, None, _give(ctx.weight, compute) if ctx.needs_input_grad[2] else None
 
 
 class _Linear(torch.autograd.Function):

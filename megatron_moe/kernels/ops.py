@@ -106,6 +106,11 @@ class Kernels(Protocol):
         expert; accumulated in the dtype of `out`."""
         ...
 
+    def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
+        """Gradient of a table: writes or adds to row v of `out` [V, H] the sum of the gradients of the tokens with id
+        v, in the dtype of `out`; 0 for an id without tokens."""
+        ...
+
     # norms, positions, attention: differentiable
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         """x [..., H], weight [H]: x / sqrt(mean(x^2) + eps) * weight (or * (1 + weight))"""

@@ -77,6 +77,12 @@ def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Te
         store(out[expert], product, accumulate)
 
 
+def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
+    if not accumulate:
+        out.zero_()
+    out.index_put_((ids_T,), grad_TH.to(out.dtype), accumulate=True)  # in a fixed order, unlike index_add_ on a GPU
+
+
 def valid_rows(operand: Operand) -> Tensor:
     """The data as a matrix [rows, I], with zeros in the rows that hold nothing."""
     data = operand.plain().flatten(0, -2)

@@ -1,9 +1,10 @@
 """From token ids to the residual stream: word embedding, learned positions, dropout."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels import autograd
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import new_parameter
@@ -15,18 +16,19 @@ from megatron_moe.specs.params import ParamMeta
 class Table(nn.Module):
     """One learned row per id. `rows` are cut over tensor parallel ranks if `meta` says so."""
 
-    def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext) -> None:
+    def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.weight = new_parameter((rows, width), meta, ctx)
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [...] -> [..., width]; zeros where another rank has the row."""
         if self.weight.shape == self.weight.global_shape:
-            return F.embedding(ids, self.weight)
+            return autograd.embedding(self.kernels, ids, self.weight)
         num_held = len(self.weight)
         ids = ids - self.weight.boxes[0].offset[0]
         held = (ids >= 0) & (ids < num_held)
-        return F.embedding(ids.clamp(0, num_held - 1), self.weight) * held[..., None]
+        return autograd.embedding(self.kernels, ids.clamp(0, num_held - 1), self.weight) * held[..., None]
 
 
 class Embedding(nn.Module):
@@ -35,7 +37,7 @@ class Embedding(nn.Module):
     The vocabulary is cut over tensor parallel ranks; the rows they find are summed into the residual stream.
     """
 
-    def __init__(self, spec: ModelSpec, ctx: ParallelContext) -> None:
+    def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.ctx = ctx
         self.dropout = spec.embedding_dropout
@@ -47,7 +49,7 @@ class Embedding(nn.Module):
         words = ParamMeta(
             role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay, shared_stages=shared
         )
-        self.word_embeddings = Table(spec.vocab_size, spec.hidden_size, words, ctx)
+        self.word_embeddings = Table(spec.vocab_size, spec.hidden_size, words, ctx, kernels)
         self.position_embeddings = None
         if spec.position_embedding == "learned_absolute":
             positions = ParamMeta(
@@ -57,7 +59,7 @@ class Embedding(nn.Module):
                 partial_over_tp=ctx.spec.sequence_parallel,
                 shared_stages=shared,
             )
-            self.position_embeddings = Table(spec.max_positions, spec.hidden_size, positions, ctx)
+            self.position_embeddings = Table(spec.max_positions, spec.hidden_size, positions, ctx, kernels)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, meta: TokenMeta) -> Tensor:
         """-> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Positions are given apart from `meta`:

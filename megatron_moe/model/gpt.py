@@ -80,7 +80,7 @@ class GPT(nn.Module):
         has_mtp = any(chunk.num_mtp for chunk in self.chunks)
         # The head reads the embedding too when they are tied, and so does multi-token prediction.
         if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and spec.tied_embeddings:
-            self.embedding = Embedding(spec, ctx)
+            self.embedding = Embedding(spec, ctx, kernels)
         self.decoder = Decoder(spec, self.chunks, ctx, kernels)
         self.mtp = MTP(spec, ctx, kernels) if has_mtp else None
         self.output_layer = Head(spec, ctx, kernels) if has_loss else None

@@ -300,3 +300,22 @@ def test_a_gradient_that_is_the_same_for_all_tokens_reaches_every_logit() -> Non
 def test_no_tokens_choose_nothing() -> None:
     ids, probs = triton_kernels.select_experts(torch.zeros(0, 11), None, router(), None)
     assert ids.shape == probs.shape == (0, 3)
+
+
+@DTYPES
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_of_a_table_add_up_in_the_rows_of_their_ids(accumulate: bool, dtype: torch.dtype) -> None:
+    ids = torch.cat([torch.tensor([3, 0, 3, 6]), torch.full((45,), 5), torch.tensor([0])])
+    grad, before = draw(len(ids), 600).to(dtype), draw(7, 600, seed=1).float()
+    actual, expected = before.clone(), before.double()
+    triton_kernels.embedding_grad(grad, ids, actual, accumulate)
+    REFERENCE.embedding_grad(grad.double(), ids, expected, accumulate)
+    FP32_REF.check(actual, expected, "gradient")
+    untouched = before[1] if accumulate else torch.zeros(600)
+    EXACT.check(actual[1], untouched, "an id without tokens")
+
+
+def test_no_tokens_leave_a_table_without_gradient() -> None:
+    out = torch.ones(3, 4)
+    triton_kernels.embedding_grad(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), out, False)
+    EXACT.check(out, torch.zeros(3, 4), "gradient")

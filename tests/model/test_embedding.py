@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron_moe.kernels import reference
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
@@ -11,7 +12,7 @@ from tests.tolerances import EXACT
 
 
 def make(**changes) -> Embedding:
-    module = Embedding(model_spec(**changes), ParallelContext.single())
+    module = Embedding(model_spec(**changes), ParallelContext.single(), reference.bundle())
     init_parameters(module, 5, UNIT_GAIN)
     return module
 

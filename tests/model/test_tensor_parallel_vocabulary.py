@@ -102,7 +102,7 @@ def test_the_embedding_finds_every_row_on_some_rank(layout, learned):
         index, num_parts = sequence_part(ctx)
         nothing = torch.zeros(())
         return run_module(
-            lambda ctx: Embedding(spec, ctx),
+            lambda ctx: Embedding(spec, ctx, KERNELS),
             nothing,
             probe.chunk(num_parts)[index],
             ctx,

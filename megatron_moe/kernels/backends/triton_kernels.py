@@ -9,6 +9,7 @@ import triton
 
 from megatron_moe.kernels.backends.triton.activation import activation as activation
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
+from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
 from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
@@ -27,6 +28,7 @@ NAME = "triton"
 NEEDS = ("triton",)
 PROVIDES = (
     "grouped_weight_grad",
+    "embedding_grad",
     "rms_norm",
     "rope",
     "latent_key_value",
@@ -55,6 +57,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
     reasons = {
         "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
+        "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",
         "sort_rows": "a counting sort in two launches",
         "count_tokens": "a histogram without atomics",

@@ -56,20 +56,16 @@ def _cross_entropy_forward(logits_ptr, labels_ptr, loss_ptr, normalizer_ptr, voc
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * stride
     columns = tl.arange(0, TILE)
-    # one running maximum and sum per column of the tile; they meet once, at the end
-    peak = tl.full((TILE,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((TILE,), dtype=tl.float32)
+    # the lowest finite number, not minus infinity: minus infinity minus itself is not a number
+    peak = -3.4028234663852886e38
+    total = 0.0
     for start in range(0, vocab, TILE):
         held = start + columns < vocab
         logits = tl.load(row_ptr + start + columns, mask=held, other=float("-inf")).to(tl.float32)
-        new_peak = tl.maximum(peak, logits)
-        # minus infinity minus itself is not a number: a column that has seen nothing stays at 0
-        scale = tl.where(peak == new_peak, 1.0, tl.exp(peak - new_peak))
-        total = total * scale + tl.where(logits == float("-inf"), 0.0, tl.exp(logits - new_peak))
+        new_peak = tl.maximum(peak, tl.max(logits, axis=0))
+        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(logits - new_peak), axis=0)
         peak = new_peak
-    row_peak = tl.max(peak, axis=0)
-    row_total = tl.sum(tl.where(peak == float("-inf"), 0.0, total * tl.exp(peak - row_peak)), axis=0)
-    normalizer = row_peak + tl.log(row_total)
+    normalizer = peak + tl.log(total)
     chosen = tl.load(row_ptr + tl.load(labels_ptr + token)).to(tl.float32)
     tl.store(loss_ptr + token, normalizer - chosen)
     tl.store(normalizer_ptr + token, normalizer)

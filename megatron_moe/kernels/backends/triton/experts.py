@@ -24,18 +24,26 @@ def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Te
     if tiles and num_experts:
         _expert_grad[(tiles * num_experts,)](
             grad_RO, rows_RI, offsets_e, out, outputs, inputs, grad_RO.stride(0), rows_RI.stride(0),
-            ACCUMULATE=accumulate, WIDEN=INTERPRETED, TILE_O=tile_o, TILE_I=tile_i, TILE_R=tile_r,
-            num_warps=4, num_stages=4,
+            ACCUMULATE=accumulate, WIDEN=INTERPRETED, WHOLE=outputs % tile_o == inputs % tile_i == 0,
+            TILE_O=tile_o, TILE_I=tile_i, TILE_R=tile_r, num_warps=4, num_stages=6,
         )  # fmt: skip
+
+
+@triton.jit
+def _add_rows(total, grad, rows, WIDEN: tl.constexpr):
+    if WIDEN:
+        grad, rows = grad.to(tl.float32), rows.to(tl.float32)
+    return tl.dot(tl.trans(grad), rows, total, input_precision="ieee")
 
 
 @triton.jit
 def _expert_grad(
     grad_ptr, rows_ptr, offsets_ptr, out_ptr, outputs, inputs, grad_stride, rows_stride,
-    ACCUMULATE: tl.constexpr, WIDEN: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, TILE_R: tl.constexpr,
+    ACCUMULATE: tl.constexpr, WIDEN: tl.constexpr, WHOLE: tl.constexpr,
+    TILE_O: tl.constexpr, TILE_I: tl.constexpr, TILE_R: tl.constexpr,
 ):  # fmt: skip
     num_o, num_i = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
-    expert = tl.program_id(0) // (num_o * num_i)
+    expert = (tl.program_id(0) // (num_o * num_i)).to(tl.int64)
     tile = tl.program_id(0) % (num_o * num_i)
     o = (tile % num_o) * TILE_O + tl.arange(0, TILE_O)
     i = (tile // num_o) * TILE_I + tl.arange(0, TILE_I)
@@ -44,19 +52,25 @@ def _expert_grad(
     r = start + tl.arange(0, TILE_R)
     grad_ptrs = grad_ptr + r[:, None] * grad_stride + o[None, :]
     rows_ptrs = rows_ptr + r[:, None] * rows_stride + i[None, :]
-    total = tl.zeros((TILE_O, TILE_I), dtype=tl.float32)
-    for first in range(start, end, TILE_R):
-        held = first + tl.arange(0, TILE_R) < end
-        # beyond the edge of a matrix both are zero; beyond the expert's rows as well: the next expert's stand there
-        grad = tl.load(grad_ptrs, mask=held[:, None] & (o < outputs)[None, :], other=0.0)
-        rows = tl.load(rows_ptrs, mask=held[:, None] & (i < inputs)[None, :], other=0.0)
-        if WIDEN:
-            grad, rows = grad.to(tl.float32), rows.to(tl.float32)
-        total = tl.dot(tl.trans(grad), rows, total, input_precision="ieee")
+    place = out_ptr + expert * outputs * inputs + o[:, None].to(tl.int64) * inputs + i[None, :]
+    inside = (o < outputs)[:, None] & (i < inputs)[None, :]
+    if ACCUMULATE:
+        total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros((TILE_O, TILE_I), dtype=tl.float32)
+    num_whole = ((end - start) // TILE_R).to(tl.int32)
+    for _ in range(num_whole):
+        if WHOLE:
+            grad, rows = tl.load(grad_ptrs), tl.load(rows_ptrs)
+        else:
+            grad = tl.load(grad_ptrs, mask=(o < outputs)[None, :], other=0.0)
+            rows = tl.load(rows_ptrs, mask=(i < inputs)[None, :], other=0.0)
+        total = _add_rows(total, grad, rows, WIDEN)
         grad_ptrs += TILE_R * grad_stride
         rows_ptrs += TILE_R * rows_stride
-    inside = (o < outputs)[:, None] & (i < inputs)[None, :]
-    place = out_ptr + expert.to(tl.int64) * outputs * inputs + o[:, None].to(tl.int64) * inputs + i[None, :]
-    if ACCUMULATE:
-        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    # behind the last row of the expert stand those of the next one
+    held = (r + num_whole * TILE_R < end)[:, None]
+    grad = tl.load(grad_ptrs, mask=held & (o < outputs)[None, :], other=0.0)
+    rows = tl.load(rows_ptrs, mask=held & (i < inputs)[None, :], other=0.0)
+    total = _add_rows(total, grad, rows, WIDEN)
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)
