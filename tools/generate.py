@@ -39,9 +39,9 @@ def newest(folder: Path) -> Candidate:
     return found
 
 
-def plan_of(candidate: Candidate, device: str) -> RunPlan:
-    """The plan the checkpoint was trained with, on one rank of this machine."""
-    arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device]
+def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> RunPlan:
+    """The plan the checkpoint was trained with, on one rank of this machine. `changes`: flags that win over it."""
+    arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
     ranks = decode((candidate.path / MANIFEST).read_bytes()).ranks
     world_size = str(ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
     launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}

@@ -18,6 +18,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+EMBEDDING = "model.embed_tokens.weight"
 _SCALE = "_scale_inv"
 """Behind the name of a matrix: fp32, how much one of its FP8 blocks is to be multiplied with."""
 _FP8 = "F8_E4M3"
@@ -140,6 +141,22 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} holds a {type(content).__name__} where an object is expected; download it again."
         )
     return content
+
+
+def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
+    """Element type of the embedding, by its safetensors name. Raises CheckpointProblem."""
+    with ExitStack() as stack:
+        source = HFFolder(folder, config, stack)
+        if EMBEDDING not in source.names:
+            raise CheckpointProblem(f"{folder}: missing: {EMBEDDING}; download the folder again.")
+        return source.dtype(EMBEDDING)
+
+
+def prediction_layers(folder: Path, config: Mapping[str, Any]) -> bool:
+    """The folder has the weights of layers behind the last one, those of multi-token prediction."""
+    with ExitStack() as stack:
+        prefix = f"model.layers.{config.get('num_hidden_layers')}."
+        return any(name.startswith(prefix) for name in HFFolder(folder, config, stack).names)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -25,8 +25,7 @@ from megatron_moe.specs.model import ModelSpec
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_SHARED_COPIES = frozenset(("embed_tokens.weight", "shared_head.head.weight"))
-"""Multi-token prediction layers repeat the embedding and the head, which are shared."""
+_SHARED_COPIES = frozenset((names.MTP_EMBEDDING, names.MTP_HEAD))
 
 
 @torch.no_grad()

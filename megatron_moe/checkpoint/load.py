@@ -288,6 +288,14 @@ def _attempt(
 
 def _open(path: Path) -> tuple[Manifest, FileReader]:
     """Reads the manifest and checks that all files are there in full."""
+    manifest = read_manifest(path)
+    reader = FileReader(path, manifest.files)
+    reader.check_sizes()
+    return manifest, reader
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The checked manifest of a checkpoint folder. Raises Corrupt and TooNew."""
     try:
         with open(path / MANIFEST, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -296,10 +304,7 @@ def _open(path: Path) -> tuple[Manifest, FileReader]:
             data = file.read()
     except OSError as error:
         raise Corrupt(f"{MANIFEST}: {error.strerror}") from error
-    manifest = decode(data)
-    reader = FileReader(path, manifest.files)
-    reader.check_sizes()
-    return manifest, reader
+    return decode(data)
 
 
 def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[str]:

@@ -231,6 +231,10 @@ _MTP = (
 )
 """Of one depth of multi-token prediction beside its layer (DeepSeek-V3, GLM-4.5): their layer `num_layers + depth`."""
 
+MTP_EMBEDDING = "embed_tokens.weight"
+MTP_HEAD = "shared_head.head.weight"
+"""Multi-token prediction layers repeat the embedding and the head, which are shared."""
+
 _LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")
 _MTP_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")

@@ -7,6 +7,7 @@ reads the boxes, loading fills them from whatever boxes the checkpoint has.
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -37,6 +38,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 _HEADER_ALIGN = 8
+_CHUNK_BYTES = 1 << 24
 _DIGEST_BYTES = 8
 
 
@@ -48,6 +50,23 @@ class Box:
     """Where it begins in the global tensor."""
     data: Tensor
     """Its values; loading writes into it."""
+
+    def values(self) -> Tensor:
+        """What saving writes."""
+        return self.data
+
+
+@dataclass(frozen=True)
+class LaterBox(Box):
+    """A block whose values are made when they are written, so that they need not fit in memory together. `data` stands
+    on the meta device and tells shape and element type alone."""
+
+    make: Callable[[], Tensor]
+
+    def values(self) -> Tensor:
+        made = self.make()
+        assert (made.shape, made.dtype) == (self.data.shape, self.data.dtype), f"{made.shape} {made.dtype}: {self}"
+        return made
 
 
 @dataclass(frozen=True)
@@ -181,7 +200,7 @@ def write_tensors(
     def chunks() -> Iterator[bytes | memoryview]:
         yield header
         for item in stored:
-            data = _bytes_of(item.box.data)
+            data = bytes_of(item.box.values())
             checksums.append(checksum(data))
             yield data
 
@@ -208,22 +227,29 @@ def _label(key: str, tensor: SavedTensor, box: Box) -> str:
 
 
 def _header(stored: Sequence[_Stored]) -> bytes:
+    labels = [item.label for item in stored]
+    assert len(set(labels)) == len(labels), f"twice in one file: {sorted(labels)}"
+    return safetensors_header({item.label: item.box.data for item in stored})
+
+
+def safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
+    """The head of a safetensors file whose data follow in this order. Of the tensors only shape and type are used."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
-    for item in stored:
-        assert item.label not in table, f"{item.label} twice in one file"
-        table[item.label] = {
-            "dtype": dtype_name(item.box.data.dtype),
-            "shape": list(item.box.data.shape),
-            "data_offsets": [begin, begin + item.num_bytes],
+    for label, tensor in tensors.items():
+        end = begin + tensor.numel() * tensor.element_size()
+        table[label] = {
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
         }
-        begin += item.num_bytes
+        begin = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGN)
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(data: Tensor) -> memoryview:
+def bytes_of(data: Tensor) -> memoryview:
     """The elements in row-major order, on the host."""
     flat = data.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
@@ -260,6 +286,30 @@ class FileReader:
             return torch.empty(piece.shape, dtype=dtype)
         data = self._read(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, key)
         return torch.frombuffer(data, dtype=dtype).view(piece.shape)
+
+    def check(self, name: str, start: int, size: int, crc32: str, what: str) -> None:
+        """Verifies a range of a file without holding more than some megabytes of it. Raises Corrupt."""
+        found, left = 0, size
+        try:
+            with open(self._folder / name, "rb") as file:
+                file.seek(start)
+                while chunk := file.read(min(left, _CHUNK_BYTES)):
+                    found, left = zlib.crc32(chunk, found), left - len(chunk)
+        except OSError as error:
+            raise Corrupt(f"{name}: {error.strerror}") from error
+        if left:
+            raise Corrupt(f"{name}: {what}: only {size - left} of {size} bytes at byte {start}")
+        if f"{found:08x}" != crc32:
+            raise Corrupt(f"{name}: {what}: crc32 is {found:08x}, {crc32} was written (byte {start} on, {size} bytes)")
+
+    def mapped(self, entry: TensorEntry, piece: Piece) -> Tensor:
+        """One box of a tensor as a view of the file, which must have been verified; only what is used is read."""
+        dtype = TORCH_DTYPES[entry.dtype]
+        if not prod(piece.shape):
+            return torch.empty(piece.shape, dtype=dtype)
+        size = os.stat(self._folder / piece.file).st_size
+        stored = torch.from_file(str(self._folder / piece.file), shared=False, size=size, dtype=torch.uint8)
+        return stored[piece.start : piece.start + entry.num_bytes(piece)].view(dtype).view(piece.shape)
 
     def _read(self, name: str, start: int, size: int, crc32: str, what: str) -> bytearray:
         data = bytearray(size)

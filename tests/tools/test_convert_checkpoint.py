@@ -1,0 +1,81 @@
+"""tools/convert_checkpoint.py as a program."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.checkpoint.load import verify
+from megatron_moe.specs.exitcodes import ExitCode
+from tests.checkpoint.hf_models import configs, hf_model, saved
+from tests.checkpoint.test_huggingface import change_config, tensors_in
+from tests.tolerances import EXACT
+from tools.convert_checkpoint import main
+
+MODEL = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return saved(hf_model(configs()[MODEL]), tmp_path_factory.mktemp("published"))
+
+
+def test_there_and_back_with_the_same_logits(folder: Path, tmp_path: Path, capsys):
+    assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--compare-logits", "12"]) == ExitCode.OK
+    assert verify(tmp_path / "ours" / "iter_0000000") == []
+    back = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/back", "--hf-config", str(folder)]
+    assert main([*back, "--shard-size", "20KB", "--compare-logits", "12"]) == ExitCode.OK
+    EXACT.check_all(tensors_in(tmp_path / "back"), tensors_in(folder), "tensors")
+    said = capsys.readouterr().out
+    assert said.count("logits on 12 positions, fp32") == 2 and said.count("the same at 12") == 2
+    assert "67 padding rows of the vocabulary were left out" in said
+    report = (tmp_path / "back" / "conversion.md").read_text()
+    assert "| model.norm.weight | F32 | [32] | decoder.final_layernorm.weight |" in report
+    assert "experts.5.up_proj.weight | F32 | [12, 32] | decoder.layers.1.mlp.experts.linear_fc1.weight[5] |" in report
+    assert report.count("\n| model.") == len(tensors_in(folder)) - 1  # and lm_head
+
+
+def test_other_logits_are_told_by_the_exit_code(folder: Path, tmp_path: Path, capsys):
+    words = ["--load", f"hf:{folder}", "--save", str(tmp_path), "--compare-logits", "12", "--rotary-base", "77"]
+    assert main(words) == ExitCode.DRIFT
+    assert "rope base: 77.0, published 10000.0" in capsys.readouterr().out
+
+
+def test_a_flag_about_the_model_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, capsys):
+    words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--moe-ffn-hidden-size", "16"]
+    assert main(words) == ExitCode.CHECKPOINT
+    assert "another shape: decoder.layers.1.mlp.experts.linear_fc1.weight" in capsys.readouterr().err
+
+
+def test_an_unknown_family_is_refused(folder: Path, tmp_path: Path, capsys):
+    other = saved(hf_model(configs()[MODEL]), tmp_path / "other")
+    change_config(other, model_type="llama")
+    assert main(["--load", f"hf:{other}", "--save", str(tmp_path / "ours")]) == ExitCode.CONFIG
+    assert "model type llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--load", "a", "--save", "b"], ExitCode.ENVIRONMENT, "one of --load and --save must be hf:FOLDER"),
+        (["--load", "hf:a", "--save", "hf:b"], ExitCode.ENVIRONMENT, "one of --load and --save must be hf:FOLDER"),
+        (["--load", "nowhere", "--save", "hf:b"], ExitCode.CHECKPOINT, "nowhere holds no checkpoint"),
+        (["--load", "hf:nowhere", "--save", "b"], ExitCode.CHECKPOINT, "nowhere/config.json does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(words: list[str], code: ExitCode, said: str, capsys):
+    assert main(words) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["many", "5TB", "GB"])
+def test_an_odd_shard_size_is_refused(size: str, folder: Path, tmp_path: Path, capsys):
+    assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
+    words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--hf-config", str(folder)]
+    assert main([*words, "--shard-size", size]) == ExitCode.ENVIRONMENT
+    assert f"--shard-size {size} is not a size" in capsys.readouterr().err
+
+
+def test_without_a_config_the_export_asks_for_one(folder: Path, tmp_path: Path, capsys):
+    assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
+    assert main(["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b"]) == ExitCode.CHECKPOINT
+    assert "give --hf-config FOLDER" in capsys.readouterr().err
