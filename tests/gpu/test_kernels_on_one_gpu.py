@@ -132,6 +132,64 @@ def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> Non
 
 
 @DTYPES
+def test_latent_keys_and_turned_queries_agree_with_fp64(dtype: torch.dtype) -> None:
+    inputs = [draw(33, 2, 5, 40), draw(33, 2, 8, seed=1)]
+    both = lambda k: lambda kv, s: torch.cat(k.latent_key_value(kv, s, 24), -1).permute(1, 2, 0, 3)  # noqa: E731
+    compare(both, inputs, dtype)
+    cos = draw(33, 1, 8, seed=2)
+    compare(
+        lambda k: lambda x: k.rope(x, cos.to(x.device).float(), cos.to(x.device).float(), True, 16),
+        [draw(33, 2, 5, 24)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("weights", [BF16, FP32], ids=["bf16", "fp32"])
+def test_the_gate_multiplies_in_fp32_whatever_its_inputs(weights: torch.dtype) -> None:
+    """By matrix units where the inputs are bf16: no digit of fp32 is lost, in the gradients neither."""
+    inputs = [draw(70, 256).to(weights).double(), draw(48, 256, seed=1).to(weights).double()]
+    exact = run(lambda x, w: x @ w.T, inputs)
+    kernels, _ = bundles(BF16)
+    leaves = [x.to(weights).cuda().requires_grad_() for x in inputs]
+    logits = kernels.gate_product(*leaves, FP32)
+    assert logits.dtype is FP32
+    FP32_REF.check(logits.double().cpu(), exact[0], "logits")
+    grads = torch.autograd.grad(logits, leaves, draw(70, 48, seed=99).float().cuda())
+    for number, (grad, expected) in enumerate(zip(grads, exact[1:], strict=True)):
+        bar = BF16_KERNEL if weights is BF16 else FP32_REF
+        bar.check(grad.double().cpu(), expected, f"gradient {number}")
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("groups", [(None, None), (4, 2)])
+def test_routers_choose_as_on_the_cpu(score: Any, groups: tuple[int | None, int | None]) -> None:
+    num_groups, group_topk = groups
+    spec = RouterSpec(
+        hidden_size=8, num_experts=32, topk=4, score_function=score, num_groups=num_groups, group_topk=group_topk
+    )
+    logits, bias = draw(500, 32), draw(32, seed=1)
+    kernels, _ = bundles(FP32)
+    ids, _ = kernels.select_experts(logits.float().cuda(), bias.float().cuda(), spec, None)
+    expected, _ = REFERENCE.select_experts(logits.float(), bias.float(), spec, None)
+    EXACT.check(ids.cpu(), expected, "choices")
+    compare(lambda k: lambda x: k.select_experts(x, bias.to(x), spec, None)[1], [logits], FP32)
+    compare(lambda k: lambda x: k.balance_scores(x, spec)[0], [logits], FP32)
+
+
+@DTYPES
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_of_a_table_agree_with_fp64(accumulate: bool, dtype: torch.dtype) -> None:
+    ids = torch.cat([torch.arange(50) % 7, torch.full((300,), 9)])
+    grad, before = draw(350, 96).to(dtype), draw(12, 96, seed=1).float()
+    expected = before.double()
+    REFERENCE.embedding_grad(grad.double(), ids, expected, accumulate)
+    kernels, _ = bundles(dtype)
+    actual = before.cuda()
+    kernels.embedding_grad(grad.cuda(), ids.cuda(), actual, accumulate)
+    FP32_REF.check(actual.double().cpu(), expected, "gradient")
+
+
+@DTYPES
 @pytest.mark.parametrize("ends", [[2, 2, 25, 30], [0, 0, 0, 40], [40, 40, 40, 40], [0, 0, 0, 0]])
 def test_grouped_products_agree_with_fp64_and_empty_experts_get_zero(ends: list[int], dtype: torch.dtype) -> None:
     offsets = torch.tensor(ends, dtype=torch.int32)

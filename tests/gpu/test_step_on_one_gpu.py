@@ -1,0 +1,60 @@
+"""Whole training steps on one GPU: they never wait for the host, and repeat bit for bit when asked to."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from arguments.read import read_plan
+from megatron_moe.data.tokenizer import vocab_size_of
+from tests.tolerances import EXACT
+from tools.profile_step import Run
+
+pytestmark = pytest.mark.gpu1
+
+SMALL = (
+    "--num-layers 3 --hidden-size 256 --moe-ffn-hidden-size 128 --num-experts 16 --moe-router-topk 4 --seq-length 256 "
+    "--vocab-size 1000 --global-batch-size 4 --micro-batch-size 2 --train-iters 20"
+)
+LAYERS = {"q6": "--moe-layer-freq 1", "m8": "--moe-layer-freq [0,1,1]"}
+
+
+@pytest.fixture(params=["q6", "m8"])
+def flags(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    yield ["--recipe", request.param, *SMALL.split(), *LAYERS[request.param].split()]
+    torch.use_deterministic_algorithms(False)
+
+
+def start(flags: list[str]) -> Run:
+    plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
+    os.environ.update(plan.environment)
+    return Run(plan)
+
+
+@pytest.mark.parametrize("routing", ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing"])
+def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str) -> None:
+    run = start([*flags, routing])
+    for _ in range(2):
+        run.step()
+    batches = run.loader.next_step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcome = run.trainer.step(batches, run.state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(outcome.loss)
+    run.close()
+
+
+def test_deterministic_runs_repeat_bit_for_bit(flags: list[str]) -> None:
+    weights = []
+    for _ in range(2):
+        run = start([*flags, "--deterministic-mode"])
+        for _ in range(3):
+            run.step()
+        weights.append({name: value.detach().clone() for name, value in run.trainer.model.named_parameters()})
+        run.close()
+    for name, value in weights[0].items():
+        EXACT.check(weights[1][name], value, name)
