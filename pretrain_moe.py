@@ -82,7 +82,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
 
     # train
-    progress = Progress(trainer, reporter)
+    progress = Progress(trainer, reporter, loader)
     leave = Leave(plan.loop, context, iteration=state.iteration, signals=signals)
     while loader and not leave.now(state.iteration):
         if state.iteration + 1 in plan.loop.iterations_to_skip:

@@ -330,7 +330,13 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
 def _resilience(flags: Flags) -> ResilienceSpec:
     resilience = flags.resilience
     signals = (resilience.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if resilience.exit_signal_handler else ()
-    return ResilienceSpec(exit_signals=tuple(dict.fromkeys(signals)))
+    return ResilienceSpec(
+        exit_signals=tuple(dict.fromkeys(signals)),
+        on_nonfinite=resilience.on_nonfinite,
+        most_skips=resilience.max_skipped_iterations,
+        report_spiky_loss=resilience.check_for_spiky_loss,
+        report_large_grads=resilience.check_for_large_grads,
+    )
 
 
 def _logging(flags: Flags) -> LoggingSpec:

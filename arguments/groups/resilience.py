@@ -11,11 +11,15 @@ class ResilienceFlags:
     """Signals, non-finite numbers, replicas that differ."""
 
     check_for_nan_in_loss_and_grad: bool = flag(True)
-    """Stop at a loss or gradient that is not finite."""
-    check_for_spiky_loss: bool = flag(False, status="not yet", harmless=True)
-    """Report a loss far above the largest seen."""
-    check_for_large_grads: bool = flag(False, status="not yet", harmless=True)
-    """Report unexpectedly large gradients."""
+    """Keep a loss or gradient that is not finite from the weights, and do what `--on-nonfinite` says."""
+    on_nonfinite: Literal["stop", "skip"] = flag("stop", status="ours")
+    """After a loss or gradient that is not finite: stop with a report of its origin, or leave out the step."""
+    max_skipped_iterations: int = flag(3, least=1, status="ours")
+    """So many iterations left out in a row by `--on-nonfinite skip` end the run."""
+    check_for_spiky_loss: bool = flag(False, status="close", note="reported; the iteration is not run again")
+    """Report a loss above ten times the largest of the last 100 iterations."""
+    check_for_large_grads: bool = flag(False, status="close", note="reported, of the whole norm")
+    """Report a gradient norm above ten times the largest of the last 100 iterations."""
     check_weight_hash_across_dp_replicas_interval: int | None = flag(None, status="not yet", harmless=True)
     """Iterations between comparisons of weights over data-parallel ranks."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = flag(

@@ -74,6 +74,11 @@ class TrainLoader:
         self.consumed += size
         return size
 
+    def samples_at(self, consumed: int) -> tuple[tuple[int, ...], ...]:
+        """Ids of the samples of this rank's microbatches in the step that begins after `consumed` samples."""
+        positions = step_positions(consumed, self.schedule, self._rank)
+        return tuple(tuple(map(int, indices)) for indices in self.order.indices(positions))
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: where the order stands, and which data it is an order of."""
         return {"consumed_samples": self.consumed, "fingerprint": self.samples.fingerprint}

@@ -4,17 +4,25 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.specs.exitcodes import NumericsProblem
+from megatron_moe.train.diagnose import diagnose, sentence, write_report
 from megatron_moe.train.reading import LateReader, StepReading
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import StepOutcome, Trainer
+from megatron_moe.watch.numerics import Spikes
 
 
 class Progress:
     """Between the steps, which must not wait, and the reporter, which needs numbers."""
 
-    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
+    def __init__(self, trainer: Trainer, reporter: Reporter, loader: TrainLoader | None) -> None:
         self._trainer = trainer
         self._reporter = reporter
+        self._loader = loader
+        spec = self._spec = trainer.plan.resilience
+        self._skipped = 0
+        """Steps refused in a row."""
+        self._loss_spikes = Spikes("loss") if spec.report_spiky_loss else None
+        self._norm_spikes = Spikes("gradient norm") if spec.report_large_grads else None
         self._late = LateReader(trainer.context.device)
         self._recorded = Tally()
         """What the modules recorded up to the step that is held."""
@@ -47,12 +55,39 @@ class Progress:
         self._reporter.observe(reading)
         if self._reporter.due(reading.iteration) or not reading.proceed:
             self._report(reading)
-        if not reading.proceed:
+        if reading.proceed:
+            self._skipped = 0
+            self._tell_spikes(reading)
+        else:
+            self._refused(reading)
+
+    def _refused(self, reading: StepReading) -> None:
+        """Tells why a step did not reach the weights. Raises NumericsProblem unless the run goes on without it."""
+        assert self._loader is not None, "a step without data"
+        self._skipped += 1
+        stops = self._spec.on_nonfinite == "stop"
+        reports = diagnose(self._trainer, reading, self._loader, repeat=stops)
+        run_dir = self._trainer.plan.logging.run_dir
+        path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
+        what = f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: not finite"
+        details = f"; details in {path}" if path else ""
+        if stops:
             raise NumericsProblem(
-                f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: not "
-                f"finite, so the update was refused and the weights are those of iteration "
-                f"{reading.iteration - 1}; see metrics.jsonl for what led there, and lower --lr or --clip-grad"
+                f"{what}, so the update was refused and the weights are those of iteration {reading.iteration - 1}"
+                f"{sentence(reports)}{details}; see metrics.jsonl for what led there, and lower --lr or --clip-grad"
             )
+        if self._skipped >= self._spec.most_skips:
+            raise NumericsProblem(
+                f"{what}, and that was iteration {self._skipped} in a row to be left out (--max-skipped-iterations "
+                f"{self._spec.most_skips}){details}; lower --lr or --clip-grad, or --on-nonfinite stop finds the cause"
+            )
+        self._reporter.note(f"{what}; the iteration is left out, number {self._skipped} in a row{details}")
+
+    def _tell_spikes(self, reading: StepReading) -> None:
+        for spikes, value in ((self._loss_spikes, reading.loss), (self._norm_spikes, reading.norms["all"])):
+            line = spikes.check(value, reading.iteration) if spikes else None
+            if line:
+                self._reporter.note(line)
 
     def _report(self, reading: StepReading) -> None:
         metrics, self._recorded = self._recorded.take(self._trainer.context), Tally()

@@ -5,6 +5,7 @@ step later. The verdict (is everything finite?) masks the update on the device a
 non-finite number never reaches the weights however late the host learns of it.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -46,6 +47,16 @@ class StepOutcome:
     iteration: int
 
 
+@dataclass(frozen=True)
+class KeptStep:
+    """What a step was made of, for a look at it afterwards."""
+
+    iteration: int
+    consumed_samples: int
+    """Over all ranks, before it."""
+    batches: Sequence[MicroBatch]
+
+
 class Trainer:
     """Owns the step: model, gradient buffers and optimizer of one run."""
 
@@ -71,6 +82,8 @@ class Trainer:
         self.timers = timers or Timers(0, self.context.device)
         self.kernels = buffers.kernels
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        self.recent: deque[KeptStep] = deque(maxlen=2)
+        """The step that was launched last, and the one that the host reads then."""
         self._proceed = torch.ones((), device=self.context.device, dtype=torch.bool)
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
@@ -88,6 +101,7 @@ class Trainer:
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
+        self.recent.append(KeptStep(iteration, state.consumed_samples, batches))
         with self.timers.span("forward-backward", level=1):
             loss, num_tokens = self._forward_backward(batches, iteration)
         with self.timers.span("all-grads-sync", level=1):
@@ -105,16 +119,34 @@ class Trainer:
             iteration=iteration,
         )
 
-    def _forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> tuple[Tensor, Tensor]:
-        """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch."""
+    def repeat(self, kept: KeptStep) -> dict[int, Tensor]:
+        """The same forward and backward once more; every rank leaves its own gradients, unreduced, in the buffers.
+
+        Returns what this rank knows of losses: index of the microbatch -> sum over its tokens, on the device.
+        """
+        losses: dict[int, Tensor] = {}
+        self._forward_backward(kept.batches, kept.iteration, losses)
+        self.buffers.complete()
+        return losses
+
+    def _forward_backward(
+        self, batches: Sequence[MicroBatch], iteration: int, losses: dict[int, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch.
+
+        `losses`: for a repetition, takes the loss of every microbatch; gradients are not reduced then.
+        """
         self.model.train()
-        self.buffers.begin_step(len(batches))
+        self.buffers.begin_step(len(batches) if losses is None else None)
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
         def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
             per_token = self.plan.loop.per_token_loss
             scalar, sums = objective(output, batch, mtp=self.plan.model.mtp, per_token=per_token)
-            totals.add_(torch.stack([value.detach().double() for value in sums["lm loss"]]))
+            loss_sum, num_tokens = (value.detach().double() for value in sums["lm loss"])
+            totals.add_(torch.stack([loss_sum, num_tokens]))
+            if losses is not None:
+                losses[self._index(batch)] = loss_sum
             return scalar if per_token else scalar / len(batches)
 
         self.pipeline.run(self._prepare(batches, iteration), take_loss, gradients=self.buffers)
@@ -130,7 +162,9 @@ class Trainer:
         if logging.log_num_zeros:
             figures["num_zeros"] = count_zeros(self.buffers)
         if self.plan.loop.check_nonfinite:
-            self._proceed = self._proceed & torch.isfinite(loss) & torch.isfinite(norms["all"])
+            finite = torch.isfinite(loss) & torch.isfinite(norms["all"])
+            # Where the run stops at a bad step the verdict stays bad, until the host has seen it and stopped.
+            self._proceed = finite if self.plan.resilience.on_nonfinite == "skip" else self._proceed & finite
         self.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
@@ -149,6 +183,13 @@ class Trainer:
             self.optimizer.weights_from_masters()
         else:
             self.optimizer.masters_from_weights()
+
+    def _index(self, batch: MicroBatch) -> int:
+        """Which of this rank's microbatches of the step a prepared one is."""
+        assert batch.meta.random_key is not None, "a microbatch that was not prepared"
+        place = batch.meta.random_key[2]
+        assert isinstance(place, int), f"place {place!r} in the global batch"
+        return place // self.context.group("dp").size
 
     def _prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
         """Gives every microbatch what the step knows and the data does not: scales, random keys, the tally."""

@@ -1,0 +1,184 @@
+"""Numbers that are not finite: they never reach the weights, and their origin is named."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import ExitCode, NumericsProblem
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import LoggingSpec, ResilienceSpec
+from megatron_moe.train.progress import Progress
+from megatron_moe.train.state import TrainState
+from megatron_moe.train.step import Trainer
+from tests import tiny
+from tests.ranks import on_threads
+from tests.tolerances import EXACT
+
+EXPERTS = "decoder.layers.2.mlp.experts.linear_fc1.weight"
+SKIP = ResilienceSpec(on_nonfinite="skip")
+Spoil = Callable[[Trainer, int], None]
+
+
+class Notes(list):
+    """A reporter that keeps what it is told and reports no step."""
+
+    note = list.append
+
+    def due(self, iteration: int) -> bool:
+        return False
+
+    def observe(self, reading: object) -> None:
+        pass
+
+    def summary(self, metrics: object, **figures: object) -> None:
+        pass
+
+    def step(self, report: object) -> None:
+        pass
+
+
+def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4) -> tuple[Trainer, TrainLoader, Notes]:
+    """The loop of a run; `spoil(trainer, iteration)` comes before each step. What is raised goes on."""
+    kernels = reference.bundle()
+    trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
+    loader, state, said = build_train_loader(plan, context, build_data(plan, context)), TrainState(), Notes()
+    progress = Progress(trainer, said, loader)
+    for iteration in range(1, steps + 1):
+        spoil(trainer, iteration)
+        outcome = trainer.step(loader.next_step(), state)
+        state.advance(outcome.num_samples, plan)
+        progress.after(outcome)
+    progress.catch_up()
+    return trainer, loader, said
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def spoiled_output(module: nn.Module, when: Callable[[], bool], change: Callable[[Tensor], Tensor]) -> None:
+    """From now on the module gives something else whenever `when` says so."""
+
+    def hook(_: nn.Module, inputs: object, output: Tensor) -> Tensor | None:
+        return change(output) if when() else None
+
+    module.register_forward_hook(hook)
+
+
+def infinite_gradient(output: Tensor) -> Tensor:
+    """The same values, whose gradient comes back infinite."""
+    same = output.clone()
+    same.register_hook(lambda gradient: gradient * torch.inf)
+    return same
+
+
+def test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples(tmp_path: Path) -> None:
+    """P9, fault 40: in the loss, on one rank only, on a step that is not logged."""
+    plan = tiny.plan(logging=LoggingSpec(run_dir=tmp_path))
+
+    def main(context: ParallelContext) -> str:
+        now, calls, before = [0], [0], {}
+
+        def in_second_microbatch() -> bool:
+            calls[0] += 1
+            return now[0] == 2 and context.rank == 1 and calls[0] % 2 == 0
+
+        def spoil(trainer: Trainer, iteration: int) -> None:
+            if iteration == 1:
+                module = trainer.model.get_submodule("decoder.layers.1.self_attention.linear_proj")
+                spoiled_output(module, in_second_microbatch, lambda output: output * torch.nan)
+            if iteration == 2:
+                before.update(weights(trainer))
+                now[0] = 2
+            trainers.append(trainer)
+
+        trainers: list[Trainer] = []
+        with pytest.raises(NumericsProblem) as problem:
+            train(plan, context, spoil)
+        EXACT.check_all(weights(trainers[0]), before, "the weights of iteration 1")
+        return str(problem.value)
+
+    first, second = on_threads(ParallelSpec(world_size=2), main)
+    assert first.partition("; details")[0] == second.partition("; see metrics")[0]
+    assert "first not finite: the output of decoder.layers.1.self_attention.linear_proj, on rank 1" in first
+    # iteration 2 takes samples 8 to 15; rank 1 takes every second pair
+    assert "in samples 14, 15;" in first and "the weights are those of iteration 1" in first
+    report = json.loads((tmp_path / "crash" / "nonfinite-0000002.json").read_text())
+    assert report["iteration"] == 2 and report["numbers"]["loss"] == "nan"
+    assert [rank["samples"] for rank in report["ranks"]] == [[[8, 9], [12, 13]], [[10, 11], [14, 15]]]
+    assert [rank["bad_samples"] for rank in report["ranks"]] == [[], [14, 15]]
+
+
+def test_an_infinite_gradient_is_named_where_it_arose() -> None:
+    """P9, fault 40: in the gradient, with a finite loss."""
+
+    def spoil(trainer: Trainer, iteration: int) -> None:
+        if iteration == 3:
+            module = trainer.model.get_submodule("decoder.layers.1.self_attention.linear_proj")
+            spoiled_output(module, lambda: True, infinite_gradient)
+
+    with pytest.raises(NumericsProblem, match="iteration 3: loss [0-9.]+, gradient norm (inf|nan)") as problem:
+        train(tiny.plan(), ParallelContext.single(), spoil)
+    assert problem.value.code == ExitCode.NUMERICS
+    assert "first not finite: the gradient of the output of decoder.layers.1.self_attention.linear_proj" in str(
+        problem.value
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_expert_is_named_by_its_global_id(ranks: int) -> None:
+    """P9, fault 40: one expert, which only one expert-parallel rank holds."""
+
+    plan = tiny.plan(model=tiny.model(moe_spec=replace(tiny.moe(), dispatcher="alltoall")))
+
+    def main(context: ParallelContext) -> str:
+        def spoil(trainer: Trainer, iteration: int) -> None:
+            held = trainer.model.get_parameter(EXPERTS)
+            expert = 6 - held.boxes[0].offset[0]
+            if iteration == 2 and 0 <= expert < len(held):
+                held.data[expert, 3, 3] = torch.nan
+
+        with pytest.raises(NumericsProblem) as problem:
+            train(plan, context, spoil)
+        return str(problem.value)
+
+    for said in on_threads(ParallelSpec(world_size=ranks, ep=ranks), main):
+        assert f"first not finite: the weights of {EXPERTS} (expert 6), on rank {ranks - 1}" in said
+
+
+def test_a_bad_step_is_left_out_and_training_goes_on() -> None:
+    """P9: the step before and the step after count."""
+    seen: list[dict[str, Tensor]] = []
+
+    def spoil(trainer: Trainer, iteration: int) -> None:
+        seen.append(weights(trainer))
+        if iteration == 1:
+            spoiled_output(trainer.model.decoder, lambda: len(seen) == 2, lambda output: output * torch.nan)
+
+    trainer, _, said = train(tiny.plan(resilience=SKIP), ParallelContext.single(), spoil)
+    assert [line.partition(":")[0] for line in said] == ["iteration 2"] and "number 1 in a row" in said[0]
+    EXACT.check_all(seen[2], seen[1], "weights after the step that was left out")
+    assert int(trainer.optimizer.step_count) == 3
+    assert not torch.equal(seen[3]["output_layer.weight"], seen[2]["output_layer.weight"])
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
+    """P9."""
+
+    def spoil(trainer: Trainer, iteration: int) -> None:
+        if iteration == 2:
+            spoiled_output(trainer.model.decoder, lambda: True, lambda output: output * torch.nan)
+
+    plan = tiny.plan(resilience=replace(SKIP, most_skips=2))
+    with pytest.raises(NumericsProblem, match="iteration 3: .* iteration 2 in a row to be left out"):
+        train(plan, ParallelContext.single(), spoil, steps=8)
