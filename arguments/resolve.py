@@ -6,6 +6,7 @@ from typing import Any
 
 from arguments import derive
 from arguments.flags import Flags
+from arguments.groups.checkpoint import CheckpointFlags
 from arguments.resolve_model import model_spec
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import ModelSpec
@@ -324,7 +325,16 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
         keep_last=checkpoint.keep_last_checkpoints,
         upcycle=moe.moe_use_upcycling,
         upcycle_granularity=moe.moe_upcycling_granularity,
+        hf_interval=checkpoint.save_hf_interval,
+        hf_config=_hf_config(checkpoint),
     )
+
+
+def _hf_config(checkpoint: CheckpointFlags) -> Path | None:
+    """The folder whose config.json exports carry."""
+    asked = (checkpoint.load, checkpoint.pretrained_checkpoint)
+    folders = [place.removeprefix("hf:") for place in asked if place and place.startswith("hf:")]
+    return _path(checkpoint.save_hf_config or next(iter(folders), None))
 
 
 def _resilience(flags: Flags) -> ResilienceSpec:

@@ -3,9 +3,9 @@
     python tools/convert_checkpoint.py --load hf:models/Qwen3-30B-A3B --save checkpoints/qwen3
     python tools/convert_checkpoint.py --load runs/my/checkpoints --save hf:exports/my --hf-config models/Qwen3-30B-A3B
 
-Start from the first with `--pretrained-checkpoint checkpoints/qwen3`. All other words are flags of pretrain_moe.py; they
-win over config.json (to ours), or over the run that wrote the checkpoint (to Hugging Face). conversion.md
-beside the result lists every tensor. Exit code 0: done; 12: --compare-logits found a difference.
+Start from the first with `--pretrained-checkpoint checkpoints/qwen3`. All other words are flags of pretrain_moe.py and
+win over config.json (to ours), or over the run that wrote the checkpoint (to Hugging Face). conversion.md beside the
+result lists every tensor. Exit code 0: done; 12: --compare-logits found a difference.
 """
 
 import argparse

@@ -28,6 +28,25 @@ def missing_means_a_folder(
     return None
 
 
+def exports_have_a_place(
+    save_hf_interval: int | None,
+    save_hf_config: str | None,
+    save: str | None,
+    run_dir: str | None,
+    load: str | None,
+    pretrained_checkpoint: str | None,
+) -> Complaint:
+    """Exports stand beside the checkpoints, and carry a config.json that somebody must give."""
+    if save_hf_interval is None:
+        return None
+    if not save and not run_dir:
+        return f"--save-hf-interval {save_hf_interval} has no folder to write to", "give --save or --run-dir"
+    if not save_hf_config and not any((place or "").startswith("hf:") for place in (load, pretrained_checkpoint)):
+        remedy = "give --save-hf-config, a folder with the config.json of the model"
+        return f"--save-hf-interval {save_hf_interval} exports a model without a config.json", remedy
+    return None
+
+
 def wandb_run_has_a_name(wandb_project: str | None, wandb_exp_name: str | None) -> Complaint:
     """Runs of a W&B project are told apart by their names."""
     if wandb_project and not wandb_exp_name:
@@ -47,6 +66,7 @@ RULES = (
     saving_has_a_rhythm,
     step_belongs_to_a_folder,
     missing_means_a_folder,
+    exports_have_a_place,
     wandb_run_has_a_name,
     kernel_wishes_are_pairs,
 )

@@ -18,6 +18,12 @@ class CheckpointFlags:
     """Iterations between checkpoints. Not set: only when the run ends."""
     save_retain_interval: int | None = flag(None, status="not yet", harmless=True)
     """Keep only checkpoints of multiples of this."""
+    save_hf_interval: int | None = flag(None, least=1, status="ours")
+    """Iterations between exports as Hugging Face folders, into hf/ of the folder for checkpoints; also when the run
+    ends. Not set: none."""
+    save_hf_config: str | None = flag(None, status="ours")
+    """Folder whose config.json and tokenizer files the exports carry. Not set: the hf: folder of `--load` or
+    `--pretrained-checkpoint`."""
     keep_last_checkpoints: int | None = flag(None, least=1, status="ours")
     """Delete older checkpoints than the last so many. Not set: keep all."""
     load: str | None = flag(None, essential=True)

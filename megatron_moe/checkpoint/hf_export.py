@@ -5,10 +5,10 @@ at a time passes through memory. The folder appears whole or not at all.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,10 @@ def write_folder(
     template: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
     storage: Storage | None = None,
 ) -> None:
-    """Writes `folder`, which must not exist, aside and renames it.
+    """Writes `folder` aside and renames it. With `replace` it may exist.
 
     Args:
         values: of `export.tensors()`, one after the other.
@@ -111,7 +112,7 @@ def write_folder(
     """
     storage = storage or Storage()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
+    aside = folder.parent / f".tmp-{folder.name}"
     if aside.exists():
         storage.remove(aside)
     storage.make_dir(aside)
@@ -121,6 +122,8 @@ def write_folder(
         for path in companions(template):
             shutil.copyfile(path, aside / path.name)
         storage.sync_dir(aside)
+        if replace and folder.exists():
+            storage.remove(folder)
         storage.rename(aside, folder)
     except BaseException:
         storage.remove(aside)
@@ -184,7 +187,7 @@ def _copies(
     known = {counterpart.ours: counterpart for counterpart in counterparts}
     layers = range(len(published.layers), len(published.layers) + (spec.mtp.num_layers if spec.mtp else 0))
     return [
-        replace(known[ours], theirs=(f"model.layers.{layer}.{suffix}",))
+        changed(known[ours], theirs=(f"model.layers.{layer}.{suffix}",))
         for layer in layers
         for ours, suffix in of_layer.items()
     ]

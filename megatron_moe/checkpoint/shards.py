@@ -346,9 +346,15 @@ def overlaps(tensor: SavedTensor, piece: Piece) -> bool:
 
 
 def _intersection(box: Box, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(begin, end) in the global tensor of what both hold; None when nothing."""
-    begin = tuple(max(a, b) for a, b in zip(box.offset, piece.offset, strict=True))
-    ends = zip(box.offset, box.data.shape, piece.offset, piece.shape, strict=True)
+    return intersection(box.offset, tuple(box.data.shape), piece.offset, piece.shape)
+
+
+def intersection(
+    offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...], other_shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(begin, end) in the global tensor of what two blocks share; None when nothing."""
+    begin = tuple(max(a, b) for a, b in zip(offset, other_offset, strict=True))
+    ends = zip(offset, shape, other_offset, other_shape, strict=True)
     end = tuple(min(a + n, b + m) for a, n, b, m in ends)
     return (begin, end) if all(b < e for b, e in zip(begin, end, strict=True)) else None
 

@@ -4,7 +4,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def examine(path: Path) -> Examined:
     if named is not None and named.iteration != manifest.iteration:
         problems.append(f"{MANIFEST}: of iteration {manifest.iteration}, in the folder {path.name}")
     reader = FileReader(path, manifest.files)
-    _note(problems, lambda: reader.check_sizes())
+    _note(problems, reader.check_sizes)
     num_bytes = _examine_files(reader, manifest, problems) + _examine_pieces(reader, manifest, problems)
     known = {MANIFEST, *manifest.files}
     remarks = tuple(f"{entry.name}: not in the manifest" for entry in sorted(path.iterdir()) if entry.name not in known)
@@ -68,12 +68,12 @@ def verified(path: Path) -> tuple[Manifest, FileReader]:
 def _examine_files(reader: FileReader, manifest: Manifest, problems: list[str]) -> int:
     """Heads and texts. Returns the bytes read."""
     for name, entry in manifest.files.items():
-        if not _note(problems, lambda n=name, e=entry: reader.check(n, 0, e.head, e.crc32, "head")):
+        if not _note(problems, partial(reader.check, name, 0, entry.head, entry.crc32, "head")):
             continue
         if name.endswith(_SAFETENSORS):
-            _note(problems, lambda n=name: _check_header(n, reader.head(n), manifest))
+            _note(problems, partial(_check_header, name, reader, manifest))
         elif name == TRAIN_STATE:
-            _note(problems, lambda n=name: parse_json(reader.head(n), n))
+            _note(problems, partial(_check_text, name, reader))
     if TRAIN_STATE not in manifest.files:
         problems.append(f"{MANIFEST}: names no {TRAIN_STATE}")
     return sum(entry.head for entry in manifest.files.values())
@@ -85,13 +85,18 @@ def _examine_pieces(reader: FileReader, manifest: Manifest, problems: list[str])
         for piece in entry.pieces:
             size = entry.num_bytes(piece)
             what = key if piece.shape == entry.shape else f"{key} at {list(piece.offset)}"
-            _note(problems, lambda p=piece, s=size, w=what: reader.check(p.file, p.start, s, p.crc32, w))
+            _note(problems, partial(reader.check, piece.file, piece.start, size, piece.crc32, what))
             num_bytes += size
     return num_bytes
 
 
-def _check_header(name: str, head: bytes, manifest: Manifest) -> None:
+def _check_text(name: str, reader: FileReader) -> None:
+    parse_json(reader.head(name), name)
+
+
+def _check_header(name: str, reader: FileReader, manifest: Manifest) -> None:
     """The header of a safetensors file says of every piece what the manifest says. Raises Corrupt."""
+    head = reader.head(name)
     (length,) = struct.unpack_from("<Q", head) if len(head) >= 8 else (0,)
     if length != len(head) - 8:
         raise Corrupt(f"{name}: header: its length is {length}, the manifest has room for {len(head) - 8}")
@@ -102,9 +107,9 @@ def _check_header(name: str, head: bytes, manifest: Manifest) -> None:
         (piece.start, entry.dtype, list(piece.shape))
         for entry in manifest.tensors.values()
         for piece in entry.pieces
-        if piece.file == name and prod(piece.shape)
+        if piece.file == name and 0 not in piece.shape
     )
-    if [place for place in theirs if prod(place[2])] != ours:
+    if [place for place in theirs if 0 not in place[2]] != ours:
         raise Corrupt(f"{name}: header: it does not describe the {len(ours)} pieces that the manifest has there")
 
 

@@ -165,6 +165,10 @@ class CheckpointSpec:
     keep_last: int | None = None
     upcycle: bool = False
     upcycle_granularity: int = 1
+    hf_interval: int | None = None
+    """Iterations between exports as Hugging Face folders; None: no exports."""
+    hf_config: Path | None = None
+    """Folder whose config.json and tokenizer files the exports carry."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from megatron_moe.parallel.parameter import Parameter, named_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProblem
 from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.exports import Exports
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
 from megatron_moe.train.upcycle import load_upcycled
@@ -42,6 +43,7 @@ class Checkpoints:
         self._reporter = reporter
         self._status = status
         self._last_saved: int | None = None
+        self._exports = Exports.of(plan, context, reporter)
 
     def restore(self, loader: TrainLoader | None) -> TrainState:
         """Loads what `--save`, `--load` and their kin say, and puts the loader where the run left off.
@@ -59,16 +61,20 @@ class Checkpoints:
         return state
 
     def due(self, iteration: int) -> bool:
-        """A checkpoint follows this iteration."""
-        interval = self._plan.checkpoint.save_interval
-        return bool(self._saver and interval and iteration % interval == 0)
+        """A checkpoint or an export follows this iteration."""
+        spec = self._plan.checkpoint
+        return bool(self._saver) and (_divides(spec.save_interval, iteration) or _divides(spec.hf_interval, iteration))
 
     def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
-        if self.due(state.iteration):
+        spec = self._plan.checkpoint
+        if _divides(spec.save_interval, state.iteration):
             self.save(state, loader)
+        if _divides(spec.hf_interval, state.iteration):
+            self._export(state)
 
     def save_last(self, state: TrainState, loader: TrainLoader | None) -> None:
-        """The checkpoint at the end of the run. Raises SaveProblem when it cannot be written."""
+        """The checkpoint at the end of the run, and the export. Raises SaveProblem when there is no checkpoint."""
+        self._export(state)
         self.save(state, loader)
         if self._saver is not None and self._last_saved != state.iteration:
             raise SaveProblem(
@@ -112,6 +118,10 @@ class Checkpoints:
                 f"  successfully saved checkpoint from iteration {state.iteration:7d} to {path} "
                 f"in {self._saver.last_seconds:.1f} s"
             )
+
+    def _export(self, state: TrainState) -> None:
+        if self._exports is not None:
+            self._exports.save(state.iteration, saved_tensors(self._trainer, optimizer=False))
 
     def _restore_from(self, source: Source, loader: TrainLoader | None) -> TrainState:
         trainer, say = self._trainer, self._reporter.note
@@ -161,6 +171,10 @@ class Checkpoints:
             "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "
             "samples changed): samples may repeat or be left out"
         ]
+
+
+def _divides(interval: int | None, iteration: int) -> bool:
+    return bool(interval) and iteration % interval == 0
 
 
 def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:

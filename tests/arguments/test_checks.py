@@ -427,6 +427,20 @@ CASES = (
     Case("saving_has_a_rhythm", "--save x", "does not say how often", "--save x --save-interval 1", "--save-interval"),
     Case("step_belongs_to_a_folder", "--ckpt-step 3", "no folder", "--ckpt-step 3 --load x", "--run-dir"),
     Case(
+        "exports_have_a_place",
+        "--save-hf-interval 5",
+        "no folder to write to",
+        "--save-hf-interval 5 --run-dir x --load hf:y",
+        "--save or --run-dir",
+    ),
+    Case(
+        "exports_have_a_place",
+        "--save-hf-interval 5 --run-dir x --load y",
+        "without a config.json",
+        "--save-hf-interval 5 --run-dir x --save-hf-config y",
+        "--save-hf-config",
+    ),
+    Case(
         "missing_means_a_folder",
         "--exit-on-missing-checkpoint",
         "no folder is given",
