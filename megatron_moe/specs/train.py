@@ -209,16 +209,16 @@ class ResilienceSpec:
 
     exit_signals: tuple[str, ...] = ()
     """Names of signals on which all ranks save and leave; none: signals do to the process what they always do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopSpec:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What follows a loss or gradient that is not finite. The weights never see it."""
     most_skips: int = 3
     """So many steps skipped in a row end the run."""
     report_spiky_loss: bool = False
     report_large_grads: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSpec:
     """How long to train and when to evaluate or leave."""
 
     train_iters: int
