@@ -1,53 +1,29 @@
 """torch_native against the reference: fp32 to rounding, bf16 as close to fp64 as plain torch is; sizes of all kinds."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import autograd, choose, reference
+from megatron_moe.kernels import autograd, choose
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.ops import Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec
 from megatron_moe.specs.run import KernelSpec
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, Tolerance
+from tests import kernel_comparison
+from tests.kernel_comparison import BARS, REFERENCE, draw
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
-REFERENCE = reference.bundle()
 NATIVE = choose.choose(KernelSpec(backend="torch_native"), torch.device("cpu"), torch.float32)
-BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
 DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
 KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Result and input gradients, for a fixed incoming gradient."""
-    leaves = [x.to(dtype).requires_grad_() for x in inputs]
-    out = function(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out.dtype))
-    return [out.detach(), *grads]
-
-
-def compare(op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """torch_native in `dtype` against the reference in fp64 on the same rounded inputs. In bf16 it may also be off by
-    twice what the reference itself is off in bf16."""
-    rounded = [x.to(dtype) for x in inputs]
-    actual = with_gradients(op(NATIVE), rounded, dtype)
-    exact = with_gradients(op(REFERENCE), rounded, torch.float64)
-    plain = with_gradients(op(REFERENCE), rounded, dtype)
-    for number, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
-        what = "result" if number == 0 else f"gradient {number}"
-        assert a.dtype is p.dtype, f"{what}: {a.dtype}, the contract says {p.dtype}"
-        slack = 2 * float((p.double() - e).abs().max()) if e.numel() else 0.0
-        bar = BARS[dtype]
-        Tolerance(bar.rtol, max(bar.atol, slack), bar.why).check(a, e, what)
+compare = partial(kernel_comparison.compare, NATIVE)
 
 
 @DTYPES

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Fit, Judgement
 from megatron_moe.kernels.ops import Operand, RowIndex, internal_dtype
+from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec
@@ -259,39 +260,13 @@ def bf16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    if index.rows_TK is None:
-        return reference.permute(tokens_TH, index)
-    out: Tensor = _Permute.apply(tokens_TH, index)  # type: ignore[no-untyped-call]
-    return out
+    """See `Kernels.permute`."""
+    return RowCopies(_gather_rows, _sum_choices).permute(tokens_TH, index)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
-    if index.rows_TK is None:
-        return reference.unpermute(rows_RH, index, num_tokens)
-    out: Tensor = _Unpermute.apply(rows_RH, index)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens_TH: Tensor, index: RowIndex) -> Tensor:
-        ctx.index = index
-        return _gather_rows(tokens_TH, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum_choices(grads[0], ctx.index), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, index: RowIndex) -> Tensor:
-        ctx.index = index
-        return _sum_choices(rows_RH, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather_rows(grads[0], ctx.index), None
+    """See `Kernels.unpermute`."""
+    return RowCopies(_gather_rows, _sum_choices).unpermute(rows_RH, index, num_tokens)
 
 
 def _gather_rows(tokens_TH: Tensor, index: RowIndex) -> Tensor:

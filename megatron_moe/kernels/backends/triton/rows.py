@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.row_copies import RowCopies
 
 SORT_TILE = 8192
 """Choices times experts that one program of the sort compares at a time."""
@@ -59,18 +60,12 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     """See `Kernels.permute`."""
-    if index.rows_TK is None:
-        return reference.permute(tokens_TH, index)
-    out: Tensor = _Permute.apply(tokens_TH, index)  # type: ignore[no-untyped-call]
-    return out
+    return RowCopies(_gather, _sum).permute(tokens_TH, index)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
     """See `Kernels.unpermute`."""
-    if index.rows_TK is None:
-        return reference.unpermute(rows_RH, index, num_tokens)
-    out: Tensor = _Unpermute.apply(rows_RH, index)  # type: ignore[no-untyped-call]
-    return out
+    return RowCopies(_gather, _sum).unpermute(rows_RH, index, num_tokens)
 
 
 def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
@@ -79,28 +74,6 @@ def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
         return reference.gather_probs(probs, index)
     out: Tensor = _GatherProbs.apply(probs, index)  # type: ignore[no-untyped-call]
     return out
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens_TH: Tensor, index: RowIndex) -> Tensor:
-        ctx.index = index
-        return _gather(tokens_TH, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grads[0], ctx.index), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, index: RowIndex) -> Tensor:
-        ctx.index = index
-        return _sum(rows_RH, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grads[0], ctx.index), None
 
 
 class _GatherProbs(torch.autograd.Function):

@@ -1,0 +1,55 @@
+"""Permute and unpermute with their gradients, from the two copies of a backend: each is the other's backward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference_routing as reference
+from megatron_moe.kernels.ops import RowIndex
+
+
+@dataclass(frozen=True)
+class RowCopies:
+    """How a backend moves rows; only asked where the index knows the rows of every choice."""
+
+    gather: Callable[[Tensor, RowIndex], Tensor]
+    """[T, H] -> [R, H], zeros in rows that hold nothing."""
+    add: Callable[[Tensor, RowIndex], Tensor]
+    """[R, H] -> [T, H], one token's rows added in the internal dtype."""
+
+    def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
+        """See `Kernels.permute`; the dense form is plain torch."""
+        if index.rows_TK is None:
+            return reference.permute(tokens_TH, index)
+        return _Permute.apply(tokens_TH, index, self)  # type: ignore[no-untyped-call,no-any-return]
+
+    def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
+        """See `Kernels.unpermute`; the dense form is plain torch."""
+        if index.rows_TK is None:
+            return reference.unpermute(rows_RH, index, num_tokens)
+        return _Unpermute.apply(rows_RH, index, self)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_TH: Tensor, index: RowIndex, copies: RowCopies) -> Tensor:
+        ctx.index, ctx.copies = index, copies
+        return copies.gather(tokens_TH, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.copies.add(grads[0], ctx.index), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RH: Tensor, index: RowIndex, copies: RowCopies) -> Tensor:
+        ctx.index, ctx.copies = index, copies
+        return copies.add(rows_RH, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.copies.gather(grads[0], ctx.index), None, None

@@ -1,0 +1,42 @@
+"""A backend's op against the reference, result and gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from tests.tolerances import BF16_KERNEL, FP32_REF, Tolerance
+
+REFERENCE = reference.bundle()
+BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Result and input gradients, for a fixed incoming gradient."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out.dtype))
+    return [out.detach(), *grads]
+
+
+def compare(
+    kernels: Any, op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """`kernels` in `dtype` against the reference in fp64 on the same rounded inputs. In bf16 it may also be off by
+    twice what the reference itself is off in bf16."""
+    rounded = [x.to(dtype) for x in inputs]
+    actual = with_gradients(op(kernels), rounded, dtype)
+    exact = with_gradients(op(REFERENCE), rounded, torch.float64)
+    plain = with_gradients(op(REFERENCE), rounded, dtype)
+    for number, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
+        what = "result" if number == 0 else f"gradient {number}"
+        assert a.dtype is p.dtype, f"{what}: {a.dtype}, the contract says {p.dtype}"
+        slack = 2 * float((p.double() - e).abs().max()) if e.numel() else 0.0
+        bar = BARS[dtype]
+        Tolerance(bar.rtol, max(bar.atol, slack), bar.why).check(a, e, what)
