@@ -1,14 +1,67 @@
 """Parallel folding: every legal fold of every world up to 64 ranks."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import prod
 
+import numpy as np
 import pytest
 
-from megatron_moe.specs.grid import FoldError, Grid, all_groups, attention_grid, expert_grid
+from megatron_moe.specs.grid import (
+    ATTENTION_GROUPS,
+    EXPERT_GROUPS,
+    FoldError,
+    Grid,
+    all_groups,
+    attention_grid,
+    expert_grid,
+)
 from megatron_moe.specs.parallel import ParallelSpec
 
-POWERS = (1, 2, 4, 8, 16, 32, 64)
+WORLDS = range(1, 65)
+NUM_FOLDS = 27_642
+"""Pairs of an attention grid and an expert grid with as many stages, over all these worlds."""
+Split = tuple[int, int, int]
+"""(tp, cp, pp) of attention or (etp, ep, pp) of experts."""
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def splits(world: int) -> Iterator[Split]:
+    """Every one that divides the world."""
+    for pp in divisors(world):
+        for first in divisors(world // pp):
+            for second in divisors(world // pp // first):
+                yield first, second, pp
+
+
+def attention_of(world: int, split: Split) -> Grid:
+    tp, cp, pp = split
+    return attention_grid(ParallelSpec(world_size=world, tp=tp, cp=cp, pp=pp))
+
+
+def experts_of(world: int, split: Split) -> Grid:
+    etp, ep, pp = split
+    return expert_grid(ParallelSpec(world_size=world, etp=etp, ep=ep, pp=pp))
+
+
+def groups_of_box(sizes: dict[str, int], members: tuple[str, ...]) -> set[tuple[int, ...]]:
+    """Groups over some axes when ranks 0, 1, 2 ... fill a box; the first of `sizes` varies fastest."""
+    axes = [*reversed(sizes)]
+    box = np.arange(prod(sizes.values())).reshape([sizes[axis] for axis in axes])
+    inside = [place for place, axis in enumerate(axes) if axis in members]
+    rows = np.moveaxis(box, inside, range(-len(inside), 0)).reshape(-1, prod(sizes[axis] for axis in members))
+    return {tuple(row) for row in rows.tolist()}
+
+
+def check_cover(spec: ParallelSpec) -> None:
+    """Every rank stands in one group of each name."""
+    everyone = list(range(spec.world_size))
+    for name, groups in all_groups(spec).items():
+        assert sorted(rank for group in groups for rank in group) == everyone, (name, spec)
 
 
 def test_dynamic_context_parallelism_has_groups_of_every_power_of_two():
@@ -41,13 +94,59 @@ def test_the_first_axis_varies_fastest():
     assert grid.groups(["dp"]) == [(0, 2, 4), (1, 3, 5)]
 
 
-def test_every_group_list_covers_the_world_once_in_every_fold():
-    for world, tp, pp, cp, ep, etp in product((1, 2, 6, 8, 16), (1, 2, 4), (1, 2, 4), (1, 2), POWERS[:5], (1, 2)):
-        if world % (tp * pp * cp) or world % (etp * ep * pp):
-            continue
-        spec = ParallelSpec(world_size=world, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
-        for name, groups in all_groups(spec).items():
-            assert sorted(rank for group in groups for rank in group) == list(range(world)), (name, spec)
+@pytest.mark.parametrize(
+    ("grid_of", "names", "groups"),
+    [
+        (attention_of, ("tp", "cp", "dp", "pp"), ATTENTION_GROUPS),
+        (experts_of, ("tp", "ep", "dp", "pp"), EXPERT_GROUPS),
+    ],
+    ids=["attention", "experts"],
+)
+def test_groups_of_every_grid_of_every_world_are_those_of_a_box(grid_of, names, groups):
+    for world in WORLDS:
+        for first, second, pp in splits(world):
+            dp = world // (first * second * pp)
+            sizes = dict(zip(names, (first, second, dp, pp), strict=True))
+            grid = grid_of(world, (first, second, pp))
+            for name, members in groups:
+                assert set(grid.groups(members)) == groups_of_box(sizes, members), (name, sizes)
+
+
+def test_all_grids_of_as_many_stages_have_the_same_pipelines_so_that_every_two_fold():
+    num_folds = 0
+    for world in WORLDS:
+        for pp in divisors(world):
+            chosen = [split for split in splits(world) if split[2] == pp]
+            grids = [make(world, split) for make in (attention_of, experts_of) for split in chosen]
+            assert len({frozenset(grid.groups(("pp",))) for grid in grids}) == 1, (world, pp)
+            num_folds += len(chosen) ** 2
+    assert num_folds == NUM_FOLDS
+
+
+def test_every_group_list_covers_the_world_once():
+    for world in (1, 6, 8, 12):
+        for (tp, cp, pp), (etp, ep, stages) in product(splits(world), repeat=2):
+            if stages == pp:
+                check_cover(ParallelSpec(world_size=world, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep))
+
+
+@pytest.mark.slow
+def test_every_fold_of_every_world_has_its_groups_in_both_orders_or_is_refused():
+    num_folds = 0
+    for world in WORLDS:
+        for (tp, cp, pp), (etp, ep, stages) in product(splits(world), repeat=2):
+            if stages != pp:
+                continue
+            num_folds += 1
+            spec = ParallelSpec(world_size=world, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
+            check_cover(spec)
+            stages_inside = replace(spec, order="tp-cp-ep-pp-dp")
+            if tp * cp == etp * ep or pp == 1:
+                check_cover(stages_inside)
+            else:
+                with pytest.raises(FoldError, match="ranks apart for experts"):
+                    all_groups(stages_inside)
+    assert num_folds == NUM_FOLDS
 
 
 def test_expert_parallelism_may_exceed_data_parallelism():
