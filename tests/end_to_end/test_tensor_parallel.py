@@ -11,7 +11,12 @@ from tests.tolerances import FP64_LAYOUT
 
 FLAGS = "--fp64 --train-iters 4 --eval-interval 4 --save-interval 2 --padded-vocab-size 272 --qk-layernorm".split()
 RANKS = "--tensor-model-parallel-size 2 --sequence-parallel --moe-token-dispatcher-type alltoall".split()
-FIGURES = ("lm loss", "load_balancing_loss", "grad-norm", "lm loss validation")
+EVERY_STEP = (
+    "lm loss",
+    "load_balancing_loss",
+    *("grad-norm", "grad-norm dense", "grad-norm experts", "grad-norm router"),
+)
+FIGURES = (*EVERY_STEP, "lm loss validation")
 
 
 def figures(run: Path, first: int = 1) -> dict[str, list[Any]]:
@@ -27,7 +32,7 @@ def test_two_ranks_log_what_one_does_and_one_goes_on_from_their_checkpoint(data:
     assert main(arguments(data, later, *FLAGS, "--load", str(two / "checkpoints")), {}) == ExitCode.OK
     expected = figures(one)
     assert all(expected[name] for name in FIGURES)
-    for name in ("lm loss", "load_balancing_loss", "grad-norm"):
+    for name in EVERY_STEP:
         joined = figures(two)[name] + figures(later, first=3)[name]
         FP64_LAYOUT.check(joined, expected[name], name)
     FP64_LAYOUT.check(figures(later)["lm loss validation"][-1], expected["lm loss validation"][-1], "validation")

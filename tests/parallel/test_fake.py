@@ -26,6 +26,9 @@ FOLDS = {
     "experts beyond data parallelism": ParallelSpec(
         world_size=1024, tp=4, cp=2, pp=4, ep=64, etp=2, sequence_parallel=True
     ),
+    "experts over eight times data parallelism": ParallelSpec(
+        world_size=256, tp=4, cp=2, pp=4, ep=64, sequence_parallel=True
+    ),
     "pipeline before data": ParallelSpec(
         world_size=1024, tp=8, pp=8, ep=8, sequence_parallel=True, order="tp-cp-ep-pp-dp"
     ),
@@ -55,7 +58,7 @@ def groups_of(spec: ParallelSpec, rank: int) -> dict[str, tuple[tuple[int, ...],
 @pytest.mark.parametrize("fold", FOLDS)
 def test_members_of_a_group_agree_on_it(fold):
     spec = FOLDS[fold]
-    for rank in (0, 517, 1023):
+    for rank in (0, spec.world_size // 2 + 5, spec.world_size - 1):
         for name, (ranks, index) in groups_of(spec, rank).items():
             assert ranks[index] == rank
             for mate in {ranks[0], ranks[len(ranks) // 2], ranks[-1]} - {rank}:
@@ -121,6 +124,17 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
         assert all(parameter.is_meta for parameter in parameters)
         held = sum(parameter.numel() for parameter in parameters)
         assert 1.0e9 < held < 2.6e9, f"rank {rank} holds {held:,} parameters"
+
+
+def test_a_model_is_built_where_expert_parallelism_exceeds_data_parallelism():
+    """Kimi-K2's 384 experts over 64 ranks, of which attention makes TP 4, CP 2 and DP 8 in each of 4 stages."""
+    spec = over_ranks(zoo.model_spec(next(row for row in zoo.zoo_rows() if str(row) == "Kimi-K2")))
+    fold = FOLDS["experts over eight times data parallelism"]
+    for rank in (0, 133, 255):
+        with playing(fold, rank) as context:
+            held = dict(stage_of(spec, context).named_parameters())
+        (experts, *_) = [each for name, each in held.items() if name.endswith("experts.linear_fc1.weight")]
+        assert experts.shape[0] == 384 // 64, f"experts of rank {rank}"
 
 
 def owned(parameter: Parameter, context: ParallelContext) -> bool:
