@@ -127,20 +127,6 @@ def load(
     raise CheckpointProblem(_nothing_verifies(source, reasons))
 
 
-def verify(path: Path) -> list[str]:
-    """Reads every byte of a checkpoint; the list of what is wrong with it, empty when all is well."""
-    try:
-        manifest, reader = _open(path)
-        for name in manifest.files:
-            reader.head(name)
-        for key, entry in manifest.tensors.items():
-            for piece in entry.pieces:
-                reader.piece(key, entry, piece)
-    except (Corrupt, TooNew) as problem:
-        return [str(problem)]
-    return []
-
-
 @dataclass(frozen=True)
 class _Refusal:
     """Why an undamaged checkpoint cannot be used."""

@@ -54,6 +54,11 @@ def examine(path: Path) -> Examined:
     return Examined(path, manifest, tuple(dict.fromkeys(problems)), remarks, num_bytes)
 
 
+def verify(path: Path) -> list[str]:
+    """All that is wrong with a checkpoint; empty when every byte is as it was written."""
+    return list(examine(path).problems)
+
+
 def verified(path: Path) -> tuple[Manifest, FileReader]:
     """A checkpoint of which every byte has just been read and verified, to be read through `FileReader.mapped`.
 

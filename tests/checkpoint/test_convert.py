@@ -15,9 +15,9 @@ from megatron_moe.checkpoint.convert import Report, from_hf, to_hf
 from megatron_moe.checkpoint.hf_export import Export, shards, write_folder
 from megatron_moe.checkpoint.hf_folder import HFFolder, read_config
 from megatron_moe.checkpoint.huggingface import load_hf, weight_tensors
-from megatron_moe.checkpoint.load import verify
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint.format import FileEntry, Piece, TensorEntry, checksum, decode, encode
-from megatron_moe.checkpoint.load import Loaded, find, load, verify
+from megatron_moe.checkpoint.load import Loaded, find, load
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
 from megatron_moe.specs.parallel import ParallelSpec

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_moe.checkpoint.load import find, load, verify
+from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs import params
 from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, SaveProblem

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.load import verify
 from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
 from tests.checkpoint_files import (
     FaultyStorage,

@@ -1,45 +1,17 @@
 """A run that is told to leave: all ranks after the same iteration, with a checkpoint, and a code that says so."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.load import verify
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.specs.exitcodes import ExitCode
 from tests.end_to_end.tiny_run import arguments
-from tests.ranks import REPOSITORY, free_port, run_program
+from tests.faults.processes import TIMEOUT, read_until, start, status
+from tests.ranks import free_port, run_program
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0", "--exit-signal-handler")
-TIMEOUT = 120
-
-
-def start(argv: list[str], rank: int = 0, world_size: int = 1, port: int = 0) -> subprocess.Popen:
-    """One rank, as a launcher would start it."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    launched = {name: str(value) for name, value in place.items()} if world_size > 1 else {}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **launched}
-    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *argv]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def read_until(process: subprocess.Popen, words: str) -> str:
-    """Reads what the process says up to the line with these words."""
-    said = ""
-    for line in process.stdout:
-        said += line
-        if words in line:
-            return said
-    raise AssertionError(f"ended without saying {words!r}: {said[-3000:]}")
-
-
-def status(run: Path) -> dict:
-    return json.loads((run / "status.json").read_text())
 
 
 def saved(run: Path) -> list[int]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.load import verify
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.specs.exitcodes import ExitCode
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.checkpoint.test_huggingface import change_config, tensors_in

@@ -9,8 +9,8 @@ import torch
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
 from megatron_moe.checkpoint.folder import list_checkpoints
-from megatron_moe.checkpoint.load import verify
 from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext

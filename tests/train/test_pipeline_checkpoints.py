@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint.format import decode
-from megatron_moe.checkpoint.load import find, load, verify
+from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.model import MTPSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec

@@ -1,0 +1,98 @@
+"""tools/inspect_checkpoint.py: what is in a checkpoint, and how two differ."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.statistics import OpenCheckpoint
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import ExitCode
+from tests.checkpoint_files import flip_bit, saved_folder
+from tests.tolerances import FP64_LAYOUT
+from tools.inspect_checkpoint import main
+
+RUN = """model:
+  num-layers: 4                                         # recipe.yaml
+  hidden-size: 32                                       # default
+"""
+
+
+def save(folder: Path, iteration: int, tensors: dict[str, SavedTensor], run: str = RUN) -> Path:
+    saver = Saver(folder, ParallelContext.single(), say=lambda line: None)
+    path = saver.save(iteration, tensors, {}, texts={"run.yaml": run})
+    saver.close()
+    assert path is not None
+    return path
+
+
+def in_two(tensor: torch.Tensor) -> SavedTensor:
+    upper, lower = tensor[:2], tensor[2:]
+    return SavedTensor(tuple(tensor.shape), (Box((0, 0), upper), Box((2, 0), lower)))
+
+
+def test_the_table_has_every_tensor_with_its_norm(tmp_path: Path, capsys):
+    weight = torch.full((5, 4), 3.0)
+    weight[4, 3] = torch.nan
+    save(tmp_path, 7, {"model.a": in_two(weight), "exp_avg.a": SavedTensor.whole(torch.zeros(5, 4).double())})
+    assert main([str(tmp_path)]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert "iteration 7" in lines[0] and lines[1] == "layout: tp 1 cp 1 dp 1 pp 1 ep 1 etp 1 edp 1"
+    assert "settings that were given:" in lines and "  num-layers: 4" in lines
+    assert not any("hidden-size" in line for line in lines)
+    rows = {line.split()[0]: line.split()[1:] for line in lines[-2:]}
+    assert rows["model.a"] == ["F32", "5x4", "2", f"{3 * 19**0.5:.6g}", f"{3 * (19 / 20) ** 0.5:.4g}", "3", "1"]
+    assert rows["exp_avg.a"][:3] == ["F64", "5x4", "1"]
+
+
+def test_statistics_are_those_of_all_pieces_together(tmp_path: Path):
+    weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = OpenCheckpoint(save(tmp_path, 1, {"model.a": in_two(weight)})).statistics("model.a")
+    FP64_LAYOUT.check(torch.tensor(found.norm, dtype=torch.float64), weight.norm(), "norm")
+    assert found.largest == float(weight.abs().max()) and found.num_elements == 20
+
+
+def test_names_can_be_chosen_and_norms_left_out(tmp_path: Path, capsys):
+    saved_folder(tmp_path, 1)
+    assert main([str(tmp_path), "--only", r"^model\..*bias", "--no-norms"]) == ExitCode.OK
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [row.split() for row in table] == [
+        ["tensor", "type", "shape", "pieces"],
+        ["model.decoder.layers.0.mlp.router.expert_bias", "F32", "3", "1"],
+    ]
+
+
+def test_a_checkpoint_equals_itself_in_other_pieces(tmp_path: Path, capsys):
+    weight = torch.arange(20.0).view(5, 4)
+    weight[0, 0] = torch.nan
+    one = save(tmp_path / "a", 1, {"model.a": in_two(weight)})
+    other = save(tmp_path / "b", 1, {"model.a": SavedTensor.whole(weight)})
+    assert main([str(one), "--against", str(other)]) == ExitCode.OK
+    assert main([str(other), "--against", str(one)]) == ExitCode.OK
+    assert capsys.readouterr().out.count("1 of 1 tensors are equal") == 2
+
+
+def test_differences_are_told_tensor_by_tensor(tmp_path: Path, capsys):
+    weight = torch.full((5, 4), 2.0)
+    changed = weight.clone()
+    changed[4, 1] = 2.5
+    same = {"model.same": SavedTensor.whole(weight)}
+    one = {"model.a": in_two(weight), "model.b": SavedTensor.whole(weight), "model.c": SavedTensor.whole(weight)}
+    other = {"model.a": SavedTensor.whole(changed), "model.b": SavedTensor.whole(weight.double())}
+    save(tmp_path / "a", 1, {**one, **same, "model.d": SavedTensor.whole(weight)})
+    save(tmp_path / "b", 2, {**other, **same, "model.d": SavedTensor.whole(weight[:3])}, RUN.replace("4 ", "8 "))
+    assert main([str(tmp_path / "a"), "--against", str(tmp_path / "b")]) == ExitCode.DRIFT
+    said = capsys.readouterr().out
+    assert "num-layers: 4, there 8" in said and "1 of 5 tensors are equal" in said
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines() if line.startswith("model.")}
+    assert rows["model.a"].split() == ["values", "0.5", f"{0.5 / 80**0.5:.4g}"]
+    assert rows["model.b"].startswith("type F32 and F64") and rows["model.d"].startswith("shape [5, 4] and [3, 4]")
+    assert rows["model.c"].startswith(f"missing in {tmp_path / 'b'}")
+
+
+def test_a_damaged_tensor_is_not_shown(tmp_path: Path, capsys):
+    path = saved_folder(tmp_path, 1) / "iter_0000001"
+    flip_bit(next(path.glob("model*")), -1, 2)
+    assert main([str(path)]) == ExitCode.CHECKPOINT
+    assert "crc32 is" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""What is in a checkpoint: `python tools/inspect_checkpoint.py runs/my/checkpoints [--against OTHER]`
+
+Iteration, layout that wrote it, settings of the run, and a table of all tensors with norms. With `--against` how two
+checkpoints differ. Exit code 0: shown, or equal; 12: they differ; 5: damaged or not there.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_moe.checkpoint.folder import as_checkpoint, list_checkpoints
+from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
+from megatron_moe.checkpoint.statistics import Difference, OpenCheckpoint
+from megatron_moe.checkpoint.verify import sizes_by_kind
+from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
+
+_HEADINGS = ("tensor", "type", "shape", "pieces", "norm", "rms", "largest", "not finite")
+_SETTING = re.compile(r"\s+(?P<name>[a-z0-9-]+): (?P<value>.*?)\s+# (?P<origin>.*)")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        checkpoint = OpenCheckpoint(_newest(options.checkpoint))
+        if options.against is not None:
+            return int(_compare(checkpoint, OpenCheckpoint(_newest(options.against)), options.only))
+        for line in _facts(checkpoint, every=options.settings):
+            print(line)
+        _print_table(_rows(checkpoint, options.only, norms=not options.no_norms))
+    except CheckpointProblem as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    return int(ExitCode.OK)
+
+
+def _newest(folder: Path) -> Path:
+    found = [each for each in (as_checkpoint(folder),) if each is not None and folder.is_dir()]
+    found += [*list_checkpoints(folder), *list_checkpoints(folder / RUN_FOLDER_CHECKPOINTS)]
+    if not found:
+        raise CheckpointProblem(f"{folder} holds no checkpoint iter_NNNNNNN; give a checkpoint or a folder of them")
+    return found[0].path
+
+
+def _facts(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
+    manifest = checkpoint.manifest
+    sizes = ", ".join(f"{kind} {size / 1e9:.3f} GB" for kind, size in sizes_by_kind(manifest).items())
+    yield f"{checkpoint.path}: iteration {manifest.iteration}, written by {manifest.writer}"
+    yield f"layout: {' '.join(f'{axis} {size}' for axis, size in manifest.ranks.items())}"
+    yield f"{len(manifest.tensors)} tensors in {len(manifest.files)} files: {sizes}"
+    settings = _settings(checkpoint)
+    given = {name: value for name, (value, origin) in settings.items() if every or origin != "default"}
+    yield f"settings{'' if every else ' that were given'}:" if given else "no settings of a run"
+    for name, value in given.items():
+        yield f"  {name}: {value}"
+    yield ""
+
+
+def _settings(checkpoint: OpenCheckpoint) -> dict[str, tuple[str, str]]:
+    """Value and origin by name, from run.yaml."""
+    lines = (checkpoint.text("run.yaml") or "").splitlines()
+    found = [match for line in lines if (match := _SETTING.fullmatch(line))]
+    return {match["name"]: (match["value"], match["origin"]) for match in found}
+
+
+def _rows(checkpoint: OpenCheckpoint, only: str, *, norms: bool) -> Iterator[tuple[str, ...]]:
+    yield _HEADINGS if norms else _HEADINGS[:4]
+    for key, entry in checkpoint.manifest.tensors.items():
+        if not re.search(only, key):
+            continue
+        row = (key, entry.dtype, "x".join(map(str, entry.shape)) or "scalar", str(len(entry.pieces)))
+        if norms:
+            found = checkpoint.statistics(key)
+            row += (f"{found.norm:.6g}", f"{found.rms:.4g}", f"{found.largest:.4g}", str(found.num_nonfinite))
+        yield row
+
+
+def _compare(mine: OpenCheckpoint, theirs: OpenCheckpoint, only: str) -> ExitCode:
+    print(f"{mine.path}: iteration {mine.manifest.iteration}\n{theirs.path}: iteration {theirs.manifest.iteration}")
+    ours, others = _settings(mine), _settings(theirs)
+    for name in sorted({*ours, *others}):
+        here, there = ours.get(name, ("-", ""))[0], others.get(name, ("-", ""))[0]
+        if here != there:
+            print(f"  {name}: {here}, there {there}")
+    keys = [key for key in dict.fromkeys((*mine.manifest.tensors, *theirs.manifest.tensors)) if re.search(only, key)]
+    differing = [found for key in keys if (found := mine.difference(key, theirs))]
+    if differing:
+        _print_table([("tensor", "what", "largest", "relative"), *map(_difference_row, differing)])
+    print(f"{len(keys) - len(differing)} of {len(keys)} tensors are equal")
+    return ExitCode.DRIFT if differing else ExitCode.OK
+
+
+def _difference_row(found: Difference) -> tuple[str, ...]:
+    figures = (f"{found.largest:.4g}", f"{found.relative:.4g}") if found.what == "values" else ("-", "-")
+    return (found.key, found.what, *figures)
+
+
+def _print_table(rows: Sequence[tuple[str, ...]] | Iterator[tuple[str, ...]]) -> None:
+    table = list(rows)
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        left = [f"{cell:<{width}}" for cell, width in zip(row[:3], widths[:3], strict=True)]
+        right = [f"{cell:>{width}}" for cell, width in zip(row[3:], widths[3:], strict=True)]
+        print("  ".join([*left, *right]).rstrip())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="checkpoint, folder of checkpoints (the newest), or run folder")
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="tensors whose name has this regular expression")
+    parser.add_argument("--no-norms", action="store_true", help="the manifest alone; reads no weights")
+    parser.add_argument("--settings", action="store_true", help="every setting of the run, not only those given")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
