@@ -1,0 +1,82 @@
+"""tools/check_data.py: token files are read to their last token."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_moe.data.examine import examine
+from megatron_moe.data.indexed import IndexedWriter
+from megatron_moe.specs.exitcodes import ExitCode
+from tools.check_data import main
+
+DOCUMENTS = ([[5, 6], [7, 99]], [[]], [[1, 2, 3, 99]], [[4]])
+"""Of sequences; 99 ends a document."""
+
+
+def written(prefix: Path, documents=DOCUMENTS, dtype=np.int32) -> Path:
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add_sequence(sequence)
+            writer.end_document()
+    return prefix
+
+
+def test_the_table_tells_documents_lengths_and_ids(tmp_path: Path, capsys):
+    prefix = written(tmp_path / "a")
+    assert main([str(prefix), "--vocab-size", "100", "--eod", "99"]) == ExitCode.OK
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        f"{prefix}: in order",
+        "tokens 9 of int32",
+        "sequences 5",
+        "documents 4, of them 1 without a token",
+        "tokens in a document 0 shortest, 2.5 median, 2.2 mean, 4 longest",
+        "ids 1 to 99, 8 different",
+        "vocabulary 100",
+        "documents that end 2 with the id 99",
+    ]
+
+
+def test_ids_outside_the_vocabulary_are_told_with_their_place(tmp_path: Path, capsys):
+    prefix = written(tmp_path / "a")
+    assert main([f"{prefix}.bin", "--vocab-size", "7"]) == ExitCode.DATA
+    said = capsys.readouterr().out
+    assert "NOT IN ORDER" in said
+    assert "document 0, token 2: id 7, expected 0 to 6" in said
+    assert "document 0, token 3: id 99, expected 0 to 6" in said
+    assert "document 2, token 3: id 99, expected 0 to 6" in said
+    assert said.count("expected 0 to 6") == 3
+
+
+def test_negative_ids_are_told_without_a_vocabulary(tmp_path: Path, capsys):
+    assert main([str(written(tmp_path / "a", [[[1, -2]]]))]) == ExitCode.DATA
+    assert "document 0, token 1: id -2, expected 0 or more" in capsys.readouterr().out
+
+
+def test_of_many_problems_the_first_are_told_and_the_rest_counted(tmp_path: Path):
+    prefix = written(tmp_path / "a", [[[9] * 50]])
+    problems = examine(prefix, vocab_size=9).problems
+    assert len(problems) == 21 and problems[-1] == "and 30 more ids outside the vocabulary"
+
+
+def test_files_longer_than_a_block_are_read_to_their_end(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("megatron_moe.data.examine._BLOCK_TOKENS", 3)
+    found = examine(written(tmp_path / "a"), vocab_size=99)
+    assert [line.split(":")[0] for line in found.problems] == ["document 0, token 3", "document 2, token 3"]
+    assert found.num_distinct == 8
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_torn_file_is_damaged_and_the_next_is_looked_at(suffix: str, tmp_path: Path, capsys):
+    torn, fine = written(tmp_path / "torn"), written(tmp_path / "fine")
+    path = torn.with_suffix(suffix)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main([str(torn), str(fine)]) == ExitCode.DATA
+    said = capsys.readouterr().out
+    assert f"{torn}: DAMAGED" in said and f"{path}" in said and f"{fine}: in order" in said
+
+
+def test_an_empty_pair_has_no_ids(tmp_path: Path, capsys):
+    assert main([str(written(tmp_path / "a", []))]) == ExitCode.OK
+    assert "documents              0" in capsys.readouterr().out

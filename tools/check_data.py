@@ -1,0 +1,79 @@
+"""Checks token files: `python tools/check_data.py data/my_text_document --vocab-size 50257 [--eod 50256]`
+
+Takes prefixes of .bin/.idx pairs. The index must be consistent with itself and with the size of the .bin; every token
+must be in the vocabulary. Prints a table of documents, lengths and ids. Exit code 0: in order; 4: not.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_moe.data.examine import Examined, examine
+from megatron_moe.data.tokenizer import load_tokenizer
+from megatron_moe.specs.exitcodes import DataProblem, ExitCode
+from megatron_moe.specs.train import TokenizerSpec
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    vocab_size, eod, fine = options.vocab_size, options.eod, True
+    try:
+        if options.tokenizer_model is not None:
+            spec = TokenizerSpec(kind=options.tokenizer_type, model=options.tokenizer_model)
+            tokenizer = load_tokenizer(spec)
+            vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
+    except DataProblem as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    for prefix in options.prefixes:
+        try:
+            found = examine(Path(prefix.removesuffix(".bin").removesuffix(".idx")), vocab_size=vocab_size, eod=eod)
+        except DataProblem as problem:
+            print(f"{prefix}: DAMAGED\n    {problem}")
+            fine = False
+            continue
+        _print(found, vocab_size, eod)
+        fine = fine and not found.problems
+    return int(ExitCode.OK if fine else DataProblem.code)
+
+
+def _print(found: Examined, vocab_size: int | None, eod: int | None) -> None:
+    print(f"{found.prefix}: {'in order' if not found.problems else 'NOT IN ORDER'}")
+    for name, value in _rows(found, vocab_size, eod):
+        print(f"  {name:<22} {value}")
+    for problem in found.problems:
+        print(f"    {problem}")
+
+
+def _rows(found: Examined, vocab_size: int | None, eod: int | None) -> list[tuple[str, str]]:
+    rows = [
+        ("tokens", f"{found.num_tokens:,} of {found.dtype}"),
+        ("sequences", f"{found.num_sequences:,}"),
+        ("documents", f"{found.num_documents:,}, of them {found.num_empty:,} without a token"),
+    ]
+    if found.lengths is not None:
+        of = found.lengths
+        spread = f"{of.shortest:,} shortest, {of.median:,.1f} median, {of.mean:,.1f} mean, {of.longest:,} longest"
+        rows.append(("tokens in a document", spread))
+    if found.largest_id is not None:
+        known = "not given, so not checked" if vocab_size is None else f"{vocab_size:,}"
+        rows.append(("ids", f"{found.smallest_id:,} to {found.largest_id:,}, {found.num_distinct:,} different"))
+        rows.append(("vocabulary", known))
+    if eod is not None:
+        rows.append(("documents that end", f"{found.num_ended:,} with the id {eod}"))
+    return rows
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
+    parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
+    parser.add_argument("--eod", type=int, help="id that ends a document; the tokenizer's when one is given")
+    parser.add_argument("--tokenizer-type", default="HuggingFaceTokenizer", help="as for pretrain_moe.py")
+    parser.add_argument("--tokenizer-model", type=Path, help="as for pretrain_moe.py")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
