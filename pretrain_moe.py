@@ -50,16 +50,26 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     from megatron_moe.train.leave import Leave
     from megatron_moe.train.progress import Progress
     from megatron_moe.train.validate import Validation
+    from megatron_moe.watch.hang import Deadlines
     from megatron_moe.watch.signals import Signals
     from megatron_moe.watch.status import Status
 
     # who we are, where we report, what we compute with
     signals = goodbye.enter_context(Signals(plan.resilience.exit_signals))
+    deadlines = goodbye.enter_context(
+        Deadlines(
+            dict(plan.resilience.deadlines),
+            plan.logging.run_dir,
+            rank=plan.launch.rank,
+            world_size=plan.launch.world_size,
+        )
+    )
     context = build.build_context(plan)
     goodbye.callback(context.stop)
     reporter = Reporter(plan, context)
     goodbye.callback(reporter.close)
     status = goodbye.enter_context(Status(plan.logging.run_dir, rank=context.rank, say=reporter.note))
+    deadlines.reports_to(status)
     saver = build.build_saver(plan, context, reporter)
     if saver:
         goodbye.callback(saver.close)
@@ -85,6 +95,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     progress = Progress(trainer, reporter, loader)
     leave = Leave(plan.loop, context, iteration=state.iteration, signals=signals)
     while loader and not leave.now(state.iteration):
+        deadlines.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:
             progress.pass_over(loader, state)
             continue
@@ -94,17 +105,22 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
         progress.after(outcome)
         if validation.due(state.iteration) or checkpoints.due(state.iteration):
             progress.catch_up()
+            deadlines.enter("evaluation", state.iteration)
             validation.run_if_due(state)
+            deadlines.enter("save", state.iteration)
             checkpoints.save_if_due(state, loader)
             progress.restart_clock()
 
     # the end: nothing held back, the last checkpoint, the last validation
     progress.catch_up()
     reporter.note(leave.reason)
+    deadlines.enter("save", state.iteration)
     if leave.preempted:
         checkpoints.leave_preempted(state, loader, leave.reason)
     checkpoints.save_last(state, loader)
+    deadlines.enter("evaluation", state.iteration)
     validation.final(state)
+    deadlines.enter("exit", state.iteration)
 
 
 def tell(text: str) -> int:

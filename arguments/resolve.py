@@ -337,11 +337,26 @@ def _hf_config(checkpoint: CheckpointFlags) -> Path | None:
     return _path(checkpoint.save_hf_config or next(iter(folders), None))
 
 
+def _deadlines(flags: Flags) -> tuple[tuple[str, float], ...]:
+    """An evaluation may take as long as its steps. How many these are with --full-validation only the data tells."""
+    given, training = flags.resilience, flags.training
+    steps = 0 if flags.data.full_validation else 1 + training.eval_iters
+    phases = {
+        "start": given.start_deadline,
+        "step": given.step_deadline,
+        "evaluation": given.step_deadline * steps,
+        "save": given.save_deadline,
+        "exit": given.exit_deadline,
+    }
+    return tuple((phase, float(seconds)) for phase, seconds in phases.items() if seconds)
+
+
 def _resilience(flags: Flags) -> ResilienceSpec:
     resilience = flags.resilience
     signals = (resilience.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if resilience.exit_signal_handler else ()
     return ResilienceSpec(
         exit_signals=tuple(dict.fromkeys(signals)),
+        deadlines=_deadlines(flags),
         on_nonfinite=resilience.on_nonfinite,
         most_skips=resilience.max_skipped_iterations,
         report_spiky_loss=resilience.check_for_spiky_loss,

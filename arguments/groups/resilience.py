@@ -20,7 +20,9 @@ class ResilienceFlags:
     """Report a loss above ten times the largest of the last 100 iterations."""
     check_for_large_grads: bool = flag(False, status="close", note="reported, of the whole norm")
     """Report a gradient norm above ten times the largest of the last 100 iterations."""
-    check_weight_hash_across_dp_replicas_interval: int | None = flag(None, status="not yet", harmless=True)
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, status="not yet", harmless=True, note="replicas are not compared while they train"
+    )
     """Iterations between comparisons of weights over data-parallel ranks."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = flag(
         "validate_results", status="no effect", note="a bad step stops the run"
@@ -34,7 +36,20 @@ class ResilienceFlags:
         "SIGTERM", status="close", note="counts besides those that always do"
     )
     """One more signal for `--exit-signal-handler`."""
-    distributed_timeout_seconds_after_init: int | None = flag(None, status="not yet", harmless=True)
+    start_deadline: int = flag(3600, least=0, status="ours")
+    """Seconds until the first step begins. A deadline that expires writes all stacks and ends the run with code 10; 0:
+    none."""
+    step_deadline: int = flag(600, least=0, status="ours")
+    """Seconds that a step may take, and every step of an evaluation."""
+    save_deadline: int = flag(3600, least=0, status="ours")
+    """Seconds that saving may take."""
+    exit_deadline: int = flag(600, least=0, status="ours")
+    """Seconds that leaving may take when all is done."""
+    distributed_timeout_seconds_after_init: int | None = flag(
+        None, status="not yet", harmless=True, note="--distributed-timeout-minutes holds all the time"
+    )
     """How long a collective may wait after the first iteration."""
-    fake_process_group: bool = flag(False, names=("--fake-init-process-group",), status="not yet")
+    fake_process_group: bool = flag(
+        False, names=("--fake-init-process-group",), status="not yet", note="use --dry-run, or --proxy"
+    )
     """Be one rank of a cluster that is not there."""

@@ -211,6 +211,8 @@ class ResilienceSpec:
     """Names of signals on which all ranks save and leave; none: signals do to the process what they always do."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What follows a loss or gradient that is not finite. The weights never see it."""
+    deadlines: tuple[tuple[str, float], ...] = ()
+    """(phase, seconds): start, step, evaluation, save, exit; a phase that is not listed may take for ever."""
     most_skips: int = 3
     """So many steps skipped in a row end the run."""
     report_spiky_loss: bool = False

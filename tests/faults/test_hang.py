@@ -1,0 +1,31 @@
+"""A rank that stands still: its peers leave in time, and say who, where and in which collective."""
+
+import os
+import signal
+from pathlib import Path
+
+from megatron_moe.specs.exitcodes import ExitCode
+from tests.end_to_end.tiny_run import arguments
+from tests.faults.processes import TIMEOUT, read_until, start, status
+from tests.ranks import free_port
+
+
+def test_a_stopped_rank_is_named_by_its_peer(data: str, tmp_path: Path) -> None:
+    """P7, fault 30: exit code 10 within the deadline, the last collective, and the rank that left no stacks."""
+    run, port = tmp_path / "run", free_port()
+    argv = arguments(data, run, "--train-iters", "100000", "--eval-iters", "0", "--step-deadline", "4")
+    ranks = [start(argv, rank, 2, port) for rank in range(2)]
+    try:
+        read_until(ranks[1], " iteration        3/")
+        ranks[1].send_signal(signal.SIGSTOP)
+        said = ranks[0].communicate(timeout=TIMEOUT)[0]
+    finally:
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        ranks[1].communicate()
+    assert ranks[0].returncode == ExitCode.HANG, said
+    found = status(run)
+    assert (found["state"], found["code"], found["rank"]) == ("failed", 10, 0)
+    sentence = found["sentence"]
+    assert "phase step, iteration " in sentence and "no stacks came from rank 1" in sentence, sentence
+    assert "waiting in " in sentence and "megatron_moe." in sentence, sentence
+    assert "(most recent call first)" in (run / "crash" / "stacks_00000.txt").read_text()

@@ -1,0 +1,86 @@
+"""Deadlines: what a run leaves behind that waits too long, and that it ends."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.parallel.collectives import barrier
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.watch.hang import Deadlines, waiting_in
+from megatron_moe.watch.status import Status
+from tests.ranks import REPOSITORY, on_threads
+
+
+def test_an_expired_deadline_leaves_stacks_and_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """P7."""
+    gone, codes = threading.Event(), []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        gone.set()
+
+    with Deadlines({"step": 0.2}, tmp_path, leave=leave) as deadlines:
+        deadlines.reports_to(Status(tmp_path))
+        deadlines.enter("step", 7)
+        assert gone.wait(20.0)
+    assert codes == [ExitCode.HANG]
+    stacks = (tmp_path / "crash" / "stacks_00000.txt").read_text()
+    assert "in test_an_expired_deadline_leaves_stacks_and_a_status" in stacks and "in _watch" in stacks
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["state"], found["code"]) == ("failed", 10)
+    assert "rank 0 made no progress for 0 s: phase step, iteration 7" in found["sentence"]
+    assert "--step-deadline" in capsys.readouterr().err
+
+
+def test_phases_that_end_in_time_do_no_harm(tmp_path: Path) -> None:
+    gone = threading.Event()
+    with Deadlines({"step": 0.3}, tmp_path, leave=lambda code: gone.set()) as deadlines:
+        for iteration in range(3):
+            deadlines.enter("step", iteration)
+            assert not gone.wait(0.05)
+        deadlines.enter("evaluation")  # has no deadline
+        assert not gone.wait(0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_deadlines_nothing_is_watched() -> None:
+    before = threading.active_count()
+    with Deadlines({}, None) as deadlines:
+        deadlines.enter("step", 1)
+        assert threading.active_count() == before
+
+
+def test_a_rank_that_waits_names_the_collective_and_its_group() -> None:
+    """P7."""
+    threads: dict[int, int] = {}
+
+    def main(context: ParallelContext) -> str:
+        threads[context.rank] = threading.get_ident()
+        said = ""
+        while context.rank == 1 and not said:  # until the other rank waits
+            frame = sys._current_frames().get(threads.get(0, 0))
+            said = waiting_in(frame) if frame else ""
+        barrier(context.group("dp"))
+        return said
+
+    _, said = on_threads(ParallelSpec(world_size=2), main)
+    assert said == ", waiting in all_reduce over dp (ranks 0, 1)"
+
+
+def test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks() -> None:
+    """Fault 30: C code that never gives the interpreter back."""
+    code = """
+import ctypes
+from megatron_moe.watch import hang
+hang._LOCKED_SECONDS = 0.5
+with hang.Deadlines({"start": 0.5}, None) as deadlines:
+    ctypes.PyDLL(None).sleep(60)
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=50)
+    assert process.returncode == 1 and "Timeout" in process.stderr and "line 6 in <module>" in process.stderr
