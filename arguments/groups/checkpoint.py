@@ -5,6 +5,7 @@ from typing import Literal
 
 from arguments.flag import flag
 
+_ONE_KIND = "all checkpoints stay; --save-interval says when they are written"
 _OWN_FORMAT = "checkpoints have one format of their own"
 
 
@@ -16,7 +17,7 @@ class CheckpointFlags:
     """Folder for checkpoints. Not set: checkpoints/ in the run folder."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
     """Iterations between checkpoints. Not set: only when the run ends."""
-    save_retain_interval: int | None = flag(None, status="not yet", harmless=True)
+    save_retain_interval: int | None = flag(None, status="not yet", harmless=True, note="every checkpoint is kept")
     """Keep only checkpoints of multiples of this."""
     save_hf_interval: int | None = flag(None, least=1, status="ours")
     """Iterations between exports as Hugging Face folders, into hf/ of the folder for checkpoints; also when the run
@@ -47,7 +48,9 @@ class CheckpointFlags:
     """Save the optimizer's state."""
     save_rng: bool = flag(True)
     """Save the state of random numbers."""
-    load_main_params_from_ckpt: bool = flag(False, status="not yet")
+    load_main_params_from_ckpt: bool = flag(
+        False, status="not yet", note="master weights come with the optimizer's state, or are made from the weights"
+    )
     """Take master weights from the checkpoint's weights."""
     use_checkpoint_args: bool = flag(False, status="not yet", note="give --config with the run.yaml of that run")
     """Take the model's flags from the checkpoint."""
@@ -105,11 +108,11 @@ class CheckpointFlags:
     """One writer for all checkpoints."""
     verify_integrity: bool = flag(False, status="no effect", note="every byte always is verified")
     """Verify checkpoints."""
-    non_persistent_save_interval: int | None = flag(None, status="not yet", harmless=True)
+    non_persistent_save_interval: int | None = flag(None, status="not yet", harmless=True, note=_ONE_KIND)
     """Iterations between rolling checkpoints."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
-        None, status="not yet", harmless=True
+        None, status="not yet", harmless=True, note=_ONE_KIND
     )
     """Kind of rolling checkpoints."""
-    non_persistent_global_ckpt_dir: str | None = flag(None, status="not yet", harmless=True)
+    non_persistent_global_ckpt_dir: str | None = flag(None, status="not yet", harmless=True, note=_ONE_KIND)
     """Folder for rolling checkpoints."""

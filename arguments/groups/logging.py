@@ -44,11 +44,15 @@ class LoggingFlags:
     """World size to TensorBoard."""
     log_progress: bool = flag(False, status="not yet", harmless=True)
     """A file with the progress of a job over restarts."""
-    log_energy: bool = flag(False, status="not yet", harmless=True)
+    log_energy: bool = flag(False, status="not yet", harmless=True, note="no counter of energy is read")
     """Energy per GPU."""
-    log_max_attention_logit: bool = flag(False, status="not yet", harmless=True)
+    log_max_attention_logit: bool = flag(
+        False, status="not yet", harmless=True, note="logits of attention are not looked at"
+    )
     """Largest attention logit."""
-    log_straggler: bool = flag(False, status="not yet", harmless=True)
+    log_straggler: bool = flag(
+        False, status="not yet", harmless=True, note="--timing-log-option minmax shows how far ranks are apart"
+    )
     """Report slow ranks."""
     logging_level: int | None = flag(None, status="no effect", note="the program has no levels of messages")
     """Level of Python's logging."""
@@ -73,7 +77,7 @@ class LoggingFlags:
     wandb_save_dir: str | None = flag(None)
     """Folder for W&B's files. Not set: the run folder."""
 
-    profile: bool = flag(False, status="not yet", harmless=True)
+    profile: bool = flag(False, status="not yet", harmless=True, note="start the program below an external profiler")
     """Profile chosen iterations."""
     profile_step_start: int = flag(10, status="no effect", note="belongs to --profile")
     """First profiled iteration."""
@@ -83,15 +87,27 @@ class LoggingFlags:
     """Profiled ranks."""
     use_pytorch_profiler: bool = flag(False, status="no effect", note="belongs to --profile")
     """torch's profiler instead of an external one."""
-    record_memory_history: bool = flag(False, status="not yet", harmless=True)
+    record_memory_history: bool = flag(
+        False, status="not yet", harmless=True, note="--log-memory-interval logs what the allocator holds"
+    )
     """Record allocations."""
     memory_snapshot_path: str = flag("snapshot.pickle", status="no effect", note="belongs to --record-memory-history")
     """File for recorded allocations."""
-    nvtx_ranges: bool = flag(False, status="not yet", harmless=True)
+    nvtx_ranges: bool = flag(
+        False,
+        status="not yet",
+        harmless=True,
+        note="the parts of a step have no marks; --timing-log-level 2 times them",
+    )
     """Name the parts of a step in profiles."""
     pytorch_profiler_collect_shapes: bool = flag(False, status="no effect", note="belongs to --profile")
     """Shapes in the profile."""
     pytorch_profiler_collect_callstack: bool = flag(False, status="no effect", note="belongs to --profile")
     """Call stacks in the profile."""
-    save_tokens_per_expert_interval: int | None = flag(None, status="not yet", harmless=True)
+    save_tokens_per_expert_interval: int | None = flag(
+        None,
+        status="not yet",
+        harmless=True,
+        note="loads of experts stand in metrics.jsonl and in plots/expert_load.png",
+    )
     """Iterations between files with the tokens of every expert."""

@@ -38,7 +38,9 @@ class MoEFlags:
     moe_router_force_biased: float | None = flag(None)
     """Random logits with a random bias of this standard deviation per expert, for measuring speed with unbalanced
     experts; negative: drawn once per layer."""
-    moe_enable_routing_replay: bool = flag(False, status="not yet", harmless=True)
+    moe_enable_routing_replay: bool = flag(
+        False, status="not yet", harmless=True, note="every forward pass chooses anew"
+    )
     """Record and replay the choices of the router."""
 
     moe_router_load_balancing_type: tuple[
@@ -127,7 +129,9 @@ class MoEFlags:
     """Pad experts in captured inference."""
     use_fused_weighted_squared_relu: bool = flag(False, status="no effect", note="names a kernel")
     """Fused squared ReLU times probability."""
-    moe_n_hash_layers: int = flag(0, status="not yet")
+    moe_n_hash_layers: int = flag(0, status="not yet", note="every layer with experts has a router")
     """First layers whose tokens choose experts by a hash."""
-    moe_routing_trace_path: str | None = flag(None, status="not yet", harmless=True)
+    moe_routing_trace_path: str | None = flag(
+        None, status="not yet", harmless=True, note="expert loads are counted, choices are not kept"
+    )
     """Folder for the choices of every step."""

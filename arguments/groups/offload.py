@@ -4,50 +4,56 @@ from dataclasses import dataclass
 
 from arguments.flag import flag
 
+_ACTIVATIONS_STAY = "activations stay on the device; smaller microbatches or more ranks need less memory"
+_STATE_STAYS = "optimizer state stays on the device; --use-distributed-optimizer spreads it over ranks"
+_NO_STASH = "activations of experts stay on the device, in tensors of their own"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFlags:
     """Activations and optimizer state in host memory: saves device memory, changes no number."""
 
-    fine_grained_activation_offloading: bool = flag(False, status="not yet", harmless=True)
+    fine_grained_activation_offloading: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Keep inputs of chosen modules in host memory until the backward pass."""
-    offload_modules: tuple[str, ...] = flag((), status="not yet", harmless=True)
+    offload_modules: tuple[str, ...] = flag((), status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Those modules."""
-    min_offloaded_tensor_size: int = flag(1048576, status="not yet", harmless=True)
+    min_offloaded_tensor_size: int = flag(1048576, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Smallest tensor that moves, in elements."""
-    delay_offload_until_cuda_graph: bool = flag(False, status="not yet", harmless=True)
+    delay_offload_until_cuda_graph: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Start copies after the replay of a captured part."""
-    fine_grained_offloading_max_inflight_offloads: int | None = flag(None, status="not yet", harmless=True)
+    fine_grained_offloading_max_inflight_offloads: int | None = flag(
+        None, status="not yet", harmless=True, note=_ACTIVATIONS_STAY
+    )
     """Copies under way at a time."""
-    cpu_offloading: bool = flag(False, status="not yet", harmless=True)
+    cpu_offloading: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Keep activations of whole layers in host memory."""
-    cpu_offloading_num_layers: int = flag(0, status="not yet", harmless=True)
+    cpu_offloading_num_layers: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """How many layers."""
-    optimizer_cpu_offload: bool = flag(False, status="not yet", harmless=True)
+    optimizer_cpu_offload: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
     """Keep optimizer state in host memory and step there."""
-    optimizer_offload_fraction: float = flag(1.0, status="not yet", harmless=True)
+    optimizer_offload_fraction: float = flag(1.0, status="not yet", harmless=True, note=_STATE_STAYS)
     """Share of the state."""
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, status="not yet", harmless=True)
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
     """Copy while the host steps."""
-    use_torch_optimizer_for_cpu_offload: bool = flag(False, status="not yet", harmless=True)
+    use_torch_optimizer_for_cpu_offload: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
     """torch's optimizer on the host."""
-    chunked_optimizer_state_offload: bool = flag(False, status="not yet", harmless=True)
+    chunked_optimizer_state_offload: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
     """Park optimizer state in host memory between steps."""
-    optimizer_state_offload_chunk_size_mb: int = flag(0, status="not yet", harmless=True)
+    optimizer_state_offload_chunk_size_mb: int = flag(0, status="not yet", harmless=True, note=_STATE_STAYS)
     """Size of the pieces that come back, in MiB."""
-    optimizer_state_offload_fraction: float = flag(1.0, status="not yet", harmless=True)
+    optimizer_state_offload_fraction: float = flag(1.0, status="not yet", harmless=True, note=_STATE_STAYS)
     """Share of the state."""
-    moe_paged_stash: bool = flag(False, status="not yet", harmless=True)
+    moe_paged_stash: bool = flag(False, status="not yet", harmless=True, note=_NO_STASH)
     """Keep activations of experts in pages of a common buffer."""
-    moe_paged_stash_page_size: int = flag(64, status="not yet", harmless=True)
+    moe_paged_stash_page_size: int = flag(64, status="not yet", harmless=True, note=_NO_STASH)
     """Tokens in a page."""
-    moe_paged_stash_buffer_size_factor_cuda: float = flag(1.1, status="not yet", harmless=True)
+    moe_paged_stash_buffer_size_factor_cuda: float = flag(1.1, status="not yet", harmless=True, note=_NO_STASH)
     """Size of the device's buffer, as a multiple of the fair share."""
-    moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True)
+    moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True, note=_NO_STASH)
     """Size of the host's buffer, as a multiple of the fair share."""
-    delta_offload_bytes_across_pp_ranks: int = flag(0, status="not yet", harmless=True)
+    delta_offload_bytes_across_pp_ranks: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """How much less a later pipeline stage moves."""
-    activation_offload_fraction: float = flag(1.0, status="not yet", harmless=True)
+    activation_offload_fraction: float = flag(1.0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Share of the modules' inputs that move."""
     pin_cpu_grads: bool = flag(True, status="no effect", note="belongs to --optimizer-cpu-offload")
     """Gradients in pinned host memory."""

@@ -84,5 +84,7 @@ class PrecisionFlags:
     """The output head in FP8."""
     te_precision_config_file: str | None = flag(None, status="not yet", note="all modules have one format")
     """File with formats of single modules."""
-    output_logit_dtype: Literal["bf16", "fp32"] | None = flag(None, status="not yet")
+    output_logit_dtype: Literal["bf16", "fp32"] | None = flag(
+        None, status="not yet", note="logits have the parameters' format, and the loss is computed in fp32"
+    )
     """Format of the logits."""
