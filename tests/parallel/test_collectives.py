@@ -6,7 +6,12 @@ from torch import Tensor
 
 from megatron_moe.parallel.collectives import (
     Pending,
+    all_gather_flat,
+    all_reduce_,
+    broadcast_,
+    gather_objects,
     part_of,
+    reduce_scatter_flat,
     start_all_gather_,
     start_all_reduce_,
     start_reduce_scatter_,
@@ -52,6 +57,17 @@ def test_sums_and_means_arrive_in_place(size: int, mean: bool) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_buffers_without_elements_travel_too(size: int) -> None:
+    def rank(context: ParallelContext) -> list[int]:
+        flats = [torch.empty(0) for _ in range(3)]
+        for start, flat in zip((start_all_reduce_, start_reduce_scatter_, start_all_gather_), flats, strict=True):
+            start(flat, context.group("world")).wait()
+        return [flat.numel() for flat in flats]
+
+    assert on_threads(ParallelSpec(world_size=size), rank) == [[0, 0, 0]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_every_part_reaches_every_rank(size: int) -> None:
     def gathered(context: ParallelContext) -> Tensor:
         group = context.group("world")
@@ -63,6 +79,37 @@ def test_every_part_reaches_every_rank(size: int) -> None:
     expected = torch.cat([given(rank, 1) for rank in range(size)])
     for rank, flat in enumerate(on_threads(ParallelSpec(world_size=size), gathered)):
         EXACT.check(flat, expected, f"rank {rank}")
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_made_at_once_is_a_sum_a_bound_a_join_or_a_copy(size: int, length: int) -> None:
+    parts = [given(rank, size)[: length * size] for rank in range(size)]
+
+    def rank(context: ParallelContext) -> dict[str, Tensor]:
+        group, mine = context.group("world"), parts[context.rank]
+        return {
+            "sum": all_reduce_(mine.clone(), group),
+            "max": all_reduce_(mine.clone(), group, "max"),
+            "min": all_reduce_(mine.clone(), group, "min"),
+            "part of the sum": reduce_scatter_flat(mine.new_empty(length), mine, group),
+            "all": all_gather_flat(mine.new_empty(length * size * size), mine, group),
+            "of the last": broadcast_(mine.clone(), group, source=size - 1),
+            "objects": torch.stack(gather_objects(mine, group)),
+        }
+
+    stacked = torch.stack(parts)
+    for number, found in enumerate(on_threads(ParallelSpec(world_size=size), rank)):
+        expected = {
+            "sum": stacked.sum(0),
+            "max": stacked.amax(0),
+            "min": stacked.amin(0),
+            "part of the sum": stacked.sum(0)[number * length : (number + 1) * length],
+            "all": stacked.flatten(),
+            "of the last": parts[-1],
+            "objects": stacked,
+        }
+        EXACT.check_all(found, expected, f"rank {number}")
 
 
 def test_what_is_summed_in_fp32_keeps_what_bf16_would_lose() -> None:

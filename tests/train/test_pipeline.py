@@ -49,6 +49,7 @@ CASES = {
         plan(model(mtp=MTP, position_embedding="learned_absolute")), "Et|tttmmL", 2, {},
     ),
     "prediction before the loss stage, tied": (plan(model(mtp=MTP, tied_embeddings=True)), "Et|tt|tmm|L", 4, {}),
+    "prediction alone, loss alone": (plan(model(mtp=MTP)), "Et|ttt|mm|L", 4, {}),
     "loss per token, prediction in a chunk": (plan(model(mtp=MTP), loop=PER_TOKEN), "Et|t|t|tmmL", 2, {}),
     "one microbatch": (plan(num_microbatches=1), "Et|t|t|tL", 4, {}),
     "eight microbatches, groups of four": (plan(num_microbatches=8), "Et|t|t|tL", 2, {"group_size": 4}),

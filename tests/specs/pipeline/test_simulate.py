@@ -1,6 +1,8 @@
 """Every legal schedule on paper, and schedules that are wrong."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -66,6 +68,23 @@ def test_options_keep_schedules_complete_at_every_depth(changes, depth):
     for pp, vpp, num_microbatches in ((1, 1, 5), (2, 1, 3), (2, 2, 6), (3, 2, 9), (4, 2, 8), (4, 3, 12), (8, 2, 16)):
         spec = ScheduleSpec(num_microbatches=num_microbatches, pp=pp, vpp=vpp, **changes)
         assert run(spec, depth=depth).problems == (), spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{"overlap": True}, {"split_backward": True}, {"overlap": True, "split_backward": True}]
+)
+def test_options_keep_every_legal_schedule_complete_and_bounded(changes):
+    """A split backward holds what the plain one does; overlap one more of several chunks, if there are so many."""
+    for pp, vpp in product(range(1, 9), range(1, 5)):
+        for plain in legal(pp, vpp):
+            spec, total = replace(plain, **changes), plain.num_microbatches * vpp
+            report = run(spec)
+            assert report.problems == (), spec
+            assert report.in_flight == tuple(min(num_warmup(spec, rank) + 1, total) for rank in range(pp)), spec
+            if vpp > 1 or not spec.overlap:
+                before = run(plain).in_flight
+                assert report.in_flight == tuple(min(most + spec.overlap, total) for most in before), spec
 
 
 def test_uneven_times_cannot_make_a_schedule_wrong():
