@@ -1,5 +1,7 @@
 """Every rule with a command line that breaks it and one that barely does not."""
 
+from pathlib import Path
+
 import pytest
 
 from arguments.checks.hints import HINTS
@@ -483,6 +485,8 @@ def test_an_impossible_fold_is_refused_with_what_is_near():
         "nearest: --expert-model-parallel-size 32 (4 x 32 = 128), or --pipeline-model-parallel-size 2 (64 x 2 = 128), "
         "or 256 ranks"
     )
+    document = (Path(__file__).parents[2] / "docs" / "folding.md").read_text(encoding="utf-8")
+    assert fold.what in document and f"Try: {fold.remedy}" in document
 
 
 def test_every_rule_has_a_case():

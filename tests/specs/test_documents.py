@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.specs.grid import FoldError, all_groups, attention_grid, expert_grid
+from megatron_moe.specs.grid import all_groups, attention_grid, expert_grid
 from megatron_moe.specs.parallel import ParallelSpec
 from tools.show_schedule import main
 
@@ -37,7 +37,7 @@ def test_the_groups_of_the_picture_are_those_of_the_grids(name):
     assert written == [group for group in all_groups(SIXTEEN)[name] if max(group) < 8]
 
 
-def test_the_folds_of_the_table_are_legal_and_the_impossible_one_is_refused_in_its_words():
+def test_the_folds_of_the_table_are_legal():
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|", FOLDING, re.MULTILINE)
     assert len(rows) == 4
     for world, *grids in rows:
@@ -46,9 +46,6 @@ def test_the_folds_of_the_table_are_legal_and_the_impossible_one_is_refused_in_i
         spec = ParallelSpec(world_size=int(world), **size)
         assert dict(attention_grid(spec).axes)["dp"] == dp
         assert dict(expert_grid(spec).axes)["dp"] == edp
-    with pytest.raises(FoldError) as refused:
-        expert_grid(ParallelSpec(world_size=128, pp=4, ep=64))
-    assert str(refused.value) in FOLDING
 
 
 @pytest.mark.parametrize("block", re.findall(r"^```\n\$ (.*?)\n```", SCHEDULE, re.MULTILINE | re.DOTALL))
