@@ -101,13 +101,3 @@ def test_help_and_search_know_rare_names():
     ):
         with pytest.raises(Finished, match=text):
             read_plan(words, {})
-
-
-def test_every_status_says_what_is_the_matter():
-    """Refused: what to use; no effect: why; close: how it differs."""
-    silent = [
-        flag.option
-        for flag in REGISTRY.flags.values()
-        if flag.declaration.status in ("refused", "no effect", "close") and not flag.declaration.note
-    ]
-    assert silent == []
