@@ -69,7 +69,7 @@ def _rows(checkpoint: OpenCheckpoint, only: str, *, norms: bool) -> Iterator[tup
     for key, entry in checkpoint.manifest.tensors.items():
         if not re.search(only, key):
             continue
-        row = (key, entry.dtype, "x".join(map(str, entry.shape)) or "scalar", str(len(entry.pieces)))
+        row: tuple[str, ...] = (key, entry.dtype, "x".join(map(str, entry.shape)) or "scalar", str(len(entry.pieces)))
         if norms:
             found = checkpoint.statistics(key)
             row += (f"{found.norm:.6g}", f"{found.rms:.4g}", f"{found.largest:.4g}", str(found.num_nonfinite))

@@ -75,6 +75,7 @@ class HFFolder:
     def __init__(self, folder: Path, config: Mapping[str, Any], stack: ExitStack) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         for path in _weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
@@ -84,6 +85,7 @@ class HFFolder:
             if twice:
                 raise CheckpointProblem(f"{path} holds tensors that another file has too:\n  {listed(twice)}")
             self._files.update((name, handle) for name in handle.keys())
+            self._paths.update((name, path) for name in handle.keys())
         self._block = fp8_block(config)
         self._scaled = self._scaled_names()
         self.names = frozenset(self._files) - {name + _SCALE for name in self._scaled}
@@ -98,11 +100,17 @@ class HFFolder:
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor in host memory."""
-        tensor: Tensor = self._files[name].get_tensor(name)
+        tensor = self._read(name)
         if name not in self._scaled:
             return tensor
         assert self._block is not None
-        return dequantised(tensor, self._files[name + _SCALE].get_tensor(name + _SCALE), self._block)
+        return dequantised(tensor, self._read(name + _SCALE), self._block)
+
+    def _read(self, name: str) -> Tensor:
+        # A map of its own, which goes with the tensor: pages of one that stays open would gather in memory.
+        with safe_open(self._paths[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
     def _stored_dtype(self, name: str) -> str:
         return str(self._files[name].get_slice(name).get_dtype())

@@ -174,7 +174,7 @@ class Checkpoints:
 
 
 def _divides(interval: int | None, iteration: int) -> bool:
-    return bool(interval) and iteration % interval == 0
+    return interval is not None and iteration % interval == 0
 
 
 def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
