@@ -48,7 +48,7 @@ def flags_text(settings: Settings) -> str:
     """Flags that were given, one a line, as words for a shell."""
     given = [flag for group in _groups() for flag in _flags(settings, group) if flag.name in settings.values]
     lines = [" ".join(map(shlex.quote, words_to_set(flag, settings.setting(flag.name).value))) for flag in given]
-    return " \\\n".join(lines) + "\n"
+    return " \\\n".join(line for line in lines if line) + "\n"
 
 
 def words_to_set(flag: Flag, value: object) -> list[str]:
