@@ -50,7 +50,16 @@ def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> 
     spec = plan.checkpoint
     if spec.save is None:
         return None
-    return Saver(spec.save, context, keep_last=spec.keep_last, fresh=spec.fresh, say=reporter.note)
+    return Saver(
+        spec.save,
+        context,
+        keep_last=spec.keep_last,
+        retain_interval=spec.retain_interval,
+        keep_best=spec.keep_best,
+        fresh=spec.fresh,
+        stop_after=spec.most_failures,
+        say=reporter.note,
+    )
 
 
 def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:

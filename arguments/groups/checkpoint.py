@@ -17,8 +17,12 @@ class CheckpointFlags:
     """Folder for checkpoints. Not set: checkpoints/ in the run folder."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
     """Iterations between checkpoints. Not set: only when the run ends."""
-    save_retain_interval: int | None = flag(None, status="not yet", harmless=True, note="every checkpoint is kept")
-    """Keep only checkpoints of multiples of this."""
+    save_retain_interval: int | None = flag(None, least=1)
+    """Keep only checkpoints of multiples of this, and the last one."""
+    keep_best_checkpoint: bool = flag(False, status="ours")
+    """Never delete the checkpoint with the lowest validation loss of those evaluated at their own iteration."""
+    on_save_failure: Literal["continue", "stop"] = flag("continue", status="ours")
+    """When a checkpoint cannot be written: go on, until the third time in a row, or end the run."""
     save_hf_interval: int | None = flag(None, least=1, status="ours")
     """Iterations between exports as Hugging Face folders, into hf/ of the folder for checkpoints; also when the run
     ends. Not set: none."""

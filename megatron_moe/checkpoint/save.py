@@ -82,7 +82,9 @@ class Saver:
     that no lower rank holds.
 
     Args:
-        keep_last: checkpoints to keep; None keeps all.
+        keep_last: checkpoints to keep; None keeps all, but with `retain_interval` the last one.
+        retain_interval: checkpoints of multiples of it are kept besides.
+        keep_best: so is the one whose train_state.json has the lowest validation loss.
         fresh: moves checkpoints that the folder holds already into a subfolder (`--fresh`).
         stop_after: that many failed saves in a row end the run.
         say: where the first rank reports.
@@ -96,13 +98,17 @@ class Saver:
         context: ParallelContext,
         *,
         keep_last: int | None = None,
+        retain_interval: int | None = None,
+        keep_best: bool = False,
         fresh: bool = False,
         stop_after: int = 3,
         storage: Storage | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.folder = folder
-        self.keep_last = keep_last
+        self.keep_last = 1 if keep_last is None and retain_interval else keep_last
+        self.retain_interval = retain_interval
+        self.keep_best = keep_best
         self.loaded_from: Path | None = None
         """Never deleted by retention; set it after loading."""
         self.last_seconds: float | None = None
@@ -298,8 +304,11 @@ class Saver:
         if self.keep_last is None:
             return
         protected = {saved.path.resolve(), self.loaded_from.resolve() if self.loaded_from else None}
-        for candidate in list_checkpoints(self.folder)[self.keep_last :]:
-            if candidate.path.resolve() not in protected:
+        checkpoints = list_checkpoints(self.folder)
+        best = _best(checkpoints) if self.keep_best else None
+        for candidate in checkpoints[self.keep_last :]:
+            retained = self.retain_interval and candidate.iteration % self.retain_interval == 0
+            if not retained and candidate != best and candidate.path.resolve() not in protected:
                 self._delete(candidate)
 
     def _delete(self, candidate: Candidate) -> None:
@@ -327,6 +336,20 @@ class Saver:
         (sentence, *_) = self._gather(sentence)
         if sentence is not None:
             raise problem(sentence)
+
+
+def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
+    """The one with the lowest validation loss, the newest of equals; None when none has one."""
+    losses = {candidate: loss for candidate in checkpoints if (loss := _validation_loss(candidate)) is not None}
+    return min(losses, key=lambda candidate: losses[candidate], default=None)
+
+
+def _validation_loss(candidate: Candidate) -> float | None:
+    try:
+        loss = json.loads((candidate.path / TRAIN_STATE).read_text())["state"]["validation_loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return loss if isinstance(loss, float) else None
 
 
 def _name_aside(final: Path) -> str:

@@ -163,6 +163,12 @@ class CheckpointSpec:
     fresh: bool = False
     """Start at iteration 0 although the save folder holds checkpoints."""
     keep_last: int | None = None
+    retain_interval: int | None = None
+    """Checkpoints of multiples of it are kept besides the last ones."""
+    keep_best: bool = False
+    """So is the one with the lowest validation loss."""
+    most_failures: int = 3
+    """So many failed saves in a row end the run."""
     upcycle: bool = False
     upcycle_granularity: int = 1
     hf_interval: int | None = None

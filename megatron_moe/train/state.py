@@ -21,9 +21,13 @@ class TrainState:
     flops: float = 0.0
     """Model FLOPs spent so far, by the formula of `specs/count.py`."""
 
+    validation_loss: float | None = None
+    """Of an evaluation after this very iteration, the mean over its data sets; None without one, or not finite."""
+
     def advance(self, num_samples: int, plan: RunPlan) -> None:
         """Counts one step of `num_samples` sequences over all ranks."""
         self.iteration += 1
+        self.validation_loss = None
         self.consumed_samples += num_samples
         self.consumed_tokens += num_samples * plan.data.seq_length
         self.flops += flops_per_step(plan.model, num_samples, plan.data.seq_length)
@@ -31,6 +35,7 @@ class TrainState:
     def skip(self, num_samples: int) -> None:
         """Counts an iteration whose samples were passed over."""
         self.iteration += 1
+        self.validation_loss = None
         self.consumed_samples += num_samples
         self.skipped_samples += num_samples
 

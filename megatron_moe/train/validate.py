@@ -1,5 +1,7 @@
 """When the run evaluates itself, on what, and how the result is reported."""
 
+import math
+
 from megatron_moe.data.loader import EvalLoader
 from megatron_moe.logs.line import ValidationReport
 from megatron_moe.logs.reporter import Reporter
@@ -51,9 +53,13 @@ class Validation:
     def _evaluate_all(self, state: TrainState, where: str) -> None:
         # The k-th evaluation reads the k-th stretch of the data, also after a restart.
         number = state.iteration // self._spec.eval_interval if self._spec.eval_interval else 0
+        losses = []
         for name, loader in self._valid.items():
             loss = evaluate(self._pipeline, loader.batches(number), self._num_microbatches)
+            losses.append(loss)
             self._report(state, name if len(self._valid) > 1 else "", loss, where, "validation")
+        mean = sum(losses) / len(losses) if losses else math.nan
+        state.validation_loss = mean if math.isfinite(mean) else None
 
     def _report(self, state: TrainState, data_set: str, loss: float, where: str, split: str) -> None:
         self._reporter.validation(

@@ -84,6 +84,24 @@ def test_without_retention_all_checkpoints_stay(tmp_path: Path) -> None:
     assert iterations(saved_folder(tmp_path, 10, 20, 30)) == [10, 20, 30]
 
 
+def test_every_mth_checkpoint_and_the_last_one_stay(tmp_path: Path) -> None:
+    """Retention of `--save-retain-interval`, alone and beside the last two."""
+    assert iterations(saved_folder(tmp_path / "a", 10, 20, 30, 40, 50, retain_interval=20)) == [20, 40, 50]
+    assert iterations(saved_folder(tmp_path / "b", 10, 20, 30, 40, 50, retain_interval=40, keep_last=2)) == [40, 50]
+    assert leftovers(tmp_path / "a") == []
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    """Retention by validation loss: unknown losses and torn files do not count, the newest of equals stays."""
+    saver = Saver(tmp_path, ONE, keep_last=1, keep_best=True, say=lambda line: None)
+    for iteration, loss in ((10, 3.0), (20, 2.0), (30, None), (40, 2.5), (50, 2.0), (60, 9.0)):
+        saver.save(iteration, {"model.a": SavedTensor.whole(torch.zeros(2))}, {"state": {"validation_loss": loss}})
+    assert iterations(tmp_path) == [50, 60]
+    (tmp_path / "iter_0000050" / "train_state.json").write_text("{")
+    save_some(saver, 70)
+    assert iterations(tmp_path) == [60, 70]
+
+
 def test_retention_spares_what_the_run_was_loaded_from_and_what_it_just_saved(tmp_path: Path) -> None:
     saver = Saver(saved_folder(tmp_path, 10, 20, 500), ONE, keep_last=1, say=lambda line: None)
     saver.loaded_from = tmp_path / "iter_0000020"
