@@ -49,6 +49,11 @@ def test_ids_outside_the_vocabulary_are_told_with_their_place(tmp_path: Path, ca
     assert said.count("expected 0 to 6") == 3
 
 
+def test_the_first_token_behind_an_empty_document_belongs_to_the_next_one(tmp_path: Path):
+    found = examine(written(tmp_path / "a", [[[1]], [[]], [[9, 1]], [[8]]]), vocab_size=8).problems
+    assert [line.split(":")[0] for line in found] == ["document 2, token 0", "document 3, token 0"]
+
+
 def test_negative_ids_are_told_without_a_vocabulary(tmp_path: Path, capsys):
     assert main([str(written(tmp_path / "a", [[[1, -2]]]))]) == ExitCode.DATA
     assert "document 0, token 1: id -2, expected 0 or more" in capsys.readouterr().out
