@@ -146,7 +146,9 @@ def test_a_command_line_is_what_was_given_in_order_of_groups():
 def test_a_value_that_a_file_takes_back_has_no_line_among_flags(tmp_path):
     """Every run.yaml has many of these."""
     path = tmp_path / "mine.yaml"
-    path.write_text("model:\n  rotary-seq-len-interpolation-factor: null\n  padded-vocab-size: null\n", encoding="utf-8")
+    path.write_text(
+        "model:\n  rotary-seq-len-interpolation-factor: null\n  padded-vocab-size: null\n", encoding="utf-8"
+    )
     assert printed("flags", ["--config", str(path), *words(SMALL)]) == printed("flags", words(SMALL))
 
 
