@@ -360,6 +360,7 @@ def _resilience(flags: Flags) -> ResilienceSpec:
     return ResilienceSpec(
         exit_signals=tuple(dict.fromkeys(signals)),
         deadlines=_deadlines(flags),
+        compare_replicas_interval=resilience.check_weight_hash_across_dp_replicas_interval,
         on_nonfinite=resilience.on_nonfinite,
         most_skips=resilience.max_skipped_iterations,
         report_spiky_loss=resilience.check_for_spiky_loss,

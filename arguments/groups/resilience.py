@@ -21,7 +21,7 @@ class ResilienceFlags:
     check_for_large_grads: bool = flag(False, status="close", note="reported, of the whole norm")
     """Report a gradient norm above ten times the largest of the last 100 iterations."""
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, status="not yet", harmless=True, note="replicas are not compared while they train"
+        None, least=1, status="close", note="expert weights too; copies that differ end the run with code 12"
     )
     """Iterations between comparisons of weights over data-parallel ranks."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = flag(

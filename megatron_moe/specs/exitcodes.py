@@ -77,6 +77,12 @@ class SaveProblem(RunError):
     code = ExitCode.SAVE_FAILED
 
 
+class DriftProblem(RunError):
+    """Copies of the same weights differ."""
+
+    code = ExitCode.DRIFT
+
+
 class Preempted(RunError):
     """A run that leaves because it was told to, by a signal. Not a failure: another start goes on from here."""
 

@@ -219,6 +219,8 @@ class ResilienceSpec:
     """What follows a loss or gradient that is not finite. The weights never see it."""
     deadlines: tuple[tuple[str, float], ...] = ()
     """(phase, seconds): start, step, evaluation, save, exit; a phase that is not listed may take for ever."""
+    compare_replicas_interval: int | None = None
+    """Iterations between comparisons of the weights over data-parallel ranks; None: none."""
     most_skips: int = 3
     """So many steps skipped in a row end the run."""
     report_spiky_loss: bool = False

@@ -28,6 +28,7 @@ from megatron_moe.specs.exitcodes import MemoryProblem
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.state import TrainState
+from megatron_moe.watch.drift import check_replicas
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,14 @@ class Trainer:
         if logging.log_params_norm:
             figures["params_norm"] = self.optimizer.params_norm()
         return norms, figures
+
+    def compare_replicas(self, iteration: int) -> None:
+        """Every so many iterations, with `--check-weight-hash-across-dp-replicas-interval`: are all copies of the
+        weights the same bits? Raises DriftProblem."""
+        interval = self.plan.resilience.compare_replicas_interval
+        if interval and iteration % interval == 0:
+            self.optimizer.finish_gather()
+            check_replicas(self.model, self.context, iteration)
 
     def restored(self, *, with_optimizer: bool) -> None:
         """To be called when weights, and perhaps the optimizer's state, were loaded into place."""
