@@ -115,7 +115,8 @@ def deepseek_v3() -> ModelSpec:
 
 def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
     spec, fold = deepseek_v3(), FOLDS["wide experts"]
-    for rank in (0, 517, 1023):
+    of_every_stage = range(0, 1024, 64)
+    for rank in (*of_every_stage, 517, 1023):
         start = time.perf_counter()
         with playing(fold, rank) as context:
             parameters = list(stage_of(spec, context).parameters())
@@ -123,7 +124,7 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
         assert seconds < 10, f"rank {rank} took {seconds:.1f} s"
         assert all(parameter.is_meta for parameter in parameters)
         held = sum(parameter.numel() for parameter in parameters)
-        assert 1.0e9 < held < 2.6e9, f"rank {rank} holds {held:,} parameters"
+        assert 0.9e9 < held < 2.6e9, f"rank {rank} holds {held:,} parameters"
 
 
 def test_a_model_is_built_where_expert_parallelism_exceeds_data_parallelism():
