@@ -119,7 +119,7 @@ def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec:
     model, attention = flags.model, flags.attention
     head_dim = derive.head_dim(attention.kv_channels, model.hidden_size, attention.num_attention_heads)
     rotates = rotated and model.position_embedding_type in ("rope", "yarn")
-    scope = {"head": "per_head", "all-heads": "full"}[attention.qk_layernorm_over]
+    scope = {"head": "per_head", "all-heads": "full"}[attention.qk_layernorm_over] if attention.qk_layernorm else "none"
     return AttentionSpec(
         hidden_size=model.hidden_size,
         num_heads=attention.num_attention_heads,
@@ -129,7 +129,7 @@ def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec:
         head_dim=head_dim,
         core=_core(flags, head_dim**-0.5, windowed),
         rope=_rope(flags, head_dim) if rotates else None,
-        qk_norm=scope if attention.qk_layernorm else "none",  # type: ignore[arg-type]
+        qk_norm="l2" if attention.qk_l2_norm else scope,  # type: ignore[arg-type]
         norm=_norm(flags),
         qkv_bias=model.add_bias_linear or attention.add_qkv_bias,
         out_bias=model.add_bias_linear,

@@ -85,6 +85,8 @@ def gqa(x_SBH: Tensor, spec: AttentionSpec, weights: Weights, positions_BS: Tens
             if spec.qk_norm == "per_head":
                 q = [norm(x, spec.norm, weights, "q_layernorm") for x in q]
                 k = [norm(x, spec.norm, weights, "k_layernorm") for x in k]
+            if spec.qk_norm == "l2":
+                q, k = ([x / torch.sqrt((x * x).sum() / dim + spec.norm.eps) for x in xs] for xs in (q, k))
             if spec.rope is not None:
                 q = [turn(x, int(positions_BS[b, s]), spec.rope) for s, x in enumerate(q)]
                 k = [turn(x, int(positions_BS[b, s]), spec.rope) for s, x in enumerate(k)]

@@ -83,10 +83,15 @@ def latent_attention_rotates_its_own_way(
 
 
 def latent_attention_is_plain(
-    multi_latent_attention: bool, attention_output_gate: bool, add_qkv_bias: bool, qk_layernorm_over: str
+    multi_latent_attention: bool,
+    attention_output_gate: bool,
+    add_qkv_bias: bool,
+    qk_l2_norm: bool,
+    qk_layernorm_over: str,
 ) -> Complaint:
     """Multi-latent attention has no output gate, no biases, and norms of compressed vectors rather than of heads."""
-    if multi_latent_attention and (attention_output_gate or add_qkv_bias or qk_layernorm_over != "head"):
+    unlike = attention_output_gate or add_qkv_bias or qk_l2_norm or qk_layernorm_over != "head"
+    if multi_latent_attention and unlike:
         return "these options do not exist in multi-latent attention", "leave them out"
     return None
 

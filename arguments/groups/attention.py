@@ -23,8 +23,8 @@ class AttentionFlags:
     """Norm of queries and keys; with multi-latent attention of the compressed queries, keys and values."""
     qk_layernorm_over: Literal["head", "all-heads"] = flag("head", status="ours")
     """`--qk-layernorm` over every head by itself (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
-    qk_l2_norm: bool = flag(False, status="not yet", note="use --qk-layernorm")
-    """L2 norm of queries and keys."""
+    qk_l2_norm: bool = flag(False)
+    """Norm of queries and keys over every head, without a weight (Llama 4); wins over `--qk-layernorm`."""
     add_qkv_bias: bool = flag(False)
     """Bias on the projection to queries, keys and values alone."""
     attention_dropout: float = flag(0.1, least=0, below=1)

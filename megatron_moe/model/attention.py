@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.model.core_attention import core_attention
-from megatron_moe.model.norm import Norm
+from megatron_moe.model.norm import Norm, UnitNorm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor import all_gather
@@ -76,7 +76,10 @@ class Attention(nn.Module):
         self.linear_proj = Linear(
             spec.q_width, spec.hidden_size, ctx, kernels, bias=spec.out_bias, tp_dim=1, init="output"
         )
-        if spec.qk_norm != "none":
+        if spec.qk_norm == "l2":
+            self.q_layernorm: Norm | UnitNorm = UnitNorm(spec.norm.eps, kernels)
+            self.k_layernorm: Norm | UnitNorm = UnitNorm(spec.norm.eps, kernels)
+        elif spec.qk_norm != "none":
             full = spec.qk_norm == "full"
             q_width, k_width = (spec.q_width, spec.kv_width) if full else (spec.head_dim, spec.head_dim)
             self.q_layernorm = Norm(spec.norm, q_width, ctx, kernels, over_heads=True)
@@ -107,8 +110,8 @@ class Attention(nn.Module):
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.spec.head_dim)) for x in of_q)
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
-    def _norm(self, norm: Norm, x_SBND: Tensor) -> Tensor:
-        if self.spec.qk_norm == "per_head":
+    def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor) -> Tensor:
+        if self.spec.qk_norm != "full":
             return norm(x_SBND)
         tp = self.ctx.group("tp")
         # tp: all-gather of S * B * N * D elements, backward reduce-scatter; the norm is over the heads of all ranks.

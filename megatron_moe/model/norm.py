@@ -34,3 +34,16 @@ class Norm(nn.Module):
         if self.bias is None:
             return self.kernels.rms_norm(x, self.weight, self.spec.eps, self.spec.zero_centered)
         return self.kernels.layer_norm(x, self.weight, self.bias, self.spec.eps, self.spec.zero_centered)
+
+
+class UnitNorm(nn.Module):
+    """RMSNorm without a weight: Megatron's L2 norm of queries and keys (Llama 4)."""
+
+    def __init__(self, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width], computed in promote(fp32, dtype)."""
+        return self.kernels.rms_norm(x, x.new_ones(x.shape[-1]), self.eps, False)

@@ -86,8 +86,9 @@ class AttentionSpec:
     core: CoreAttentionSpec
     rope: RopeSpec | None
     """None: no rotation (learned absolute positions, or a layer without positions)."""
-    qk_norm: Literal["none", "per_head", "full"] = "none"
-    """Norm of q and k over one head (Qwen3) or over all heads together (OLMoE, MiniMax)."""
+    qk_norm: Literal["none", "per_head", "full", "l2"] = "none"
+    """Norm of q and k over one head (Qwen3), over all heads together (OLMoE, MiniMax), or over one head with no weight
+    (Llama 4)."""
     norm: NormSpec = NormSpec()
     """Of qk_norm."""
     qkv_bias: bool = False

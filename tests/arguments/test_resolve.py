@@ -118,6 +118,7 @@ def test_attention_flags_become_heads_scale_and_sinks():
     assert mixer.mixer.core.softmax_scale == pytest.approx(32**-0.5)
     assert (mixer.mixer.core.sinks, mixer.mixer.core.off_by_one, mixer.mixer.core.dropout) == (True, False, 0.0)
     assert layer("--qk-layernorm --qk-layernorm-over all-heads").mixer.qk_norm == "full"
+    assert layer("--qk-l2-norm --qk-layernorm").mixer.qk_norm == "l2"
     assert layer("--softmax-type off-by-one").mixer.core.off_by_one
     assert layer("--no-group-query-attention").mixer.num_query_groups == 4
 

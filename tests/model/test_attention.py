@@ -19,6 +19,7 @@ CASES = {
     "biases": {"qkv_bias": True, "out_bias": True},
     "norm per head": {"qk_norm": "per_head"},
     "LayerNorm per head": {"qk_norm": "per_head", "norm": NormSpec(kind="LayerNorm", zero_centered=True)},
+    "norm without a weight": {"qk_norm": "l2", "norm": NormSpec(kind="LayerNorm", eps=0.1, zero_centered=True)},
     "output gate": {"output_gate": True, "qkv_bias": True},
     "window": {"core": {"window": (2, 0)}},
     "sinks": {"core": {"sinks": True}},

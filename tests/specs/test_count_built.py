@@ -63,6 +63,7 @@ SPECS = {
     "learned positions, LayerNorm, biases, tied": megatron_defaults(),
     "latent attention": model_spec(layer_spec(mla_spec()), layer_spec(mla_spec(q_lora_rank=None))),
     "latent attention without norms, with sinks": model_spec(layer_spec(mla_spec(qk_norm=False, core={"sinks": True}))),
+    "heads normed without weights": model_spec(layer_spec(attention_spec(qk_norm="l2"))),
     "experts": model_spec(layer_spec(), layer_spec(feed_forward=moe_spec())),
     "experts with everything": model_spec(biased_moe_layer()),
     "latent experts": model_spec(latent_layer()),

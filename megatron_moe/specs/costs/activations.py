@@ -165,7 +165,7 @@ def _attention(spec: AttentionSpec, layer: LayerSpec, sizes: Sizes) -> Iterator[
     if spec.qk_norm == "full":
         whole = (layer.mixer.num_heads + _groups(layer)) * spec.head_dim
         yield _tensor("attention", "q and k before their norm", "U (N+G) D", tokens * whole, size)
-    elif spec.qk_norm == "per_head" and gathered:
+    elif spec.qk_norm in ("per_head", "l2") and gathered:
         yield _tensor("attention", "q before its norm", "U N D", tokens * spec.q_width, size)
     if spec.qk_norm != "none":
         rows = 2 if spec.qk_norm == "full" else spec.num_heads + spec.num_query_groups

@@ -64,6 +64,7 @@ def latent_moe() -> MoESpec:
 MODELS = {
     "grouped-query attention, dense": model(layer()),
     "normed queries and keys": model(layer(gqa(qk_norm="per_head"))),
+    "queries and keys normed without weights": model(layer(gqa(qk_norm="l2"))),
     "queries and keys normed over all heads": model(layer(gqa(qk_norm="full"))),
     "no rotation": model(layer(gqa(rope=None))),
     "output gate": model(layer(gqa(output_gate=True))),
@@ -128,7 +129,7 @@ def beyond_fused_kernels(spec: ModelSpec) -> Iterator[int]:
             heads = TOKENS * mixer.num_heads
             yield heads * (SEQ - 1) * FP32
             yield TOKENS * (mixer.kv_lora_rank + (mixer.q_lora_rank or 0)) * FP32 if mixer.qk_norm else 0
-        elif mixer.qk_norm != "none":
+        elif mixer.qk_norm in ("per_head", "full"):
             yield TOKENS * (mixer.q_width + mixer.kv_width) * FP32
 
 
