@@ -59,6 +59,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
     _answer(told)
     flags, launch, blockers = _checked(told, environ, only_dry=asked is not None)
     if asked:
+        flags = dry_run.with_tokenizer(flags)
         vocab_size_of = dry_run.without_tokenizer(vocab_size_of, flags.data.vocab_size)
     plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
     if asked:

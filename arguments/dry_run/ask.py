@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arguments.checks.run import shown
 from arguments.dry_run.text import report
 from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
-from arguments.flags import Registry
+from arguments.flags import Flags, Registry
 from arguments.launch import LaunchProblem, launch_of
 from arguments.parser import Settings, settle
 from arguments.recipes.find import About, about, find_recipe
@@ -84,6 +84,19 @@ def without_tokenizer(
             raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
 
     return size
+
+
+def with_tokenizer(flags: Flags) -> Flags:
+    """Where no tokenizer is named, one that has nothing but the size of its vocabulary: all that a dry run asks for.
+
+    Raises:
+        FlagErrors: the size is not given either.
+    """
+    kind, size = flags.data.tokenizer_type, flags.data.vocab_size
+    if size is None and kind in (None, "NullTokenizer"):
+        remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
+        raise FlagErrors([Problem(what="the vocabulary size is not known", remedy=remedy)])
+    return flags if kind else replace(flags, data=replace(flags.data, tokenizer_type="NullTokenizer"))
 
 
 def answer(plan: RunPlan, asked: Question, settings: Settings) -> str:

@@ -14,7 +14,7 @@ from arguments.errors import Finished, FlagErrors
 from arguments.read import read_plan
 from arguments.recipes.find import recipe_names
 from megatron_moe.specs.exitcodes import EnvironmentProblem
-from tests.command_lines import SMALL, vocab_size_of, words
+from tests.command_lines import SMALL, VOCAB_SIZE, vocab_size_of, words
 from tools.write_dry_runs import DOCUMENT, FOLDER, numbers, with_example
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +123,21 @@ def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
     (problem,) = caught.value.problems
     assert problem.what == "the tokenizer is not here" and "--vocab-size" in problem.remedy
     assert facts("--recipe quickstart --vocab-size 4096")["model"]["parameters"] > 5e6
+
+
+def test_a_size_is_all_that_must_be_known_of_a_tokenizer():
+    whole = facts(" ".join(words(SMALL)))["model"]
+    for without in ("--tokenizer-type", "--tokenizer-type --tokenizer-model --data-path"):
+        line = " ".join(words(SMALL, without=without))
+        assert facts(f"{line} --vocab-size {VOCAB_SIZE}")["model"] == whole
+
+
+@pytest.mark.parametrize("kind", ["", "--tokenizer-type NullTokenizer"])
+def test_a_size_that_nobody_knows_is_asked_for(kind):
+    with pytest.raises(FlagErrors) as caught:
+        answer_to(f"{' '.join(words(SMALL, without='--tokenizer-type'))} {kind} --dry-run")
+    (problem,) = caught.value.problems
+    assert problem.what == "the vocabulary size is not known" and "--vocab-size" in problem.remedy
 
 
 def test_what_is_told_is_what_runs():
