@@ -89,3 +89,20 @@ def test_two_thousand_spoilt_command_lines_give_no_traceback(tmp_path: Path, mon
 def test_ten_thousand_spoilt_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert answers(seed=2, number=10_000) > 250
+
+
+def test_dry_runs_with_a_flag_less_and_some_spoilt_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A dry run goes on where a run would be refused, so that it meets plans that nobody has checked whole."""
+    monkeypatch.chdir(tmp_path)
+    draw, told = random.Random(3), 0
+    for option in [word for word in words(SMALL) if word.startswith("--")] * 6:
+        argv = [*words(SMALL, without=option), *fitting(draw), *fitting(draw), "--dry-run"]
+        try:
+            read_plan(argv, {}, vocab_size_of=lambda spec: VOCAB_SIZE)
+        except Finished:
+            told += 1
+        except FlagErrors as refused:
+            assert str(refused), argv
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error} from {argv}") from error
+    assert told > 50
