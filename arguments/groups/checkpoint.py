@@ -5,7 +5,7 @@ from typing import Literal
 
 from arguments.flag import flag
 
-_ONE_KIND = "all checkpoints stay; --save-interval says when they are written"
+_ONE_KIND = "there is one kind of checkpoint, written every --save-interval iterations"
 _OWN_FORMAT = "checkpoints have one format of their own"
 
 
@@ -58,7 +58,9 @@ class CheckpointFlags:
     """Take master weights from the checkpoint's weights."""
     use_checkpoint_args: bool = flag(False, status="not yet", note="give --config with the run.yaml of that run")
     """Take the model's flags from the checkpoint."""
-    override_ckpt_iteration: int | None = flag(None, status="not yet")
+    override_ckpt_iteration: int | None = flag(
+        None, status="not yet", note="a run goes on at its checkpoint; --finetune begins at 0"
+    )
     """Pretend another iteration."""
 
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag(

@@ -42,7 +42,7 @@ class LoggingFlags:
     """In that line also what all processes occupy on the device, by its driver's count."""
     log_world_size_to_tensorboard: bool = flag(False)
     """World size to TensorBoard."""
-    log_progress: bool = flag(False, status="not yet", harmless=True)
+    log_progress: bool = flag(False, status="not yet", harmless=True, note="metrics.jsonl goes on over restarts")
     """A file with the progress of a job over restarts."""
     log_energy: bool = flag(False, status="not yet", harmless=True, note="no counter of energy is read")
     """Energy per GPU."""
