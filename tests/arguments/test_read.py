@@ -124,6 +124,10 @@ def test_the_surface_of_flags_is_the_golden_one():
     assert (ROOT / "tests" / "goldens" / "flags.txt").read_text(encoding="utf-8") == surface(REGISTRY), UPDATE
 
 
+def test_the_help_page_is_the_golden_one():
+    assert (ROOT / "tests" / "goldens" / "help.txt").read_text(encoding="utf-8") == f"{answer_to('--help')}\n", UPDATE
+
+
 def test_the_document_of_flags_is_up_to_date():
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == document(REGISTRY), UPDATE
 
