@@ -128,6 +128,7 @@ class Optimizer:
         assert (decoupled_lr is None) == (self.spec.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
         self.step_count.add_(proceed.to(torch.int64))
+        number = self.step_count.clamp(min=1)  # a refused first step must not divide by 1 - beta^0
         for state in self.states:
             key = state.buffer.key
             self.buffers.kernels.adamw_(
@@ -140,14 +141,12 @@ class Optimizer:
                 beta2=self.spec.beta2,
                 eps=self.spec.eps,
                 weight_decay=weight_decay if key.decay else 0.0,
-                # A refused first step must not divide by 1 - beta^0.
-                step=self.step_count.clamp(min=1),
+                step=number,
                 grad_scale=grad_scale,
                 proceed=proceed,
                 weights=state.weights if state.owns_master else None,
             )
-        if self._gather is not None:
-            self._gather.start()
+        self._start_gather()
         if not self._gather_in_forward:
             self.finish_gather()
 
@@ -155,7 +154,10 @@ class Optimizer:
         """Rounds the master weights to the parameters of all ranks. Nothing to do where the parameters are the masters
         of one rank."""
         self.finish_gather()
-        self._send_weights()
+        for state in self.states:
+            if state.owns_master:
+                state.weights.copy_(state.master)
+        self._start_gather()
         self.finish_gather()
 
     def masters_from_weights(self) -> None:
@@ -186,10 +188,7 @@ class Optimizer:
         # world: 4 or 8 bytes
         return over_the_world(total, self.buffers, self.buffers.context).sqrt()
 
-    def _send_weights(self) -> None:
-        for state in self.states:
-            if state.owns_master:
-                state.weights.copy_(state.master)
+    def _start_gather(self) -> None:
         if self._gather is not None:
             self._gather.start()
 
