@@ -2,7 +2,8 @@
 
 A backend is one file in `backends/`. Its constants NAME, NEEDS (modules it imports) and PROVIDES (ops) are read without
 importing it; then its `judge(op, device, dtype) -> Judgement` says how well it serves each op. `auto` takes the best
-fit, and plain torch where none is better.
+fit, and plain torch where none is better. A backend with BY_WISH = True stands outside `auto`: it is imported only when
+it is asked for by name.
 """
 
 import ast
@@ -31,6 +32,7 @@ class Backend:
     name: str
     needs: tuple[str, ...]
     provides: tuple[str, ...]
+    by_wish: bool
     module: str
 
     def missing(self) -> tuple[str, ...]:
@@ -74,18 +76,20 @@ def read(path: Path) -> Backend:
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if name in ("NAME", "NEEDS", "PROVIDES"):
+            if name in ("NAME", "NEEDS", "PROVIDES", "BY_WISH"):
                 constants[name] = ast.literal_eval(statement.value)
+    by_wish = constants.pop("BY_WISH", False)
     assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, has {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
     assert not unknown, f"{path} provides ops that the contract does not know: {sorted(unknown)}"
     module = f"{__package__}.backends.{path.stem}"
-    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], module)
+    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], by_wish, module)
 
 
 def best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Choice:
     """The backend that fits best; plain torch where none is better, with the reasons of those that are not."""
-    judged = {name: judge(op, backend, device, dtype) for name, backend in backends.items() if op in backend.provides}
+    able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.by_wish}
+    judged = {name: judge(op, backend, device, dtype) for name, backend in able.items()}
     winner = max(judged, key=lambda name: judged[name].fit, default=None)
     if winner is not None and judged[winner].fit >= Fit.BETTER:
         return Choice(op, winner, judged[winner].reason)

@@ -48,8 +48,8 @@ OPTIONAL = (
 """Imported inside the function that needs them, so that a run without them never pays for them."""
 
 KERNEL_PACKAGES = (
-    "apex", "deep_ep", "emerging_optimizers", "fla", "flash_attn", "grouped_gemm", "transformer_engine",
-    "transformer_engine_torch", "triton",
+    "apex", "deep_ep", "emerging_optimizers", "fla", "flash_attn", "fused_weight_gradient_mlp_cuda", "grouped_gemm",
+    "transformer_engine", "transformer_engine_torch", "triton",
 )  # fmt: skip
 """Only `kernels/backends/` knows them."""
 

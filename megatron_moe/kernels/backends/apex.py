@@ -1,0 +1,60 @@
+"""Ops by NVIDIA's apex, built from its source with its CUDA extensions: fused weight gradients and the fused norms.
+
+The package `apex` of the Python index is another program and has none of these modules.
+"""
+
+import fused_weight_gradient_mlp_cuda
+import torch
+from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.ops import Operand
+
+NAME = "apex"
+NEEDS = ("apex", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda")
+BY_WISH = True
+PROVIDES = ("linear_weight_grad", "rms_norm", "layer_norm")
+
+
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
+    """See `megatron_moe.kernels.choose`."""
+    if device.type != "cuda":
+        return Judgement(Fit.NO, "it computes on NVIDIA GPUs only")
+    if dtype is torch.float64:
+        return Judgement(Fit.NO, "fp64 is for proofs, which run on plain torch")
+    if op == "linear_weight_grad":
+        return Judgement(Fit.YES, "accumulates inside the gradient buffer")
+    return Judgement(Fit.YES, "its kernel")
+
+
+def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+    """It knows to add, into fp32 or into the dtype of the factors."""
+    grads, rows = reference.valid_rows(grad).contiguous(), reference.valid_rows(x).contiguous()
+    if not accumulate:
+        out.zero_()
+    if rows.shape[0] == 0:
+        return
+    if out.dtype is torch.float32:
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, grads, out)
+    else:
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(rows, grads, out)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    if x.numel() == 0:
+        return reference.rms_norm(x, weight, eps, zero_centered)
+    out: Tensor = fused_rms_norm_affine(x, _scale(weight, zero_centered), weight.shape, eps)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    if x.numel() == 0:
+        return reference.layer_norm(x, weight, bias, eps, zero_centered)
+    out: Tensor = fused_layer_norm_affine(x, _scale(weight, zero_centered), bias, weight.shape, eps)
+    return out
+
+
+def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight + 1.0 if zero_centered else weight

@@ -1,0 +1,60 @@
+"""Grouped products by the package grouped-gemm (tgale96/grouped_gemm, CUTLASS or cuBLAS), in bf16.
+
+It wants the rows of every expert on the host, which makes the host wait once per product; `auto` does not take it.
+"""
+
+import torch
+from grouped_gemm import backend
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.ops import Operand
+
+NAME = "grouped_gemm"
+NEEDS = ("grouped_gemm",)
+BY_WISH = True
+PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
+
+
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
+    """See `megatron_moe.kernels.choose`."""
+    if device.type != "cuda":
+        return Judgement(Fit.NO, "it computes on NVIDIA GPUs only")
+    if dtype is not torch.bfloat16:
+        return Judgement(Fit.NO, "it computes in bfloat16 only")
+    return Judgement(Fit.YES, "the host waits for the rows of every expert")
+
+
+def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    return _product(rows.plain(), weight.plain(), offsets_e, trans_b=True)
+
+
+def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    return _product(grad.plain(), weight.plain(), offsets_e, trans_b=False)
+
+
+def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+    """The product is rounded to bf16 before it is added: the package gives no other."""
+    sizes_e = _sizes(offsets_e)
+    held = int(sizes_e.sum())
+    a, b = (x.plain()[:held].contiguous() for x in (grad, rows))
+    product = backend.gmm(a, b, sizes_e, trans_a=True, trans_b=False) if held else out.new_zeros(out.shape)
+    # an expert without rows has no product, and what the package leaves there is not defined
+    empty_e = (sizes_e == 0).to(out.device)[:, None, None]
+    reference.store(out, product.to(out.dtype).masked_fill(empty_e, 0), accumulate)
+
+
+def _product(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, trans_b: bool) -> Tensor:
+    """Rows of every expert by its matrix; zeros past the last offset."""
+    sizes_e = _sizes(offsets_e)
+    held = int(sizes_e.sum())
+    out = rows.new_zeros(rows.shape[0], weight.shape[1 if trans_b else 2])
+    if held:
+        out[:held] = backend.gmm(rows[:held].contiguous(), weight, sizes_e, trans_a=False, trans_b=trans_b)
+    return out
+
+
+def _sizes(offsets_e: Tensor) -> Tensor:
+    """int64 rows of every expert, on the host. The host waits here."""
+    return offsets_e.diff(prepend=offsets_e.new_zeros(1)).to("cpu", torch.int64)

@@ -1,0 +1,282 @@
+"""Ops by NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
+
+For comparison, and for those who trust it: our own kernels are faster, so `auto` leaves it alone. Its grouped products
+want the rows of every expert on the host, which makes the host wait once per product.
+"""
+
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from torch import Tensor
+from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
+from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.ops import Operand
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.moe import ActivationSpec
+from megatron_moe.specs.params import Part
+
+NAME = "transformer_engine"
+NEEDS = ("transformer_engine", "transformer_engine_torch")
+BY_WISH = True
+PROVIDES = (
+    "linear_forward",
+    "linear_input_grad",
+    "linear_weight_grad",
+    "grouped_forward",
+    "grouped_input_grad",
+    "grouped_weight_grad",
+    "rms_norm",
+    "layer_norm",
+    "attention",
+    "activation",
+    "cross_entropy",
+)
+
+
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
+    """See `megatron_moe.kernels.choose`."""
+    if device.type != "cuda":
+        return Judgement(Fit.NO, "it computes on NVIDIA GPUs only")
+    if dtype is torch.float64:
+        return Judgement(Fit.NO, "it has no fp64")
+    if op == "attention" and dtype is torch.float32:
+        return Judgement(Fit.NO, "its attention has no fp32")
+    reasons = {
+        "grouped_forward": "GroupedLinear's products; the host waits for the rows of every expert",
+        "grouped_input_grad": "as grouped_forward",
+        "grouped_weight_grad": "as grouped_forward; accumulates inside the gradient buffer",
+        "linear_weight_grad": "accumulates inside the gradient buffer",
+        "attention": "DotProductAttention; sinks, dropout and documents are plain torch",
+        "activation": "SwiGLU; other activations are plain torch",
+    }
+    return Judgement(Fit.YES, reasons.get(op, "its kernel"))
+
+
+# matrix products: its operands stand in the order weight, input, and "TN" multiplies input by weight transposed
+
+
+def linear_forward(x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+    matrix = weight.plain()
+    return _product(matrix, x.plain(), "TN", matrix.shape[0], bias=bias)
+
+
+def linear_input_grad(grad: Operand, weight: Operand) -> Tensor:
+    matrix = weight.plain()
+    return _product(matrix, grad.plain(), "NN", matrix.shape[1], grad=True)
+
+
+def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+    rows, grads = reference.valid_rows(x).contiguous(), reference.valid_rows(grad).contiguous()
+    if rows.shape[0] == 0:
+        reference.store(out, torch.zeros_like(out), accumulate)
+        return
+    general_gemm(rows, grads, out_dtype=out.dtype, accumulate=accumulate, layout="NT", out=out, grad=True)
+
+
+def _product(
+    weight: Tensor, x: Tensor, layout: str, width: int, *, bias: Tensor | None = None, grad: bool = False
+) -> Tensor:
+    """x [..., I] by the weight -> [..., width]."""
+    matrix = x.flatten(0, -2).contiguous()
+    if matrix.shape[0] == 0:
+        return x.new_zeros(*x.shape[:-1], width)
+    out: Tensor = general_gemm(weight, matrix, out_dtype=x.dtype, layout=layout, bias=bias, grad=grad)[0]
+    return out.view(*x.shape[:-1], width)
+
+
+def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    return _grouped_product(rows.plain(), weight.plain(), offsets_e, "TN")
+
+
+def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    return _grouped_product(grad.plain().contiguous(), weight.plain(), offsets_e, "NN")
+
+
+def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+    splits = _splits(offsets_e)
+    inputs, grads = (list(_held(x.plain(), splits).split(splits)) for x in (rows, grad))
+    if not accumulate:
+        out.zero_()  # an expert without rows is skipped by the product
+    held = [i for i, size in enumerate(splits) if size]
+    if held:
+        general_grouped_gemm(
+            [inputs[i] for i in held],
+            [grads[i] for i in held],
+            [out[i] for i in held],
+            [None] * len(held),
+            out.dtype,
+            layout="NT",
+            m_splits=[splits[i] for i in held],
+            grad=True,
+            accumulate=True,
+        )
+
+
+def _grouped_product(rows: Tensor, weight: Tensor, offsets_e: Tensor, layout: str) -> Tensor:
+    """Rows of every expert by its matrix; what stands past the last offset stays as it is allocated."""
+    splits = _splits(offsets_e)
+    out = rows.new_empty(rows.shape[0], weight.shape[1 if layout == "TN" else 2])
+    held = [i for i, size in enumerate(splits) if size]
+    if held:
+        sizes = [splits[i] for i in held]
+        general_grouped_gemm(
+            [weight[i] for i in held],
+            list(_held(rows, splits).split(sizes)),
+            [out[: sum(splits)]],
+            [None] * len(held),
+            rows.dtype,
+            layout=layout,
+            m_splits=sizes,
+            grad=layout == "NN",
+            single_output=True,
+        )
+    return out
+
+
+def _splits(offsets_e: Tensor) -> list[int]:
+    """Rows of every expert. The host waits here."""
+    ends = offsets_e.tolist()
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _held(rows: Tensor, splits: list[int]) -> Tensor:
+    """The rows that hold something."""
+    return rows[: sum(splits)].contiguous()
+
+
+# norms and attention
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        rows = x.flatten(0, -2).contiguous()
+        if rows.shape[0] == 0:
+            ctx.empty = True
+            ctx.save_for_backward(rows, weight)
+            return torch.empty_like(x)
+        ctx.empty, ctx.zero_centered = False, zero_centered
+        out, _, scale_T = tex.rmsnorm_fwd(rows, weight, eps, None, None, TE_DType[x.dtype], 0, zero_centered)
+        ctx.save_for_backward(rows, weight, scale_T)
+        return out.view_as(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, *scales = ctx.saved_tensors
+        if ctx.empty:
+            return torch.empty_like(grads[0]), torch.zeros_like(weight), None, None
+        grad_rows = grads[0].reshape(rows.shape).contiguous()
+        grad_x, grad_weight = tex.rmsnorm_bwd(grad_rows, rows, *scales, weight, 0, ctx.zero_centered)
+        return grad_x.view_as(grads[0]), grad_weight, None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        rows = x.flatten(0, -2).contiguous()
+        if rows.shape[0] == 0:
+            ctx.empty = True
+            ctx.save_for_backward(rows, weight)
+            return torch.empty_like(x)
+        ctx.empty, ctx.zero_centered = False, zero_centered
+        out, *moments = tex.layernorm_fwd(rows, weight, bias, eps, None, None, TE_DType[x.dtype], 0, zero_centered)
+        ctx.save_for_backward(rows, weight, *moments)
+        return out.view_as(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, *moments = ctx.saved_tensors
+        if ctx.empty:
+            return torch.empty_like(grads[0]), torch.zeros_like(weight), torch.zeros_like(weight), None, None
+        grad_rows = grads[0].reshape(rows.shape).contiguous()
+        grad_x, grad_weight, grad_bias = tex.layernorm_bwd(grad_rows, rows, *moments, weight, 0, ctx.zero_centered)
+        return grad_x.view_as(grads[0]), grad_weight, grad_bias, None, None
+
+
+def attention(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    spec: CoreAttentionSpec,
+    sinks_N: Tensor | None,
+    segments_BS: Tensor | None,
+    dropout_key: tuple[int | str, ...] | None,
+    head_part: Part = (0, 1),
+) -> Tensor:
+    """Causal and sliding-window attention of one document."""
+    drops = spec.dropout > 0.0 and dropout_key is not None
+    if sinks_N is not None or spec.off_by_one or drops or segments_BS is not None or not spec.causal:
+        return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
+    num_heads, width = q_SBND.shape[2:]
+    module = te.DotProductAttention(
+        num_heads,
+        (width, v_SBGE.shape[3]),
+        num_gqa_groups=k_SBGD.shape[2],
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        window_size=spec.window,
+        softmax_scale=spec.softmax_scale,
+    )
+    out_SBF: Tensor = module(q_SBND.contiguous(), k_SBGD.contiguous(), v_SBGE.contiguous())
+    return out_SBF.unflatten(-1, (num_heads, v_SBGE.shape[3]))
+
+
+# elementwise and loss
+
+
+def activation(x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+    plain_swiglu = spec == ActivationSpec(kind="silu", gated=True)
+    if not plain_swiglu or x_RF.numel() == 0:
+        return reference.activation(x_RF, probs_R, spec)
+    out: Tensor = _SwiGLU.apply(x_RF, probs_R)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Its SwiGLU, and our multiplication by the probabilities; rows of probability 0 hold nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_RF, probs_R)
+        out_RF: Tensor = tex.swiglu(x_RF.contiguous(), None)
+        return out_RF if probs_R is None else _weigh(out_RF, probs_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x_RF, probs_R), (grad_RF,) = ctx.saved_tensors, grads
+        if probs_R is None:
+            return tex.dswiglu(grad_RF.contiguous(), x_RF.contiguous(), None), None
+        grad_x = tex.dswiglu(_weigh(grad_RF, probs_R), x_RF.contiguous(), None)
+        products_RF = grad_RF.float() * tex.swiglu(x_RF.contiguous(), None).float()
+        empty_R = probs_R == 0
+        grad_probs = products_RF.sum(dim=-1).masked_fill(empty_R, 0).to(probs_R.dtype)
+        return grad_x.masked_fill_(empty_R[..., None], 0), grad_probs
+
+
+def _weigh(x_RF: Tensor, probs_R: Tensor) -> Tensor:
+    """Every row times its probability; zero where that is 0, whatever the row holds."""
+    product_RF = (x_RF.float() * probs_R.float()[..., None]).to(x_RF.dtype)
+    return product_RF.masked_fill_((probs_R == 0)[..., None], 0)
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    if labels_T.numel() == 0:
+        return reference.cross_entropy(logits_TV, labels_T)
+    loss_1T: Tensor = parallel_cross_entropy(logits_TV[None], labels_T[None])
+    return loss_1T.view(-1)

@@ -1,0 +1,106 @@
+"""The real Transformer Engine on one GPU: its ops against the reference in fp64, and a model that trains by it."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from arguments.read import read_plan
+from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels.choose import choose
+from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.moe import ActivationSpec
+from megatron_moe.specs.run import KernelSpec
+from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
+from tests.tolerances import BF16_KERNEL, Tolerance
+from tools.profile_step import Run
+
+pytestmark = pytest.mark.gpu1
+
+REFERENCE = reference.bundle()
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Result and gradients of all inputs, on the CPU in fp64."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
+    return [x.detach().double().cpu() for x in (out, *grads)]
+
+
+def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor]) -> None:
+    """Transformer Engine in bf16 on the GPU against fp64; it may be off by twice what plain torch is off in bf16."""
+    kernels = choose(KernelSpec(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    rounded = [x.bfloat16() for x in inputs]
+    exact = run(op(REFERENCE), [x.double() for x in rounded])
+    theirs, plain = (run(op(k), [x.cuda() for x in rounded]) for k in (kernels, REFERENCE))
+    for number, (a, e, p) in enumerate(zip(theirs, exact, plain, strict=True)):
+        slack = 2 * float((p - e).abs().max())
+        Tolerance(BF16_KERNEL.rtol, max(BF16_KERNEL.atol, slack), BF16_KERNEL.why).check(a, e, f"number {number}")
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms(zero_centered: bool) -> None:
+    x, weight, bias = draw(33, 2, 256), draw(256, seed=1), draw(256, seed=2)
+    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight))
+    compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias))
+
+
+@pytest.mark.parametrize("q_width, v_width, groups", [(128, 128, 2), (192, 128, 8)])
+def test_attention(q_width: int, v_width: int, groups: int) -> None:
+    spec = CoreAttentionSpec(softmax_scale=q_width**-0.5)
+    inputs = (draw(256, 2, 8, q_width), draw(256, 2, groups, q_width, seed=1), draw(256, 2, groups, v_width, seed=2))
+    compare(lambda k: lambda q, key, v: k.attention(q, key, v, spec, None, None, None), inputs)
+
+
+def test_activation_and_loss() -> None:
+    swiglu = ActivationSpec(kind="silu", gated=True)
+    compare(lambda k: lambda x, p: k.activation(x, p, swiglu), (draw(100, 512), draw(100, seed=1).abs()))
+    compare(lambda k: lambda x: k.activation(x, None, swiglu), (draw(100, 512),))
+    labels = torch.arange(64) % 1000
+
+    def loss(kernels: Kernels) -> Callable[[Tensor], Tensor]:
+        return lambda x: kernels.cross_entropy(x, labels.to(x.device))
+
+    compare(loss, (draw(64, 1000),))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_products(accumulate: bool) -> None:
+    kernels = choose(KernelSpec(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
+    offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)
+
+    def grouped(k: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda rows, weight: autograd.grouped_linear(k, rows, weight, offsets.to(rows.device))
+
+    compare(grouped, (draw(*sizes), draw(3, 256, 128, seed=1)))
+    rows, grad = draw(*sizes).bfloat16(), draw(112, 256, seed=1).bfloat16()
+    outs = []
+    for k, device, dtype in ((kernels, "cuda", torch.float32), (REFERENCE, "cpu", torch.float64)):
+        out = draw(3, 256, 128, seed=2).float().to(device, dtype)
+        operands = (Operand(data=x.to(device).to(torch.bfloat16 if k is kernels else dtype)) for x in (grad, rows))
+        k.grouped_weight_grad(*operands, offsets.to(device), out, accumulate)
+        outs.append(out.double().cpu())
+    BF16_KERNEL.check(*outs, "grouped weight gradient")
+
+
+@pytest.mark.parametrize("recipe", ["q6", "m8"])
+def test_a_model_trains_by_it_as_by_our_own_kernels(recipe: str) -> None:
+    losses = []
+    for backend in ("auto", "transformer_engine"):
+        flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--kernel-backend", backend]
+        plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
+        os.environ.update(plan.environment)
+        trained = Run(plan)
+        losses.append(torch.stack([trained.step().loss for _ in range(8)]).cpu())
+        trained.close()
+    BF16_KERNEL.check(losses[1], losses[0], "losses of eight steps")

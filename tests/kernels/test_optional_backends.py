@@ -1,0 +1,199 @@
+"""Transformer Engine, grouped-gemm and apex against the reference, by stand-ins with the packages' own signatures.
+
+What the stand-ins cannot tell, whether the packages compute what they say, Transformer Engine is asked on a GPU
+(tests/gpu/test_transformer_engine.py)."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import autograd, choose
+from megatron_moe.kernels.bundle import Fit
+from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.moe import ActivationSpec
+from megatron_moe.specs.run import KernelSpec
+from tests import kernel_comparison
+from tests.kernel_comparison import BARS, REFERENCE, draw
+from tests.tolerances import BF16_KERNEL
+
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
+BACKENDS = ("transformer_engine", "grouped_gemm", "apex")
+CUDA = torch.device("cuda")
+SWIGLU = ActivationSpec(kind="silu", gated=True)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The packages, for one test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def backend(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron_moe.kernels.backends.{name}")
+
+
+def bundle(name: str) -> Kernels:
+    """Plain torch with this backend's ops, without asking it whether it fits the CPU."""
+    ops = dict(vars(REFERENCE)) | {op: getattr(backend(name), op) for op in backend(name).PROVIDES}
+    return SimpleNamespace(**ops)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_optional_backend_is_taken_by_wish_only_and_refused_where_it_is_missing(name: str) -> None:
+    found = {each.name: each for each in choose.discover(choose.BACKENDS)}[name]
+    assert found.by_wish and found.missing() == found.needs
+    with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it needs .*{name}.*, not installed here"):
+        choose.choose(KernelSpec(per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_automatic_choice_leaves_an_installed_optional_backend_alone(name: str, stand_ins: None) -> None:
+    found = choose.discover(choose.BACKENDS)
+    assert all(not each.missing() for each in found if each.by_wish)
+    chosen = choose.choose(KernelSpec(), torch.device("cpu"), torch.float32).choices
+    assert name not in {choice.backend for choice in chosen}
+    assert f"megatron_moe.kernels.backends.{name}" not in sys.modules, "imported without being asked for"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_optional_backend_judges_devices_and_dtypes(name: str, stand_ins: None) -> None:
+    module = backend(name)
+    for op in module.PROVIDES:
+        assert module.judge(op, torch.device("cpu"), torch.bfloat16).fit is Fit.NO
+        assert module.judge(op, CUDA, torch.float64).fit is Fit.NO
+        assert module.judge(op, CUDA, torch.bfloat16).fit is Fit.YES
+    wishes = KernelSpec(backend=name)
+    assert {c.op for c in choose.choose(wishes, CUDA, torch.bfloat16).choices if c.backend == name} == set(
+        module.PROVIDES
+    )
+
+
+@pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["transformer_engine", "apex"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 4), (3, 2, 7)])
+def test_norms(stand_ins: None, shape: tuple[int, ...], zero_centered: bool, name: str, dtype: torch.dtype) -> None:
+    x, weight, bias, kernels = draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2), bundle(name)
+    kernel_comparison.compare(kernels, lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
+    kernel_comparison.compare(
+        kernels, lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype
+    )
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "apex"])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 3), (4, 2, 3)])
+@pytest.mark.parametrize("valid", [None, 1])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=["fp32_out", "bf16_out"])
+def test_linear(stand_ins: None, wide, accumulate: bool, valid: int | None, shape: tuple[int, ...], name: str) -> None:
+    kernels, dtype = bundle(name), torch.bfloat16
+    x, weight, bias = draw(*shape).to(dtype), draw(5, 3, seed=1).to(dtype), draw(5, seed=2).to(dtype)
+    grad = draw(*shape[:-1], 5, seed=3).to(dtype)
+    pairs = [
+        (
+            k.linear_forward(Operand(data=x), Operand(data=weight), bias),
+            k.linear_input_grad(Operand(data=grad), Operand(data=weight)),
+        )
+        for k in (kernels, REFERENCE)
+    ]
+    for ours, theirs in zip(*pairs, strict=True):
+        BF16_KERNEL.check(ours, theirs, "product")
+    rows = None if valid is None else torch.tensor(min(valid, x[..., 0].numel()), dtype=torch.int32)
+    outs = []
+    for k in (kernels, REFERENCE):
+        out = draw(5, 3, seed=4).to(wide)
+        k.linear_weight_grad(Operand(data=grad, valid_rows=rows), Operand(data=x, valid_rows=rows), out, accumulate)
+        outs.append(out)
+    BF16_KERNEL.check(*outs, "weight gradient")
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "grouped_gemm"])
+@pytest.mark.parametrize("sizes", [[2, 3, 1], [0, 4, 0], [0, 0, 0]])
+@pytest.mark.parametrize("past_the_end", [0, 2])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_products(stand_ins: None, accumulate: bool, past_the_end: int, sizes: list[int], name: str) -> None:
+    kernels, dtype, held = bundle(name), torch.bfloat16, sum(sizes)
+    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    rows = torch.cat([draw(held, 4), torch.full((past_the_end, 4), float("nan"), dtype=torch.float64)]).to(dtype)
+    grad = torch.cat([draw(held, 6, seed=1), torch.full((past_the_end, 6), float("nan"), dtype=torch.float64)]).to(
+        dtype
+    )
+    weight = draw(len(sizes), 6, 4, seed=2).to(dtype)
+    results = []
+    for k in (kernels, REFERENCE):
+        out = draw(len(sizes), 6, 4, seed=3).float()
+        k.grouped_weight_grad(Operand(data=grad), Operand(data=rows), offsets, out, accumulate)
+        forward = k.grouped_forward(Operand(data=rows), Operand(data=weight), offsets)[:held]
+        results.append((forward, k.grouped_input_grad(Operand(data=grad), Operand(data=weight), offsets)[:held], out))
+    for what, ours, theirs in zip(("forward", "input gradient", "weight gradient"), *results, strict=True):
+        BF16_KERNEL.check(ours, theirs, what)
+
+
+@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("extra", ["none", "sinks", "documents"])
+def test_attention(stand_ins: None, extra: str, causal: bool, window: tuple[int, int] | None) -> None:
+    spec = CoreAttentionSpec(softmax_scale=0.6, causal=causal, window=window)
+    segments = (torch.arange(7) // 3).expand(2, 7) if extra == "documents" else None
+    inputs = [draw(7, 2, 4, 6), draw(7, 2, 2, 6, seed=1), draw(7, 2, 2, 3, seed=2)]
+    if extra == "sinks":
+        inputs.append(draw(4, seed=3))
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, spec, sinks, segments, None)
+
+    kernel_comparison.compare(bundle("transformer_engine"), op, inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "spec", [SWIGLU, ActivationSpec(kind="gelu"), ActivationSpec(kind="silu", gated=True, clamp=0.5)]
+)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_activation(stand_ins: None, weighted: bool, rows: int, spec: ActivationSpec) -> None:
+    inputs = [draw(rows, 3 * spec.fan)] + ([draw(rows, seed=1).abs()] if weighted else [])
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        return lambda x, probs=None: kernels.activation(x, probs, spec)
+
+    kernel_comparison.compare(bundle("transformer_engine"), op, inputs, torch.bfloat16)
+
+
+def test_rows_of_probability_zero_may_hold_anything(stand_ins: None) -> None:
+    kernels = bundle("transformer_engine")
+    x = torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]], dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.tensor([0.5, 0.0], requires_grad=True)
+    out = kernels.activation(x, probs, SWIGLU)
+    grad_x, grad_probs = torch.autograd.grad(out, (x, probs), torch.ones_like(out))
+    assert out[1].eq(0).all() and grad_x[1].eq(0).all() and grad_probs[1] == 0
+    assert grad_x[0].ne(0).all() and grad_probs[0] != 0
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 6])
+def test_cross_entropy(stand_ins: None, tokens: int) -> None:
+    labels = torch.arange(tokens) % 5
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        return lambda logits: kernels.cross_entropy(logits, labels)
+
+    kernel_comparison.compare(bundle("transformer_engine"), op, [draw(tokens, 5)], torch.bfloat16)
+
+
+def test_a_linear_layer_trains_through_another_backend(stand_ins: None) -> None:
+    """Forward, input gradient and weight gradient as the model calls them."""
+    x, weight = draw(4, 3).bfloat16().requires_grad_(), draw(5, 3, seed=1).bfloat16().requires_grad_()
+    grads = [torch.autograd.grad(autograd.linear(k, x, weight).sum(), (x, weight)) for k in (bundle("apex"), REFERENCE)]
+    for ours, theirs in zip(*grads, strict=True):
+        BF16_KERNEL.check(ours, theirs, "gradient")
