@@ -51,6 +51,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     from megatron_moe.train.progress import Progress
     from megatron_moe.train.validate import Validation
     from megatron_moe.watch.hang import Deadlines
+    from megatron_moe.watch.peers import Peers
     from megatron_moe.watch.signals import Signals
     from megatron_moe.watch.status import Status
 
@@ -70,6 +71,8 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     goodbye.callback(reporter.close)
     status = goodbye.enter_context(Status(plan.logging.run_dir, rank=context.rank, say=reporter.note))
     deadlines.reports_to(status)
+    world_size = plan.launch.world_size
+    goodbye.enter_context(Peers(plan.logging.run_dir, status, rank=context.rank, world_size=world_size))
     saver = build.build_saver(plan, context, reporter)
     if saver:
         goodbye.callback(saver.close)
@@ -78,6 +81,8 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # the model, its optimizer, its data
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels, reporter.timers)
+    for strike in build.build_faults(plan, context, model, reporter):
+        deadlines.then(strike)
     datasets = build.build_data(plan, context)
     loader = build.build_train_loader(plan, context, datasets)
     if loader:

@@ -29,6 +29,7 @@ from arguments.proxy.machine import NEEDLESS
 from arguments.proxy.shrink import proxied, wish_of
 from arguments.recipes.find import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_spec
+from megatron_moe.specs.faults import ALLOWED
 from megatron_moe.specs.parallel import Launch
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import TokenizerSpec
@@ -188,6 +189,9 @@ def _checked(told: _Told, environ: Mapping[str, str], *, only_dry: bool) -> tupl
         problems.append(trouble.problem)
     if only_dry:
         launch = replace(launch, launcher="dry run")
+    if settings.setting("inject").value and environ.get(ALLOWED) != "1":
+        what = "--inject asks for faults, which happen in tests alone"
+        problems.append(Problem(what=what, remedy=f"leave it out, or set {ALLOWED}=1"))
     problems += missing_flags(settings)
     problems += broken_rules(settings, launch)
     problems += unavailable_flags(settings, ignore)

@@ -8,6 +8,7 @@ from arguments import derive
 from arguments.flags import Flags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.resolve_model import model_spec
+from megatron_moe.specs.faults import parse_fault
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
@@ -393,6 +394,7 @@ def _logging(flags: Flags) -> LoggingSpec:
         timing_level=logging.timing_log_level,
         timing_option=logging.timing_log_option,
         per_layer_moe=flags.moe.moe_per_layer_logging,
+        faults=tuple(map(parse_fault, resilience.inject)),
         plots=logging.plots,
     )
 

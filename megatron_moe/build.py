@@ -1,6 +1,6 @@
 """The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
 from megatron_moe.watch import packages
 
+from megatron_moe.watch.inject import Faults
 
 def build_context(plan: RunPlan) -> ParallelContext:
     """Meets the other ranks; sets what the whole process computes with."""
@@ -92,6 +93,16 @@ def build_trainer(
 
 def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
     return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context)
+def build_faults(
+    plan: RunPlan, context: ParallelContext, model: GPT, reporter: Reporter
+) -> list[Callable[[str, int], None]]:
+    """What is to be told of every phase and iteration: nobody, but with `--inject`."""
+    faults = plan.resilience.faults
+    for fault in faults:
+        reporter.note(f"--inject: {fault}")
+    return [Faults(faults, context.rank, model).strike] if faults else []
+
+
 
 
 def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> TrainLoader | None:

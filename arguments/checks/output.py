@@ -1,6 +1,7 @@
 """Rules about checkpoints, logs and kernels."""
 
 from arguments.checks.complaint import Complaint
+from megatron_moe.specs.faults import parse_fault
 
 
 def saving_has_a_rhythm(save: str | None, save_interval: int | None) -> Complaint:
@@ -62,7 +63,20 @@ def kernel_wishes_are_pairs(kernel_per_op: tuple[str, ...]) -> Complaint:
     return None
 
 
+def faults_are_known(inject: tuple[str, ...], world_size: int) -> Complaint:
+    """A fault has a kind, a rank that is there, and an iteration."""
+    for text in inject:
+        try:
+            fault = parse_fault(text)
+        except ValueError as problem:
+            return f"--inject {problem}", "write it like kill@1:7 or disk-full@0:20:save"
+        if fault.rank >= world_size:
+            return f"--inject {text} is for rank {fault.rank} of {world_size}", "count ranks from 0"
+    return None
+
+
 RULES = (
+    faults_are_known,
     saving_has_a_rhythm,
     step_belongs_to_a_folder,
     missing_means_a_folder,

@@ -49,6 +49,8 @@ class ResilienceFlags:
         None, status="not yet", harmless=True, note="--distributed-timeout-minutes holds all the time"
     )
     """How long a collective may wait after the first iteration."""
+    inject: tuple[str, ...] = flag((), status="ours")
+    """Faults for tests, as kind@rank:iteration[:phase]. Refused unless MEGATRON_MOE_ALLOW_FAULTS=1 is set."""
     fake_process_group: bool = flag(
         False, names=("--fake-init-process-group",), status="not yet", note="use --dry-run, or --proxy"
     )

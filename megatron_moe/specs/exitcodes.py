@@ -77,6 +77,17 @@ class SaveProblem(RunError):
     code = ExitCode.SAVE_FAILED
 
 
+class OtherRankProblem(RunError):
+    """Another rank ended first, and this one can only follow."""
+
+    code = ExitCode.OTHER_RANK
+
+    def __init__(self, sentence: str, rank: int | None = None) -> None:
+        """`rank`: the one that ended first, if it is known."""
+        super().__init__(sentence)
+        self.rank = rank
+
+
 class DriftProblem(RunError):
     """Copies of the same weights differ."""
 

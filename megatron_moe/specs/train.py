@@ -6,6 +6,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from megatron_moe.specs.faults import Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOffloadSpec:
+    """Which part of master weights and moments waits in host memory, and who steps it."""
+
+    fraction: float = 0.0
+    """Share of what a rank owns, in elements: the first ones of every buffer, in whole blocks."""
+    host_steps: bool = False
+    """The host updates that part (`--optimizer-cpu-offload`). False: it visits the device for the update
+    (`--chunked-optimizer-state-offload`)."""
+    overlap: bool = False
+    """Host steps: gradients and weights travel while the host computes."""
+    torch_kernel: bool = False
+    """Host steps: by torch's fused AdamW, which is faster and rounds in another order than the reference."""
+    pin_grads: bool = True
+    pin_params: bool = True
+    chunk_bytes: int = 0
+    """Visits to the device: bytes of state that are there at a time, of two chunks; 0: everything at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
@@ -228,6 +249,8 @@ class ResilienceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+    faults: tuple[Fault, ...] = ()
+    """What tests let happen to the run."""
 class LoopSpec:
     """How long to train and when to evaluate or leave."""
 

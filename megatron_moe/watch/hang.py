@@ -55,6 +55,7 @@ class Deadlines:
         self._begin = time.monotonic()
         self._due: float | None = None
         self._closed = False
+        self._then: list[Callable[[str, int], None]] = []
         self._thread = threading.Thread(target=self._watch, name="deadlines", daemon=True)
 
     def __enter__(self) -> "Deadlines":
@@ -74,6 +75,10 @@ class Deadlines:
         """From now on an expired deadline is written into status.json."""
         self._status = status
 
+    def then(self, call: Callable[[str, int], None]) -> None:
+        """From now on called with every phase and iteration, as they are entered."""
+        self._then.append(call)
+
     def enter(self, phase: str, iteration: int = 0) -> None:
         """The next phase begins, or the same one anew."""
         seconds = self._seconds.get(phase)
@@ -86,6 +91,8 @@ class Deadlines:
         if seconds is not None and sys.__stderr__ is not None:
             later = seconds + _LOCKED_SECONDS
             faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__)
+        for call in self._then:
+            call(phase, iteration)
 
     def _watch(self) -> None:
         with self._change:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_moe.specs.exitcodes import ExitCode, Preempted, RunError
+from megatron_moe.specs.exitcodes import ExitCode, OtherRankProblem, Preempted, RunError
 
 State = Literal["starting", "running", "saving", "finished", "preempted", "failed"]
 
@@ -77,6 +77,8 @@ class Status:
             self.finish("finished", ExitCode.OK, self.report.sentence)
         elif isinstance(error, Preempted):
             self.finish("preempted", error.code, str(error))
+        elif isinstance(error, OtherRankProblem):
+            self.fail(error.code, str(error), first=error.rank)
         elif isinstance(error, RunError):
             self.fail(error.code, str(error))
         elif isinstance(error, KeyboardInterrupt):
@@ -105,13 +107,16 @@ class Status:
         if self._rank == 0:
             self._write(STATUS, self.report)
 
-    def fail(self, code: ExitCode, sentence: str, hint: str = "") -> None:
-        """This rank ends the run. Names the earliest failure of all ranks in status.json."""
+    def fail(self, code: ExitCode, sentence: str, hint: str = "", *, first: int | None = None) -> None:
+        """This rank ends. Names the earliest failure of all ranks in status.json.
+
+        `first`: the rank that failed first, where this one only follows it.
+        """
         self.report = replace(
             self.report,
             state="failed",
-            rank=self._rank,
-            host=socket.gethostname(),
+            rank=self._rank if first is None else first,
+            host=socket.gethostname() if first is None else None,
             code=int(code),
             sentence=sentence,
             hint=hint,
@@ -151,5 +156,7 @@ class Status:
 
 
 def _blame(report: Report) -> tuple[bool, float]:
-    """Ranks that only followed another one come last, then the earliest comes first."""
-    return (report.code == ExitCode.OTHER_RANK, report.time)
+    """Ranks that failed by themselves come before those that followed; of the former the earliest, of the latter the
+    last one, which has seen the reports of the others."""
+    followed = report.code == ExitCode.OTHER_RANK
+    return (followed, -report.time if followed else report.time)

@@ -1,0 +1,121 @@
+"""When another rank dies, this one sees a broken connection. Whose fault it was is in crash/, or in who wrote nothing
+there.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_moe.specs.exitcodes import ExitCode, OtherRankProblem
+from megatron_moe.watch.status import Status
+
+_OTHERS_SECONDS = 2.0
+"""How long a rank waits for the reports of others before it names those that left none."""
+_SLOWEST_SECONDS = 1.0
+"""How much earlier than this rank another one may have begun, and failed."""
+_BROKE = "the connection to another rank broke"
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "gloo/transport",
+    "nccl error",
+    "remote process exited",
+)
+"""Words, in lower case, of gloo, of NCCL and of the store, for a connection that is not there any more."""
+
+
+class Peers:
+    """While it is entered, the error of a broken connection becomes an OtherRankProblem that names the rank which
+    failed first. All other errors pass.
+
+    Args:
+        run_dir: where ranks leave their reports; None: nobody can be named.
+        status: gets a first word at once, so that others see that this rank is there.
+        seconds: how long to wait for the reports of others.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        status: Status,
+        *,
+        rank: int,
+        world_size: int,
+        seconds: float = _OTHERS_SECONDS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run_dir = run_dir
+        self._status = status
+        self._rank = rank
+        self._world_size = world_size
+        self._seconds = seconds
+        self._started = clock() - _SLOWEST_SECONDS
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Raises OtherRankProblem in place of a broken connection."""
+        if error is not None and self._world_size > 1 and is_broken_connection(error):
+            self._status.fail(ExitCode.OTHER_RANK, _BROKE)
+            raise self._problem() from error
+
+    def _problem(self) -> OtherRankProblem:
+        if self._run_dir is None:
+            return OtherRankProblem(f"{_BROKE}: see what the others printed, or give --run-dir, where each reports")
+        reports = self._reports(self._run_dir / "crash")
+        causes = [report for report in reports.values() if report.code != ExitCode.OTHER_RANK]
+        if causes:
+            first = min(causes, key=lambda report: report.time)
+            return OtherRankProblem(f"rank {first.rank} failed first, code {first.code}: {first.sentence}", first.rank)
+        silent = [rank for rank in range(self._world_size) if rank not in reports and rank != self._rank]
+        if not silent:
+            return OtherRankProblem(f"{_BROKE}, and no report in {self._run_dir}/crash says why")
+        named = ", ".join(f"rank {rank}" for rank in silent)
+        sentence = f"{named} vanished without a report: killed, or its node failed; its peers' connections broke"
+        return OtherRankProblem(sentence, silent[0])
+
+    def _reports(self, crash: Path) -> "dict[int, _Failure]":
+        """What other ranks have left in this start, by rank. Waits until all have, or one has failed by itself, or
+        the time is up."""
+        until = time.monotonic() + self._seconds
+        while True:
+            found = {}
+            for rank in range(self._world_size):
+                report = _read(crash / f"rank_{rank:05d}.json", rank)
+                if report is not None and report.time >= self._started and rank != self._rank:
+                    found[rank] = report
+            own = any(report.code != ExitCode.OTHER_RANK for report in found.values())
+            if own or len(found) == self._world_size - 1 or time.monotonic() >= until:
+                return found
+            time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    code: int
+    sentence: str
+    time: float
+
+
+def _read(path: Path, rank: int) -> _Failure | None:
+    try:
+        content = json.loads(path.read_text())
+        return _Failure(rank, int(content["code"]), str(content["sentence"]), float(content["time"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Did this error come from torch.distributed because another rank is gone?"""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return isinstance(error, dist.DistNetworkError) or any(words in text for words in _BROKEN)
