@@ -246,11 +246,11 @@ class ResilienceSpec:
     """So many steps skipped in a row end the run."""
     report_spiky_loss: bool = False
     report_large_grads: bool = False
+    faults: tuple[Fault, ...] = ()
+    """What tests let happen to the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-    faults: tuple[Fault, ...] = ()
-    """What tests let happen to the run."""
 class LoopSpec:
     """How long to train and when to evaluate or leave."""
 
