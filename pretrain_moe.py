@@ -108,6 +108,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
         state.advance(outcome.num_samples, plan)
         status.update(state="running", iteration=state.iteration)
         progress.after(outcome)
+        checkpoints.commit_if_written()
         trainer.compare_replicas(state.iteration)
         if validation.due(state.iteration) or checkpoints.due(state.iteration):
             progress.catch_up()

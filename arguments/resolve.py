@@ -326,6 +326,7 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
         keep_last=checkpoint.keep_last_checkpoints,
         retain_interval=checkpoint.save_retain_interval,
         keep_best=checkpoint.keep_best_checkpoint,
+        in_background=checkpoint.async_save,
         most_failures=1 if checkpoint.on_save_failure == "stop" else CheckpointSpec.most_failures,
         upcycle=moe.moe_use_upcycling,
         upcycle_granularity=moe.moe_upcycling_granularity,

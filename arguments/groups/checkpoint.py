@@ -104,13 +104,13 @@ class CheckpointFlags:
     """Where the converted checkpoint goes."""
     use_dist_ckpt: bool = flag(False, status="no effect", note=_OWN_FORMAT)
     """Old name of the distributed format."""
-    async_save: bool = flag(False, status="not yet", harmless=True, note="saving waits until all is written")
-    """Write checkpoints in the background."""
-    async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", status="no effect", note="belongs to --async-save")
+    async_save: bool = flag(False)
+    """Write checkpoints in the background: training waits only for a copy to host memory."""
+    async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", status="no effect", note="a thread of each rank does")
     """Who writes in the background."""
-    async_ckpt_use_cpu_shm: bool = flag(False, status="no effect", note="belongs to --async-save")
+    async_ckpt_use_cpu_shm: bool = flag(False, status="no effect", note="a thread writes, so none is needed")
     """Shared memory for that."""
-    use_persistent_ckpt_worker: bool = flag(False, status="no effect", note="belongs to --async-save")
+    use_persistent_ckpt_worker: bool = flag(False, status="no effect", note="starting a thread costs nothing")
     """One writer for all checkpoints."""
     verify_integrity: bool = flag(False, status="no effect", note="every byte always is verified")
     """Verify checkpoints."""

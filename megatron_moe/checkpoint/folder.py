@@ -6,10 +6,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_moe.checkpoint.format import TRAIN_STATE
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 
@@ -155,6 +157,63 @@ def mend_tracker(folder: Path, storage: Storage, say: Callable[[str], None]) -> 
         write_tracker(folder, newest, storage)
     except OSError as error:
         say(f"could not mend {folder / TRACKER}: {error.strerror}; nothing depends on it")
+
+
+def remove(path: Path, storage: Storage, say: Callable[[str], None]) -> None:
+    """Removes what nobody needs any more; a failure is told and harmless."""
+    try:
+        storage.remove(path)
+    except OSError as error:
+        say(f"could not remove {path}: {error.strerror}; it takes space, and the next start tries again")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay when a new one has come."""
+
+    keep_last: int | None = None
+    """The newest so many; None: all."""
+    interval: int | None = None
+    """Besides, those of multiples of it."""
+    keep_best: bool = False
+    """Besides, the one whose train_state.json has the lowest validation loss, the newest of equals."""
+
+    def apply(self, folder: Path, spared: Iterable[Path], storage: Storage, say: Callable[[str], None]) -> None:
+        """Deletes the other checkpoints of the folder, but none of those `spared`. A failure is told."""
+        if self.keep_last is None:
+            return
+        kept = {path.resolve() for path in spared}
+        checkpoints = list_checkpoints(folder)
+        best = _best(checkpoints) if self.keep_best else None
+        for candidate in checkpoints[self.keep_last :]:
+            retained = self.interval and candidate.iteration % self.interval == 0
+            if not retained and candidate != best and candidate.path.resolve() not in kept:
+                _delete(candidate, storage, say)
+
+
+def _delete(candidate: Candidate, storage: Storage, say: Callable[[str], None]) -> None:
+    """Renamed first, so that no half-deleted folder bears the name of a checkpoint."""
+    doomed = candidate.path.parent / f".old-{candidate.path.name}-{uuid.uuid4().hex[:12]}"
+    try:
+        storage.rename(candidate.path, doomed)
+    except OSError as error:
+        say(f"could not delete the old checkpoint {candidate.path}: {error.strerror}; it is kept")
+    else:
+        remove(doomed, storage, say)
+
+
+def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
+    """None when none has a loss."""
+    losses = {candidate: loss for candidate in checkpoints if (loss := _validation_loss(candidate)) is not None}
+    return min(losses, key=lambda candidate: losses[candidate], default=None)
+
+
+def _validation_loss(candidate: Candidate) -> float | None:
+    try:
+        loss = json.loads((candidate.path / TRAIN_STATE).read_text())["state"]["validation_loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return loss if isinstance(loss, float) else None
 
 
 def set_aside(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:

@@ -3,6 +3,10 @@
 Everything is written into a folder aside, the manifest last, and the folder is then renamed: the rename is the commit.
 A crash at any moment leaves the earlier checkpoints as they were, and at most a folder aside that the next start
 removes. All ranks learn the outcome from gathered reports, never from a barrier that a failed rank cannot reach.
+
+A save has two stages, each of which may run in a thread: every rank writes its part, then the first rank commits. All
+that ranks say to each other, the main threads say, between the stages and over a group in host memory: a thread that
+took part in collectives would meet those of a training step in another order on every rank.
 """
 
 import errno
@@ -10,18 +14,25 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron_moe.checkpoint.background import HostCopies, started
 from megatron_moe.checkpoint.folder import (
     Candidate,
     FolderLock,
+    Retention,
     iteration_folder,
-    list_checkpoints,
     mend_tracker,
     probe,
+    remove,
     set_aside,
     sweep,
     write_tracker,
@@ -47,7 +58,7 @@ from megatron_moe.checkpoint.shards import (
     write_tensors,
 )
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import EnvironmentProblem, SaveProblem
 
@@ -73,6 +84,65 @@ class _Written:
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class _Committed:
+    """What became of the commit on the first rank; on the others nothing did."""
+
+    error: str | None = None
+    remarks: list[str] = field(default_factory=list)
+    """To be told in the log."""
+
+
+@dataclass
+class _Job:
+    """A save under way, on one rank."""
+
+    iteration: int
+    final: Path
+    aside: Path
+    tensors: Mapping[str, SavedTensor]
+    """What this rank writes."""
+    documents: Mapping[str, str]
+    shares: Sequence[_Share]
+    in_thread: bool
+    begin: float
+    blocked: float = 0.0
+    """Seconds that the caller has waited so far."""
+    write_seconds: float = 0.0
+    """Of the slowest rank."""
+    writing: Future[_Written] | None = None
+    committing: Future[_Committed] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors of all ranks."""
+        return sum(share.num_bytes for share in self.shares)
+
+    @property
+    def resting(self) -> bool:
+        """No thread of this rank is at work for it."""
+        stage = self.committing or self.writing
+        return stage is None or stage.done()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that has ended."""
+
+    iteration: int
+    path: Path | None
+    """The checkpoint's folder; None when the save failed, which has been reported and leaves nothing behind."""
+    num_bytes: int
+    """Of the tensors of all ranks."""
+    seconds: float
+    """From the call to the commit: the grace time that a preemption needs."""
+    blocked_seconds: float
+    """How much of it the caller has waited."""
+    write_seconds: float
+    """How long the slowest rank wrote."""
 
 
 class Saver:
@@ -106,23 +176,31 @@ class Saver:
         say: Callable[[str], None] = print,
     ) -> None:
         self.folder = folder
-        self.keep_last = 1 if keep_last is None and retain_interval else keep_last
-        self.retain_interval = retain_interval
-        self.keep_best = keep_best
+        keep_last = 1 if keep_last is None and retain_interval else keep_last
+        self.retention = Retention(keep_last, retain_interval, keep_best)
         self.loaded_from: Path | None = None
         """Never deleted by retention; set it after loading."""
-        self.last_seconds: float | None = None
-        """Duration of the last save that succeeded: the grace time that a preemption needs."""
+        self.last: Saved | None = None
+        """The last save that succeeded."""
         self._context = context
+        self._group = context.host_group()
         self._storage = storage or Storage()
         self._say = say
         self._stop_after = stop_after
         self._failures = 0
+        self._job: _Job | None = None
+        self._copies = HostCopies()
         self._lock: FolderLock | None = None
         self._together(lambda: self._open(fresh), EnvironmentProblem)
 
     def close(self) -> None:
-        """Lets other jobs use the folder."""
+        """Lets other jobs use the folder. A save that is still being written is given up and leaves no checkpoint; wait
+        for it first (`wait`)."""
+        job, self._job = self._job, None
+        if job is None or job.resting:
+            self._copies.release()
+        elif job.committing is not None:
+            job.committing.exception()  # a moment
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -146,30 +224,120 @@ class Saver:
         Raises:
             SaveProblem: the third failure in a row (`stop_after`).
         """
-        started = time.monotonic()
+        saved = self._begin(iteration, tensors, train_state, texts or {}, in_thread=False) or self.wait()
+        return None if saved is None else saved.path
+
+    def start(
+        self,
+        iteration: int,
+        tensors: Mapping[str, SavedTensor],
+        train_state: Mapping[str, Any],
+        *,
+        texts: Mapping[str, str] | None = None,
+    ) -> Saved | None:
+        """Copies everything to host memory and leaves the rest of `save` to a thread and to later calls of `poll`.
+
+        Returns:
+            None; or how it ended, when it already did, with a failure.
+        """
+        return self._begin(iteration, tensors, train_state, texts or {}, in_thread=True)
+
+    @property
+    def pending(self) -> int | None:
+        """Iteration of the checkpoint that is under way."""
+        return None if self._job is None else self._job.iteration
+
+    def poll(self) -> Saved | None:
+        """Takes the save that is under way one stage on, if all ranks are ready for it; waits for none.
+
+        To be called by all ranks at every step. Without a save under way it says nothing to the other ranks.
+
+        Returns:
+            How the save has ended; None when it has not.
+        Raises:
+            SaveProblem: the third failure in a row.
+        """
+        if self._job is None:
+            return None
+        with _counted(self._job):
+            ready = torch.tensor([float(self._job.resting)])
+            # world: 4 bytes, in host memory
+            if not all_reduce_(ready, self._group, "min").item():
+                return None
+            return self._advance(self._job)
+
+    def wait(self) -> Saved | None:
+        """Waits for the save that is under way; returns how it has ended, None when there was none.
+
+        Raises:
+            SaveProblem: the third failure in a row.
+        """
+        saved = None
+        while self._job is not None and saved is None:
+            with _counted(self._job):
+                saved = self._advance(self._job)
+        return saved
+
+    def _begin(
+        self,
+        iteration: int,
+        tensors: Mapping[str, SavedTensor],
+        train_state: Mapping[str, Any],
+        texts: Mapping[str, str],
+        *,
+        in_thread: bool,
+    ) -> Saved | None:
+        assert self._job is None, f"the save of iteration {self.pending} is under way"
+        begin = time.monotonic()
         final = self.folder / iteration_folder(iteration)
         mine = self._mine(tensors)
-        documents = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **(texts or {})}
+        documents = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **texts}
         shares = self._gather(
             _Share(_name_aside(final), bool(_weights(mine)), bool(_optimizer(mine)), total_bytes(mine))
         )
         aside = self.folder / shares[0].aside
-        error = self._prepared(aside, shares) if self._context.is_first else None
-        (error, *_) = self._gather(error)
-        if error is None:
-            reports = self._gather(self._written(aside, mine, documents if self._context.is_first else {}, shares))
-            error = _first_error(reports)
-        if error is None and self._context.is_first:
-            error = self._committed(aside, final, iteration, reports)
-        (error, *_) = self._gather(error)
+        first = self._context.is_first
+        job = _Job(iteration, final, aside, mine, documents if first else {}, shares, in_thread, begin)
+        (error, *_) = self._gather(self._prepared(aside, shares) if first else None)
         if error is not None:
-            self._failed(iteration, aside, error)
+            return self._ended(job, error)
+        if in_thread:
+            job.tensors = self._copies.take(mine)
+        job.writing = started(partial(self._written, job), in_thread=in_thread)
+        self._job = job
+        job.blocked = time.monotonic() - begin
+        return None
+
+    def _advance(self, job: _Job) -> Saved | None:
+        """Waits for the stage that the save is in and begins the next one; the outcome after the last."""
+        assert job.writing is not None, f"the save of iteration {job.iteration} has not begun"
+        if job.committing is None:
+            reports = self._gather(job.writing.result())
+            job.write_seconds = max(report.seconds for report in reports)
+            error = _first_error(reports)
+            if error is not None:
+                return self._ended(job, error)
+            commit = partial(self._committed, job, reports) if self._context.is_first else _Committed
+            job.committing = started(commit, in_thread=job.in_thread)
             return None
-        self._failures = 0
-        self.last_seconds = time.monotonic() - started
-        if self._context.is_first:
-            self._tidy(Candidate(final, iteration))
-        return final
+        committed = job.committing.result()
+        for remark in committed.remarks:
+            self._say(remark)
+        (error, *_) = self._gather(committed.error)
+        return self._ended(job, error)
+
+    def _ended(self, job: _Job, error: str | None) -> Saved:
+        self._job = None
+        seconds = time.monotonic() - job.begin
+        blocked = job.blocked if job.in_thread else seconds
+        path = job.final if error is None else None
+        saved = Saved(job.iteration, path, job.num_bytes, seconds, blocked, job.write_seconds)
+        if error is not None:
+            self._failed(job, error)
+        else:
+            self._failures = 0
+            self.last = saved
+        return saved
 
     def _open(self, fresh: bool) -> None:
         probe(self.folder)
@@ -197,7 +365,7 @@ class Saver:
 
     def _prepared(self, aside: Path, shares: Sequence[_Share]) -> str | None:
         """Makes the folder aside, on the first rank. Returns why there cannot be a checkpoint in it."""
-        needed = int(_FREE_SPACE_MARGIN * sum(share.num_bytes for share in shares))
+        needed = _needed(shares)
         try:
             self._storage.make_dir(aside)
             if self._storage.free_bytes(aside) < needed:
@@ -206,71 +374,63 @@ class Saver:
             return f"rank 0: {self._reason(error, needed)}"
         return None
 
-    def _written(
-        self,
-        aside: Path,
-        tensors: Mapping[str, SavedTensor],
-        documents: Mapping[str, str],
-        shares: Sequence[_Share],
-    ) -> _Written:
+    def _written(self, job: _Job) -> _Written:
         """Writes this rank's part of the checkpoint."""
-        done = _Written()
-        rank, needed = self._context.rank, int(_FREE_SPACE_MARGIN * sum(share.num_bytes for share in shares))
+        done, begin = _Written(), time.monotonic()
         writers = {
-            "model": [r for r, share in enumerate(shares) if share.weights],
-            "optim": [r for r, share in enumerate(shares) if share.optimizer],
+            "model": [rank for rank, share in enumerate(job.shares) if share.weights],
+            "optim": [rank for rank, share in enumerate(job.shares) if share.optimizer],
         }
         try:
-            for prefix, part in (("model", _weights(tensors)), ("optim", _optimizer(tensors))):
+            for prefix, part in (("model", _weights(job.tensors)), ("optim", _optimizer(job.tensors))):
                 if part:
-                    number, of = writers[prefix].index(rank), len(writers[prefix])
-                    path = aside / f"{prefix}-{number:05d}-of-{of:05d}.safetensors"
+                    number, of = writers[prefix].index(self._context.rank), len(writers[prefix])
+                    path = job.aside / f"{prefix}-{number:05d}-of-{of:05d}.safetensors"
                     done.files[path.name], entries = write_tensors(self._storage, path, part)
                     done.tensors |= entries
-            for name, text in documents.items():
+            for name, text in job.documents.items():
                 data = text.encode()
-                self._storage.write_file(aside / name, [data])
+                self._storage.write_file(job.aside / name, [data])
                 done.files[name] = FileEntry(size=len(data), head=len(data), crc32=checksum(data))
         except OSError as error:
-            done.error = self._reason(error, needed)
+            done.error = self._reason(error, _needed(job.shares))
+        done.seconds = time.monotonic() - begin
         return done
 
-    def _committed(self, aside: Path, final: Path, iteration: int, reports: list[_Written]) -> str | None:
-        """Writes the manifest and gives the folder its name. Returns why it could not."""
+    def _committed(self, job: _Job, reports: Sequence[_Written]) -> _Committed:
+        """Writes the manifest and gives the folder its name; then tracker and retention, of which a failure is a
+        warning."""
         ranks = {axis: self._context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
         files = {name: entry for report in reports for name, entry in report.files.items()}
-        manifest = Manifest(iteration, WRITER, ranks, files, merged([report.tensors for report in reports]))
+        manifest = Manifest(job.iteration, WRITER, ranks, files, merged([report.tensors for report in reports]))
         content = encode(manifest)
+        done = _Committed()
         try:
             decode(content)  # the boxes of all ranks cover every tensor exactly once
-            self._storage.write_file(aside / MANIFEST, [content])
-            self._storage.sync_dir(aside)
-            self._put_in_place(aside, final)
+            self._storage.write_file(job.aside / MANIFEST, [content])
+            self._storage.sync_dir(job.aside)
+            self._put_in_place(job, done.remarks)
             self._storage.sync_dir(self.folder)
         except OSError as error:
-            return self._reason(error, 0)
+            done.error = self._reason(error, 0)
         except Corrupt as problem:
-            return str(problem)
-        return None
+            done.error = str(problem)
+        else:
+            self._tidy(Candidate(job.final, job.iteration), done.remarks)
+        return done
 
-    def _put_in_place(self, aside: Path, final: Path) -> None:
-        if not final.exists():
-            self._storage.rename(aside, final)
+    def _put_in_place(self, job: _Job, remarks: list[str]) -> None:
+        if not job.final.exists():
+            self._storage.rename(job.aside, job.final)
             return
-        replaced = self.folder / f".replaced-{final.name}-{uuid.uuid4().hex[:12]}"
-        self._storage.rename(final, replaced)
+        replaced = self.folder / f".replaced-{job.final.name}-{uuid.uuid4().hex[:12]}"
+        self._storage.rename(job.final, replaced)
         try:
-            self._storage.rename(aside, final)
+            self._storage.rename(job.aside, job.final)
         except OSError:
-            self._storage.rename(replaced, final)
+            self._storage.rename(replaced, job.final)
             raise
-        self._remove(replaced)
-
-    def _remove(self, path: Path) -> None:
-        try:
-            self._storage.remove(path)
-        except OSError as error:
-            self._say(f"could not remove {path}: {error.strerror}; it takes space, and the next start tries again")
+        remove(replaced, self._storage, remarks.append)
 
     def _reason(self, error: OSError, needed: int) -> str:
         space = ""
@@ -284,46 +444,30 @@ class Saver:
         except OSError:
             return "an unknown number"
 
-    def _failed(self, iteration: int, aside: Path, error: str) -> None:
+    def _failed(self, job: _Job, error: str) -> None:
         """Reports a failed save and leaves nothing of it; ends the run after too many in a row."""
         self._failures += 1
-        if self._context.is_first and aside.exists():
-            self._remove(aside)
-        sentence = f"the checkpoint of iteration {iteration} could not be saved to {self.folder}: {error}"
+        if self._context.is_first and job.aside.exists():
+            remove(job.aside, self._storage, self._say)
+        sentence = f"the checkpoint of iteration {job.iteration} could not be saved to {self.folder}: {error}"
         if self._failures >= self._stop_after:
             raise SaveProblem(f"{sentence}; that was failure {self._failures} in a row: make room or repair the folder")
         if self._context.is_first:
             self._say(f"{sentence}; training goes on, failure {self._failures} in a row ends it at {self._stop_after}")
 
-    def _tidy(self, saved: Candidate) -> None:
-        """After the commit: tracker and retention. What fails here is a warning."""
+    def _tidy(self, saved: Candidate, remarks: list[str]) -> None:
+        """After the commit: tracker and retention."""
         try:
             write_tracker(self.folder, saved.iteration, self._storage)
         except OSError as error:
-            self._say(f"could not write the tracker file in {self.folder}: {error.strerror}; nothing depends on it")
-        if self.keep_last is None:
-            return
-        protected = {saved.path.resolve(), self.loaded_from.resolve() if self.loaded_from else None}
-        checkpoints = list_checkpoints(self.folder)
-        best = _best(checkpoints) if self.keep_best else None
-        for candidate in checkpoints[self.keep_last :]:
-            retained = self.retain_interval and candidate.iteration % self.retain_interval == 0
-            if not retained and candidate != best and candidate.path.resolve() not in protected:
-                self._delete(candidate)
-
-    def _delete(self, candidate: Candidate) -> None:
-        """Renamed first, so that no half-deleted folder bears the name of a checkpoint."""
-        doomed = self.folder / f".old-{candidate.path.name}-{uuid.uuid4().hex[:12]}"
-        try:
-            self._storage.rename(candidate.path, doomed)
-        except OSError as error:
-            self._say(f"could not delete the old checkpoint {candidate.path}: {error.strerror}; it is kept")
-        else:
-            self._remove(doomed)
+            where = f"the tracker file in {self.folder}"
+            remarks.append(f"could not write {where}: {error.strerror}; nothing depends on it")
+        spared = [saved.path, *([self.loaded_from] if self.loaded_from else [])]
+        self.retention.apply(self.folder, spared, self._storage, remarks.append)
 
     def _gather(self, value: Any) -> list[Any]:
         # world: the manifest's entries of one rank, some hundred bytes per tensor
-        return gather_objects(value, self._context.group("world"))
+        return gather_objects(value, self._group)
 
     def _together(self, act: Callable[[], None], problem: type[EnvironmentProblem]) -> None:
         """The first rank acts; what it raises is raised on all."""
@@ -338,20 +482,6 @@ class Saver:
             raise problem(sentence)
 
 
-def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
-    """The one with the lowest validation loss, the newest of equals; None when none has one."""
-    losses = {candidate: loss for candidate in checkpoints if (loss := _validation_loss(candidate)) is not None}
-    return min(losses, key=lambda candidate: losses[candidate], default=None)
-
-
-def _validation_loss(candidate: Candidate) -> float | None:
-    try:
-        loss = json.loads((candidate.path / TRAIN_STATE).read_text())["state"]["validation_loss"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return loss if isinstance(loss, float) else None
-
-
 def _name_aside(final: Path) -> str:
     return f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
 
@@ -362,6 +492,21 @@ def _weights(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
 
 def _optimizer(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
     return {key: tensor for key, tensor in tensors.items() if not is_weight(key)}
+
+
+def _needed(shares: Sequence[_Share]) -> int:
+    """Bytes of free space that a save asks for."""
+    return int(_FREE_SPACE_MARGIN * sum(share.num_bytes for share in shares))
+
+
+@contextmanager
+def _counted(job: _Job) -> Iterator[None]:
+    """Adds the seconds inside to those that the caller has waited for the save."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        job.blocked += time.monotonic() - begin
 
 
 def _first_error(reports: list[_Written]) -> str | None:

@@ -188,6 +188,8 @@ class CheckpointSpec:
     """Checkpoints of multiples of it are kept besides the last ones."""
     keep_best: bool = False
     """So is the one with the lowest validation loss."""
+    in_background: bool = False
+    """Training goes on while a checkpoint is written."""
     most_failures: int = 3
     """So many failed saves in a row end the run."""
     upcycle: bool = False

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_moe.checkpoint.huggingface import load_hf
 from megatron_moe.checkpoint.load import HUGGING_FACE, Source, find, load
-from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.save import Saved, Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
@@ -68,9 +68,14 @@ class Checkpoints:
     def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
         spec = self._plan.checkpoint
         if _divides(spec.save_interval, state.iteration):
-            self.save(state, loader)
+            self.save(state, loader, in_background=spec.in_background)
         if _divides(spec.hf_interval, state.iteration):
             self._export(state)
+
+    def commit_if_written(self) -> None:
+        """Completes a checkpoint whose writing in the background is done; to be called after every step."""
+        if self._saver is not None and self._saver.pending is not None:
+            self._settle(self._saver.poll())
 
     def save_last(self, state: TrainState, loader: TrainLoader | None) -> None:
         """The checkpoint at the end of the run, and the export. Raises SaveProblem when there is no checkpoint."""
@@ -95,9 +100,15 @@ class Checkpoints:
         where = "no --save folder" if self._saver is None else f"the newest checkpoint is of {self._last_saved}"
         raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
 
-    def save(self, state: TrainState, loader: TrainLoader | None) -> None:
-        """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on."""
-        if self._saver is None or self._last_saved == state.iteration:
+    def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
+        """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on.
+
+        With `in_background` it returns when the state is copied; `commit_if_written` does the rest.
+        """
+        if self._saver is None:
+            return
+        self._wait_for_pending(self._saver)
+        if self._last_saved == state.iteration:
             return
         spec = self._plan.checkpoint
         facts = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
@@ -105,19 +116,32 @@ class Checkpoints:
             facts["data"] = loader.state()
         self._status.update(state="saving")
         self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {spec.save}")
-        path = self._saver.save(
-            state.iteration,
-            saved_tensors(self._trainer, optimizer=spec.save_optim),
-            facts,
-            texts={"run.yaml": self._plan.resolved_yaml},
+        tensors = saved_tensors(self._trainer, optimizer=spec.save_optim)
+        texts = {"run.yaml": self._plan.resolved_yaml}
+        if in_background:
+            self._settle(self._saver.start(state.iteration, tensors, facts, texts=texts))
+        elif self._saver.save(state.iteration, tensors, facts, texts=texts) is not None:
+            self._settle(self._saver.last)
+        self._status.update(state="running")
+
+    def _wait_for_pending(self, saver: Saver) -> None:
+        """Lets an earlier checkpoint be completed before the next one."""
+        if saver.pending is not None:
+            self._reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
+            self._settle(saver.wait())
+
+    def _settle(self, saved: Saved | None) -> None:
+        """Takes note of a checkpoint that is complete."""
+        if saved is None or saved.path is None:
+            return
+        self._last_saved = saved.iteration
+        self._status.update(last_checkpoint=saved.iteration)
+        self._reporter.note(
+            f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {saved.path} "
+            f"in {saved.seconds:.1f} s: {saved.num_bytes / 1e9:.2f} GB, written at "
+            f"{saved.num_bytes / 1e9 / max(saved.write_seconds, 1e-9):.2f} GB/s; "
+            f"training waited {saved.blocked_seconds:.2f} s"
         )
-        if path is not None:
-            self._last_saved = state.iteration
-            self._status.update(state="running", last_checkpoint=state.iteration)
-            self._reporter.note(
-                f"  successfully saved checkpoint from iteration {state.iteration:7d} to {path} "
-                f"in {self._saver.last_seconds:.1f} s"
-            )
 
     def _export(self, state: TrainState) -> None:
         if self._exports is not None:

@@ -275,9 +275,10 @@ def test_a_refused_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 def test_the_duration_of_the_last_save_is_known(tmp_path: Path) -> None:
     saver = Saver(tmp_path, ONE)
-    assert saver.last_seconds is None
+    assert saver.last is None
     save_some(saver, 10)
-    assert 0.0 < saver.last_seconds < 60.0
+    assert saver.last is not None and saver.last.iteration == 10
+    assert 0.0 < saver.last.write_seconds < saver.last.seconds == saver.last.blocked_seconds < 60.0
 
 
 def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path) -> None:

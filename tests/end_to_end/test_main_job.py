@@ -53,9 +53,10 @@ def test_validation_is_reported_and_falls(whole_run):
 
 
 def test_twelve_iterations_equal_six_and_six(whole_run, data, tmp_path):
+    """P3. Checkpoints that were written in the background hold the same bits."""
     whole, _ = whole_run
     run = tmp_path / "run"
-    command = arguments(data, run, "--save-interval", "6")
+    command = arguments(data, run, "--save-interval", "3", "--async-save")
     succeed(run_program([*command, "--exit-interval", "6"], cwd=tmp_path))
     assert list(losses(run)) == list(range(1, 7))
     succeed(run_program(command, cwd=tmp_path))

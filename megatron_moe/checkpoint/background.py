@@ -1,0 +1,89 @@
+"""What saving in the background needs: a copy of the state in host memory, and a thread that writes it."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.shards import Box, SavedTensor
+
+_ALIGN_BYTES = 64
+
+Result = TypeVar("Result")
+
+
+def started(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
+    """Begins a call in a thread of its own, or makes it at once.
+
+    The process does not wait for the thread when it ends. What the call raises, `result` raises.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  handed to whoever asks for the result
+            future.set_exception(error)
+
+    if in_thread:
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    else:
+        run()
+    return future
+
+
+class HostCopies:
+    """Host memory for a copy of what this rank saves. It is made for the first save and used again by all others; a
+    copy is good until the next one is taken. For tensors on a GPU it is page-locked, so that they come at the speed of
+    the bus."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._locked = False
+
+    def take(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """The same tensors in host memory. When it returns, the originals may change."""
+        sources = [box.values() for tensor in tensors.values() for box in tensor.boxes]
+        self._make_room(sum(map(_room, sources)), on_gpu=any(source.is_cuda for source in sources))
+        copies = iter(self._copied(sources))
+        taken = {
+            key: SavedTensor(tensor.shape, tuple(Box(box.offset, next(copies)) for box in tensor.boxes))
+            for key, tensor in tensors.items()
+        }
+        if self._locked:
+            torch.cuda.current_stream().synchronize()
+        return taken
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+            self._locked = False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _make_room(self, num_bytes: int, *, on_gpu: bool) -> None:
+        if self._memory.numel() >= num_bytes:
+            return
+        self.release()
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if on_gpu:  # torch's own pinned memory would be rounded up to a power of two
+            status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
+            self._locked = int(status) == 0
+
+    def _copied(self, sources: list[Tensor]) -> Iterator[Tensor]:
+        start = 0
+        for source in sources:
+            num_bytes = source.numel() * source.element_size()
+            copy = self._memory[start : start + num_bytes].view(source.dtype).view(source.shape)
+            # Into memory that is not page-locked torch waits for each copy by itself.
+            yield copy.copy_(source.detach(), non_blocking=True)
+            start += _room(source)
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes that a tensor takes, with what keeps the next one aligned."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
