@@ -367,6 +367,7 @@ def _resilience(flags: Flags) -> ResilienceSpec:
         most_skips=resilience.max_skipped_iterations,
         report_spiky_loss=resilience.check_for_spiky_loss,
         report_large_grads=resilience.check_for_large_grads,
+        faults=tuple(map(parse_fault, resilience.inject)),
     )
 
 
@@ -395,7 +396,6 @@ def _logging(flags: Flags) -> LoggingSpec:
         timing_level=logging.timing_log_level,
         timing_option=logging.timing_log_option,
         per_layer_moe=flags.moe.moe_per_layer_logging,
-        faults=tuple(map(parse_fault, resilience.inject)),
         plots=logging.plots,
     )
 

@@ -91,8 +91,6 @@ def build_trainer(
     return Trainer(plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)
 
 
-def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
-    return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context)
 def build_faults(
     plan: RunPlan, context: ParallelContext, model: GPT, reporter: Reporter
 ) -> list[Callable[[str, int], None]]:
@@ -103,6 +101,8 @@ def build_faults(
     return [Faults(faults, context.rank, model).strike] if faults else []
 
 
+def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
+    return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context)
 
 
 def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> TrainLoader | None:
