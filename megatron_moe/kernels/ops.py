@@ -117,6 +117,12 @@ class Kernels(Protocol):
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor: ...
+    def add_rms_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(residual + x, rounded to the dtype of x; `rms_norm` of that sum)"""
+        ...
+
 
     def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
         """Rotates D' = cos.shape[-1] dims of each head from dim `start` on and leaves the rest. B of cos and sin may be

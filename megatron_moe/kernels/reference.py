@@ -118,6 +118,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return total, rms_norm(total, weight, eps, zero_centered)
+
+
     """Ba, Kiros and Hinton, arXiv 1607.06450."""
     wide = x.to(internal_dtype(x.dtype))
     scale = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)

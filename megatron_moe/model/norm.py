@@ -35,6 +35,13 @@ class Norm(nn.Module):
             return self.kernels.rms_norm(x, self.weight, self.spec.eps, self.spec.zero_centered)
         return self.kernels.layer_norm(x, self.weight, self.bias, self.spec.eps, self.spec.zero_centered)
 
+    def of_sum(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual + x, the norm of that), in one pass where there is a kernel for it"""
+        if self.bias is None:
+            return self.kernels.add_rms_norm(residual, x, self.weight, self.spec.eps, self.spec.zero_centered)
+        total = residual + x
+        return total, self(total)
+
 
 class UnitNorm(nn.Module):
     """RMSNorm without a weight: Megatron's L2 norm of queries and keys (Llama 4)."""

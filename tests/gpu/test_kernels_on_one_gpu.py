@@ -88,6 +88,9 @@ def test_norms_agree_with_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
     x, weight, bias = draw(7, 3, 96), draw(96, seed=1), draw(96, seed=2)
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
     compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype)
+    residual = draw(7, 3, 96, seed=3)
+    both = lambda k: lambda r, x, w: torch.stack(k.add_rms_norm(r, x, w, 1e-5, zero_centered))  # noqa: E731
+    compare(both, (residual, x, weight), dtype)
 
 
 @DTYPES

@@ -33,6 +33,18 @@ def test_rms_norm_is_the_reference(shape: tuple[int, ...], zero_centered: bool, 
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-6, zero_centered), inputs, dtype)
 
 
+@DTYPES
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3, 48), (1, 128), (70, 1), (0, 16)])
+def test_a_residual_sum_and_its_norm_are_the_reference(
+    shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype
+) -> None:
+    inputs = [draw(*shape), draw(*shape, seed=2), draw(shape[-1], seed=1)]
+    compare(lambda k: lambda r, x, w: torch.stack(k.add_rms_norm(r, x, w, 1e-6, zero_centered)), inputs, dtype)
+    compare(lambda k: lambda r, x, w: k.add_rms_norm(r, x, w, 1e-6, zero_centered)[1], inputs, dtype)
+    compare(lambda k: lambda r, x: k.add_rms_norm(r, x, inputs[2].to(x), 1e-6, zero_centered)[0], inputs[:2], dtype)
+
+
 def test_rms_norm_of_a_view_reads_the_view_and_not_what_lies_between() -> None:
     wide = draw(6, 40)
     compare(lambda k: lambda x, w: k.rms_norm(x[:, 3:19], w, 1e-6, False), [wide, draw(16, seed=1)], torch.float32)

@@ -30,6 +30,7 @@ PROVIDES = (
     "grouped_weight_grad",
     "rms_norm",
     "layer_norm",
+    "add_rms_norm",
     "attention",
     "activation",
     "cross_entropy",
@@ -59,6 +60,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "rms_norm": "fused",
         "layer_norm": "fused",
         "attention": "SDPA, cuDNN first on the GPU; sinks and dropout are plain torch",
+        "add_rms_norm": "the norm is fused",
         "activation": "keeps its input only and computes the rest again",
         "cross_entropy": "fused",
         "gate_product": "fp32 products of bf16 factors by matrix units",
@@ -130,6 +132,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     if zero_centered or weight.dtype is not x.dtype:
         wide = internal_dtype(x.dtype)
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return total, rms_norm(total, weight, eps, zero_centered)
+
+
         scale = weight.to(wide) + (1.0 if zero_centered else 0.0)
         return F.layer_norm(x.to(wide), weight.shape, scale, bias.to(wide), eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -12,6 +12,7 @@ from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as 
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
 from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
+from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
 from megatron_moe.kernels.backends.triton.rope import rope as rope
@@ -31,6 +32,7 @@ PROVIDES = (
     "embedding_grad",
     "rms_norm",
     "rope",
+    "add_rms_norm",
     "latent_key_value",
     "activation",
     "cross_entropy",

@@ -1,4 +1,4 @@
-"""RMSNorm forward and backward (Zhang and Sennrich, arXiv 1910.07467): each reads its inputs once."""
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and behind a residual sum: each pass reads its inputs once."""
 
 from typing import Any
 
@@ -19,38 +19,88 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     return out
 
 
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """See `Kernels.add_rms_norm`."""
+    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    return total, normed
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         x_RH = rows_of(x)
-        num_rows, width = x_RH.shape
-        out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        scale_R = torch.empty(num_rows, device=x.device, dtype=torch.float32)
-        tile_rows, tile_width = _tile(width)
-        if num_rows:
-            _rms_norm_forward[(triton.cdiv(num_rows, tile_rows),)](
-                x_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), eps,
-                ZERO_CENTERED=zero_centered, ROWS=tile_rows, WIDTH=tile_width, num_warps=_warps(tile_width),
-            )  # fmt: skip
+        out_RH, scale_R = _norm(x_RH, None, x_RH, weight, eps, zero_centered)
         ctx.save_for_backward(x_RH, weight, scale_R)
         ctx.zero_centered = zero_centered
         return out_RH.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, weight, scale_R = ctx.saved_tensors
-        grad_RH = rows_of(grads[0])
-        num_rows, width = x_RH.shape
-        tile_rows, tile_width = _tile(width)
-        grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        # every program sums its rows' share of the weight's gradient; the shares are added in a fixed order
-        num_programs = max(min(triton.cdiv(num_rows, tile_rows), 4 * num_multiprocessors(x_RH.device)), 1)
-        shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
-        _rms_norm_backward[(num_programs,)](
-            grad_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width, grad_RH.stride(0), x_RH.stride(0),
-            ZERO_CENTERED=ctx.zero_centered, ROWS=tile_rows, WIDTH=tile_width, num_warps=_warps(tile_width),
+        grad_x_RH, grad_weight = _norm_backward(grads[0], None, *ctx.saved_tensors, ctx.zero_centered)
+        return grad_x_RH.view(grads[0].shape), grad_weight, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """The gradient of the sum, which comes down the residual stream, is added where the norm's own is made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        x_RH, residual_RH = rows_of(x), rows_of(residual)
+        total_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+        out_RH, scale_R = _norm(x_RH, residual_RH, total_RH, weight, eps, zero_centered)
+        ctx.save_for_backward(total_RH, weight, scale_R)
+        ctx.zero_centered = zero_centered
+        ctx.set_materialize_grads(False)
+        return total_RH.view(x.shape), out_RH.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_total, grad_out = grads
+        if grad_out is None:  # the norm is not used
+            return grad_total, grad_total, None, None, None
+        grad_RH, grad_weight = _norm_backward(grad_out, grad_total, *ctx.saved_tensors, ctx.zero_centered)
+        grad = grad_RH.view(grad_out.shape)
+        return grad, grad, grad_weight, None, None
+
+
+def _norm(
+    x_RH: Tensor, residual_RH: Tensor | None, total_RH: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """(norm of x, or of x + residual which `total_RH` then is; fp32 [R] factor of every row)"""
+    num_rows, width = x_RH.shape
+    out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+    scale_R = torch.empty(num_rows, device=x_RH.device, dtype=torch.float32)
+    rows, columns = _tile(width)
+    if num_rows:
+        added = x_RH if residual_RH is None else residual_RH
+        _rms_norm_forward[(triton.cdiv(num_rows, rows),)](
+            x_RH, added, total_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), added.stride(0), eps,
+            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, ROWS=rows, WIDTH=columns,
+            num_warps=_warps(columns),
         )  # fmt: skip
-        return grad_x_RH.view(grads[0].shape), shares_PH.sum(dim=0).to(weight.dtype), None, None
+    return out_RH, scale_R
+
+
+def _norm_backward(
+    grad: Tensor, grad_total: Tensor | None, x_RH: Tensor, weight: Tensor, scale_R: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """(gradient of x, plus `grad_total` if given; gradient of the weight)"""
+    grad_RH = rows_of(grad)
+    added_RH = grad_RH if grad_total is None else rows_of(grad_total)
+    num_rows, width = x_RH.shape
+    rows, columns = _tile(width)
+    grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+    # every program sums its rows' share of the weight's gradient; the shares are added in a fixed order
+    num_programs = max(min(triton.cdiv(num_rows, rows), 4 * num_multiprocessors(x_RH.device)), 1)
+    shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
+    _rms_norm_backward[(num_programs,)](
+        grad_RH, added_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width,
+        grad_RH.stride(0), added_RH.stride(0), x_RH.stride(0),
+        ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, ROWS=rows, WIDTH=columns, num_warps=_warps(columns),
+    )  # fmt: skip
+    return grad_x_RH, shares_PH.sum(dim=0).to(weight.dtype)
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -65,13 +115,18 @@ def _warps(tile_width: int) -> int:
 
 @triton.jit
 def _rms_norm_forward(
-    x_ptr, weight_ptr, out_ptr, scale_ptr, num_rows, width, x_stride, eps,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, added_ptr, total_ptr, weight_ptr, out_ptr, scale_ptr, num_rows, width, x_stride, added_stride, eps,
+    ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     held = (rows < num_rows)[:, None] & (columns < width)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+    if ADDED:
+        x += tl.load(added_ptr + rows[:, None] * added_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + rows[:, None] * width + columns[None, :], total, mask=held)
+        x = total.to(tl.float32)  # the norm is that of the rounded sum
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
@@ -83,8 +138,9 @@ def _rms_norm_forward(
 
 @triton.jit
 def _rms_norm_backward(
-    grad_ptr, x_ptr, weight_ptr, scale_ptr, grad_x_ptr, shares_ptr, num_rows, width, grad_stride, x_stride,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    grad_ptr, added_ptr, x_ptr, weight_ptr, scale_ptr, grad_x_ptr, shares_ptr, num_rows, width,
+    grad_stride, added_stride, x_stride,
+    ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, WIDTH)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -102,6 +158,9 @@ def _rms_norm_backward(
         weighted = grad * weight[None, :]
         mean = tl.sum(weighted * normed, axis=1) / width
         grad_x = (weighted - normed * mean[:, None]) * scale[:, None]
+        if ADDED:
+            added = added_ptr + rows[:, None] * added_stride + columns[None, :]
+            grad_x += tl.load(added, mask=held, other=0.0).to(tl.float32)
         place = grad_x_ptr + rows[:, None] * width + columns[None, :]
         tl.store(place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=held)
     tl.store(shares_ptr + tl.program_id(0) * width + columns, share, mask=columns < width)
