@@ -27,6 +27,7 @@ from megatron_moe.specs.train import (
     LRSpec,
     OptimizerSpec,
     ResilienceSpec,
+    StateOffloadSpec,
     TokenizerSpec,
 )
 
@@ -176,6 +177,12 @@ def _precision(flags: Flags) -> PrecisionSpec:
         deterministic=precision.deterministic_mode,
         exp_avg=precision.exp_avg_dtype,
         exp_avg_sq=precision.exp_avg_sq_dtype,
+        remainders=(
+            precision.use_precision_aware_optimizer
+            and precision.store_param_remainders
+            and precision.bf16
+            and precision.main_params_dtype == "fp32"
+        ),
         low=_low_precision(flags),
         low_params=precision.fp8_param_gather or precision.fp4_param_gather,
     )
@@ -218,7 +225,27 @@ def _optimizer(flags: Flags) -> OptimizerSpec:
         decay_qk_norm=optimizer.apply_wd_to_qk_layernorm,
         decoupled_lr=optimizer.decoupled_lr,
         decoupled_min_lr=optimizer.decoupled_min_lr,
+        offload=_state_offload(flags),
     )
+
+
+def _state_offload(flags: Flags) -> StateOffloadSpec:
+    offload = flags.offload
+    if offload.optimizer_cpu_offload:
+        return StateOffloadSpec(
+            fraction=offload.optimizer_offload_fraction,
+            host_steps=True,
+            overlap=offload.overlap_cpu_optimizer_d2h_h2d,
+            torch_kernel=offload.use_torch_optimizer_for_cpu_offload,
+            pin_grads=offload.pin_cpu_grads,
+            pin_params=offload.pin_cpu_params,
+        )
+    if offload.chunked_optimizer_state_offload:
+        return StateOffloadSpec(
+            fraction=offload.optimizer_state_offload_fraction,
+            chunk_bytes=offload.optimizer_state_offload_chunk_size_mb << 20,
+        )
+    return StateOffloadSpec()
 
 
 def _lr(flags: Flags, batch: BatchSpec, loop: LoopSpec) -> LRSpec:

@@ -67,11 +67,14 @@ class PrecisionFlags:
     use_precision_aware_optimizer: bool = flag(
         False, status="no effect", note="the formats below decide what the optimizer keeps"
     )
-    """Optimizer state in chosen formats."""
+    """Optimizer state in chosen formats, and master weights of bf16 parameters as 16-bit remainders."""
     main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", status="not yet", note="gradients are kept in fp32")
     """Format of gradients in the optimizer."""
     main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", status="not yet", note="master weights are kept in fp32")
     """Format of master weights."""
+    store_param_remainders: bool = flag(True, status="no effect", note="master weights are kept in fp32")
+    """With --use-precision-aware-optimizer, bf16 and fp32 master weights: keep of a master weight only the 16 bits that
+    its parameter does not have. Changes no number."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
         "fp32", status="not yet", note="moments are kept in fp32"
     )

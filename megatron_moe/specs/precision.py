@@ -23,6 +23,9 @@ class PrecisionSpec:
     """Adam's first moment. In a run whose master weights are fp64, so are both moments."""
     exp_avg_sq: StateName = "fp32"
     """Adam's second moment."""
+    remainders: bool = False
+    """Of fp32 master weights of bf16 parameters only the 16 bits are kept that the parameter does not have: 2 bytes
+    instead of 4, and the same numbers."""
     low: LowPrecision | None = None
     """Scaling recipe of matrix products in FP8 or FP4; None: all are in the parameters' format."""
     low_params: bool = False

@@ -42,6 +42,7 @@ class OptimizerSpec:
     decoupled_lr: float | None = None
     """Of embedding and head."""
     decoupled_min_lr: float | None = None
+    offload: StateOffloadSpec = StateOffloadSpec()
 
 
 @dataclass(frozen=True, kw_only=True)
