@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_moe.kernels.packed import Packed
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
 from megatron_moe.specs.params import Part
@@ -116,13 +117,13 @@ class Kernels(Protocol):
         """x [..., H], weight [H]: x / sqrt(mean(x^2) + eps) * weight (or * (1 + weight))"""
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor: ...
     def add_rms_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
         """(residual + x, rounded to the dtype of x; `rms_norm` of that sum)"""
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor: ...
 
     def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
         """Rotates D' = cos.shape[-1] dims of each head from dim `start` on and leaves the rest. B of cos and sin may be
@@ -268,8 +269,30 @@ class Kernels(Protocol):
     ) -> None:
         """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar,
         already counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False,
-        even if the gradient is not finite. `weights`, the masters in another dtype, follow them if given.
-        Afterwards `grad` is undefined."""
+        even if the gradient is not finite. `weights`, the masters in another dtype, follow them if given (rounded as
+        in `kernels/packed.py`). Afterwards `grad` is undefined."""
+        ...
+
+    def adamw_packed_(
+        self,
+        master: Packed,
+        grad: Tensor,
+        exp_avg: Packed,
+        exp_avg_sq: Packed,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: Tensor,
+        grad_scale: Tensor,
+        proceed: Tensor,
+        weights: Tensor | None = None,
+        first: int = 0,
+    ) -> None:
+        """The same on state in the formats of `kernels/packed.py`, with arithmetic in fp32: the numbers of `adamw_`
+        where no format loses digits. `first`: number of the first element, from which random rounding is drawn."""
         ...
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
 from megatron_moe.kernels.ops import Operand, Span, internal_dtype
+from megatron_moe.kernels.packed import Packed, round_weights, step_unpacked
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
@@ -117,12 +118,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     return (normed * scale).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     total = residual + x
     return total, rms_norm(total, weight, eps, zero_centered)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """Ba, Kiros and Hinton, arXiv 1607.06450."""
     wide = x.to(internal_dtype(x.dtype))
     scale = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)
@@ -270,4 +271,41 @@ def adamw_(
     for state, new in ((master, moved), (exp_avg, first), (exp_avg_sq, second)):
         state.copy_(torch.where(proceed, new.to(state.dtype), state))
     if weights is not None:
-        weights.copy_(torch.where(proceed, master.to(weights.dtype), weights))
+        weights.copy_(torch.where(proceed, round_weights(master, weights.dtype), weights))
+
+
+def adamw_packed_(
+    master: Packed,
+    grad: Tensor,
+    exp_avg: Packed,
+    exp_avg_sq: Packed,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    grad_scale: Tensor,
+    proceed: Tensor,
+    weights: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """See `Kernels.adamw_packed_`."""
+    step_unpacked(
+        adamw_,
+        master,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=grad_scale,
+        proceed=proceed,
+        weights=weights,
+        first=first,
+    )

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Fit, Judgement
 from megatron_moe.kernels.ops import Operand, RowIndex, internal_dtype
+from megatron_moe.kernels.packed import Packed, round_weights, step_unpacked
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
@@ -29,8 +30,8 @@ PROVIDES = (
     "grouped_input_grad",
     "grouped_weight_grad",
     "rms_norm",
-    "layer_norm",
     "add_rms_norm",
+    "layer_norm",
     "attention",
     "activation",
     "cross_entropy",
@@ -39,10 +40,20 @@ PROVIDES = (
     "unpermute",
     "sum_of_squares",
     "adamw_",
+    "adamw_packed_",
 )
 
 GROUPED = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
-BEST_ANYWHERE = ("rms_norm", "layer_norm", "attention", "cross_entropy", "sum_of_squares", "adamw_")
+BEST_ANYWHERE = (
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "attention",
+    "cross_entropy",
+    "sum_of_squares",
+    "adamw_",
+    "adamw_packed_",
+)
 """Faster than plain torch on every device."""
 
 
@@ -58,9 +69,9 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         **dict.fromkeys(GROUPED, "grouped_mm, offsets stay on the device"),
         "linear_weight_grad": "accumulates in the dtype of the gradient buffer inside the product",
         "rms_norm": "fused",
+        "add_rms_norm": "the norm is fused",
         "layer_norm": "fused",
         "attention": "SDPA, cuDNN first on the GPU; sinks and dropout are plain torch",
-        "add_rms_norm": "the norm is fused",
         "activation": "keeps its input only and computes the rest again",
         "cross_entropy": "fused",
         "gate_product": "fp32 products of bf16 factors by matrix units",
@@ -68,6 +79,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "unpermute": "gathers in forward and backward",
         "sum_of_squares": "one reduction",
         "adamw_": "fused",
+        "adamw_packed_": "fused, between unpacking and packing",
     }
     return Judgement(Fit.BETTER, reasons[op])
 
@@ -129,14 +141,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    if zero_centered or weight.dtype is not x.dtype:
-        wide = internal_dtype(x.dtype)
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     total = residual + x
     return total, rms_norm(total, weight, eps, zero_centered)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    if zero_centered or weight.dtype is not x.dtype:
+        wide = internal_dtype(x.dtype)
         scale = weight.to(wide) + (1.0 if zero_centered else 0.0)
         return F.layer_norm(x.to(wide), weight.shape, scale, bias.to(wide), eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -362,4 +374,41 @@ def adamw_(
         found_inf=(~proceed).to(torch.float32),
     )
     if weights is not None:
-        weights.copy_(master)  # after a refused step the same bits again
+        weights.copy_(round_weights(master, weights.dtype))  # after a refused step the same bits again
+
+
+def adamw_packed_(
+    master: Packed,
+    grad: Tensor,
+    exp_avg: Packed,
+    exp_avg_sq: Packed,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    grad_scale: Tensor,
+    proceed: Tensor,
+    weights: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """Unpacked for torch's fused kernel, so that the arithmetic is that of `adamw_`."""
+    step_unpacked(
+        adamw_,
+        master,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=grad_scale,
+        proceed=proceed,
+        weights=weights,
+        first=first,
+    )

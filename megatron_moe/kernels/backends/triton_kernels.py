@@ -15,6 +15,7 @@ from megatron_moe.kernels.backends.triton.latent import latent_key_value as late
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
+from megatron_moe.kernels.backends.triton.optimizer import adamw_packed_ as adamw_packed_
 from megatron_moe.kernels.backends.triton.rope import rope as rope
 from megatron_moe.kernels.backends.triton.router import balance_scores as balance_scores
 from megatron_moe.kernels.backends.triton.router import select_experts as select_experts
@@ -31,8 +32,8 @@ PROVIDES = (
     "grouped_weight_grad",
     "embedding_grad",
     "rms_norm",
-    "rope",
     "add_rms_norm",
+    "rope",
     "latent_key_value",
     "activation",
     "cross_entropy",
@@ -44,6 +45,7 @@ PROVIDES = (
     "unpermute",
     "gather_probs",
     "adamw_",
+    "adamw_packed_",
 )
 
 
@@ -61,6 +63,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
         "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",
+        "adamw_packed_": "one pass that unpacks and packs",
         "sort_rows": "a counting sort in two launches",
         "count_tokens": "a histogram without atomics",
     }

@@ -1,11 +1,22 @@
-"""AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass that writes the rounded weights too."""
+"""AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, whatever the format of its state.
+
+The formats are those of `kernels/packed.py`. Every program takes whole blocks of 128 elements, so it alone makes their
+scales. All roundings to 16 and 8 bits are integer arithmetic or conversions of torch's kind: the bits are the same
+under the interpreter, except those of bf16 moments, which it cuts off.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.kernels import packed
+from megatron_moe.kernels.packed import Packed
+
 BLOCK = 1024
+PLAIN, FP16, FP8, REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SCALED = tl.constexpr(packed.BLOCK)
+LEAST_EXPONENT = tl.constexpr(packed.LEAST_EXPONENT)
 
 
 def adamw_(
@@ -25,13 +36,63 @@ def adamw_(
     weights: Tensor | None = None,
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
-    corrections = _corrections((beta1, beta2), step)
-    if master.numel():
-        _adamw[(triton.cdiv(master.numel(), BLOCK),)](
-            master, grad, exp_avg, exp_avg_sq, master if weights is None else weights, corrections, grad_scale,
-            proceed.to(torch.int32), master.numel(), lr, beta1, beta2, eps, weight_decay,
-            ROUNDED=weights is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+    states = (Packed("plain", state) for state in (master, exp_avg, exp_avg_sq))
+    _launch(*states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0)
+
+
+def adamw_packed_(
+    master: Packed,
+    grad: Tensor,
+    exp_avg: Packed,
+    exp_avg_sq: Packed,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    grad_scale: Tensor,
+    proceed: Tensor,
+    weights: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """See `Kernels.adamw_packed_`. The gradient keeps its bits."""
+    numbers = (lr, beta1, beta2, eps, weight_decay)
+    _launch(master, exp_avg, exp_avg_sq, grad, weights, step, grad_scale, proceed, numbers, first)
+
+
+def _launch(
+    master: Packed,
+    exp_avg: Packed,
+    exp_avg_sq: Packed,
+    grad: Tensor,
+    weights: Tensor | None,
+    step: Tensor,
+    grad_scale: Tensor,
+    proceed: Tensor,
+    numbers: tuple[float, float, float, float, float],
+    first: int,
+) -> None:
+    if not master.size:
+        return
+    lr, beta1, beta2, eps, weight_decay = numbers
+    states = (master, exp_avg, exp_avg_sq)
+    as_bits = weights is not None and weights.dtype is torch.bfloat16
+    rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
+    _adamw[(triton.cdiv(master.size, BLOCK),)](
+        *(state.data for state in states), grad, rounded,
+        *(state.data if state.exponents is None else state.exponents for state in states),
+        _corrections((beta1, beta2), step), grad_scale, proceed.to(torch.int32), step, master.size, first,
+        lr, beta1, beta2, eps, weight_decay,
+        *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
+        ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
+        BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+_FORMATS = ("plain", "fp16", "fp8", "remainder")
+"""Their numbers in the kernels."""
 
 
 def _corrections(betas: tuple[float, float], step: Tensor) -> Tensor:
@@ -41,24 +102,135 @@ def _corrections(betas: tuple[float, float], step: Tensor) -> Tensor:
 
 @triton.jit
 def _adamw(
-    master_ptr, grad_ptr, first_ptr, second_ptr, weights_ptr, corrections_ptr, scale_ptr, proceed_ptr, num,
-    lr, beta1, beta2, eps, weight_decay, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
+    master_ptr, first_ptr, second_ptr, grad_ptr, weights_ptr, master_exp_ptr, first_exp_ptr, second_exp_ptr,
+    corrections_ptr, scale_ptr, proceed_ptr, step_ptr, num, number, lr, beta1, beta2, eps, weight_decay,
+    MASTER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROOT: tl.constexpr, ROUNDED: tl.constexpr,
+    AS_BITS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(proceed_ptr) != 0:
-        each = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        held = each < num
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        blocks = start // SCALED + tl.arange(0, BLOCK // SCALED)
+        if BLOCKED:
+            each = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+        else:
+            each = start + tl.arange(0, BLOCK)
+        held, here = each < num, blocks * SCALED < num
         scale = tl.load(scale_ptr).to(tl.float32)
         correction1, correction2 = tl.load(corrections_ptr), tl.load(corrections_ptr + 1)
         grad = tl.load(grad_ptr + each, mask=held, other=0.0).to(tl.float32) * scale
-        first = tl.load(first_ptr + each, mask=held, other=0.0).to(tl.float32)
-        second = tl.load(second_ptr + each, mask=held, other=0.0).to(tl.float32)
-        master = tl.load(master_ptr + each, mask=held, other=0.0).to(tl.float32)
+        first = _unpacked(first_ptr, first_exp_ptr, each, held, blocks, here, FIRST, False)
+        second = _unpacked(second_ptr, second_exp_ptr, each, held, blocks, here, SECOND, ROOT)
+        if MASTER == REMAINDER:
+            high = tl.load(weights_ptr + each, mask=held, other=0).to(tl.int32) << 16
+            rest = tl.load(master_ptr + each, mask=held, other=0).to(tl.int32)
+            master = (high + rest).to(tl.float32, bitcast=True)
+        else:
+            master = _unpacked(master_ptr, master_exp_ptr, each, held, blocks, here, MASTER, False)
         first = beta1 * first + (1.0 - beta1) * grad
         second = beta2 * second + (1.0 - beta2) * grad * grad
         update = first / correction1 / (tl.sqrt(second / correction2) + eps)
         master = master * (1.0 - lr * weight_decay) - lr * update
-        tl.store(first_ptr + each, first.to(first_ptr.dtype.element_ty), mask=held)
-        tl.store(second_ptr + each, second.to(second_ptr.dtype.element_ty), mask=held)
-        tl.store(master_ptr + each, master.to(master_ptr.dtype.element_ty), mask=held)
-        if ROUNDED:
+        step = tl.load(step_ptr)
+        _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
+        _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
+        if MASTER == REMAINDER:
+            bits = master.to(tl.int32, bitcast=True)
+            high = _bf16_bits(master)
+            tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=held)
+        else:
+            master = _pack(
+                master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
+            )  # fmt: skip
+        if AS_BITS:
+            tl.store(weights_ptr + each, _bf16_bits(master).to(tl.int16), mask=held)
+        elif ROUNDED:
             tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _unpacked(ptr, exponents_ptr, each, held, blocks, here, FORMAT: tl.constexpr, ROOT: tl.constexpr):
+    """State as fp32; see `packed.unpack`."""
+    if FORMAT == PLAIN:
+        wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
+    else:
+        exponents = tl.load(exponents_ptr + blocks, mask=here, other=0).to(tl.int32)
+        if FORMAT == FP16:
+            wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
+        else:
+            wide = _from_e4m3(tl.load(ptr + each, mask=held, other=0).to(tl.int32))
+        wide = wide * _power_of_two(exponents)[:, None]
+        if ROOT:
+            wide = wide * wide
+    return wide
+
+
+@triton.jit
+def _pack(
+    wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
+    ROOT: tl.constexpr,
+):  # fmt: skip
+    """Stores state; see `packed.pack`. Returns what the stored numbers are, for formats that are no root."""
+    if FORMAT == PLAIN:
+        tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
+    else:
+        TOP: tl.constexpr = 8 if FORMAT == FP8 else 15
+        SLACK: tl.constexpr = 0x1FFFFF if FORMAT == FP8 else 0x1FFF
+        if ROOT:
+            wide = tl.sqrt_rn(wide)
+        largest = tl.max(tl.abs(wide), axis=1).to(tl.int32, bitcast=True)
+        exponents = tl.maximum(((largest + SLACK) >> 23) - 127 - TOP, LEAST_EXPONENT)
+        tl.store(exponents_ptr + blocks, exponents.to(tl.int8), mask=here)
+        scaled = wide * _power_of_two(-exponents)[:, None]
+        if FORMAT == FP8:
+            codes = _to_e4m3(scaled, _dither(number + each, step, SALT))
+            if ROOT:
+                codes = tl.where((codes == 0) & (wide > 0), 1, codes)
+            tl.store(ptr + each, codes.to(tl.uint8), mask=held)
+        else:
+            narrow = scaled.to(tl.float16)
+            if ROOT:
+                narrow = tl.where((narrow == 0) & (wide > 0), 5.960464477539063e-08, narrow.to(tl.float32))
+                narrow = narrow.to(tl.float16)
+            tl.store(ptr + each, narrow, mask=held)
+            wide = narrow.to(tl.float32) * _power_of_two(exponents)[:, None]
+    return wide
+
+
+@triton.jit
+def _bf16_bits(wide):
+    """int32 whose low half is the bf16 number nearest to an fp32 one, ties away from zero; see
+    `packed.round_weights`."""
+    away = (wide.to(tl.int32, bitcast=True) + 0x8000) >> 16
+    return tl.where(wide != wide, 0x7FC0, away)
+
+
+@triton.jit
+def _power_of_two(exponents):
+    return ((exponents + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _from_e4m3(codes):
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    normal = (mantissa + 8).to(tl.float32) * _power_of_two(exponent - 10)
+    size = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    return tl.where(codes > 127, -size, size)
+
+
+@triton.jit
+def _to_e4m3(scaled, dither):
+    size = tl.abs(scaled)
+    exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    units = size * _power_of_two(3 - exponent)
+    number = tl.floor(units + dither).to(tl.int32)
+    codes = tl.minimum(number + (exponent + 6) * 8, 126)
+    return tl.where(scaled < 0, codes + 128, codes)
+
+
+@triton.jit
+def _dither(number, step, SALT: tl.constexpr):
+    """See `packed.dither`; in 64 bits, of which the low 32 count."""
+    mixed = (number * 0x9E3779B1 + step * 0x85EBCA77 + SALT * 0xC2B2AE3D) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0xFFFFFFFF
+    return (mixed >> 16).to(tl.float32) * 1.52587890625e-05
