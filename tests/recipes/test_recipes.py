@@ -26,7 +26,8 @@ ZOO = {str(row): row for row in zoo_rows()}
 OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
 WITHOUT_A_ROW = {
     "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Nemotron-3-Nano-30B-A3B", "Qwen3-Next-80B-A3B", "Quickstart",
-    "Moonlight-16B-A3B, 8 layers", "Qwen3-30B-A3B, 6 layers", "Qwen3-30B-A3B, 24 layers",
+    "DeepSeek-V3, 4 layers of 8 experts", "Moonlight-16B-A3B, 8 layers", "Qwen3-30B-A3B, 6 layers",
+    "Qwen3-30B-A3B, 24 layers",
 }  # fmt: skip
 """Models with mixers that this program does not have, and parts of models."""
 UPDATE = "run python tools/write_recipes_doc.py, and look at the difference"
