@@ -16,6 +16,7 @@ from megatron_moe.data.batch import MicroBatch, context_degree
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.sequence_split import split_places
+from megatron_moe.specs.memory import MemorySpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec
 from megatron_moe.specs.moe import CapacitySpec, MoESpec
 from megatron_moe.specs.parallel import Launch, ParallelSpec
@@ -34,6 +35,7 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
         model=_local(plan.model),
         parallel=ParallelSpec(),
         pipeline=PipelineSpec(),
+        memory=MemorySpec(),
         launch=Launch(),
         batch=batch,
         device="cpu",

@@ -8,11 +8,14 @@
 6. output matrix
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm, UnitNorm
 from megatron_moe.parallel.context import ParallelContext
@@ -51,8 +54,11 @@ class Attention(nn.Module):
     A tensor parallel rank has whole query groups: N and G below are its own.
     """
 
-    def __init__(self, spec: AttentionSpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: AttentionSpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+    ) -> None:
         super().__init__()
+        self.keeping = keeping or Keeping()
         self.spec = spec
         self.site = site
         self.ctx = ctx
@@ -95,13 +101,17 @@ class Attention(nn.Module):
             k_SBGD = self._norm(self.k_layernorm, k_SBGD)
         q_SBND = rotate(self.kernels, q_SBND, spec.rope, meta)
         k_SBGD = rotate(self.kernels, k_SBGD, spec.rope, meta)
-        context_SBND = core_attention(
-            q_SBND, k_SBGD, v_SBGD, self.sinks, spec.core, meta, self.site, self.ctx, self.kernels
-        )
+        context_SBND = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBGD, v_SBGD)
         if gate_SBND is not None:
             wide = internal_dtype(context_SBND.dtype)
             context_SBND = (context_SBND.to(wide) * torch.sigmoid(gate_SBND.to(wide))).to(context_SBND.dtype)
         return self.linear_proj(context_SBND.flatten(2))
+
+    def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
+        """[S, B, N, D]"""
+        return core_attention(
+            q_SBND, k_SBGD, v_SBGD, self.sinks, self.spec.core, meta, self.site, self.ctx, self.kernels
+        )
 
     def _project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""

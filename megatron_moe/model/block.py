@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.keeping import Keeping, Scope
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.mlp import MLP
@@ -38,6 +39,8 @@ class Attended:
     """The residual stream."""
     normed_SBH: Tensor
     """Its norm, the input of the feed-forward block."""
+    forget: Scope
+    """Of those who take the norm."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,14 @@ class Block(nn.Module):
     `site` is the module's path in the model; it names the dropout of both residual connections.
     """
 
-    def __init__(self, spec: LayerSpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, spec: LayerSpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping) -> None:
         super().__init__()
         self.spec = spec
         self.site = site
+        self.keeping = keeping
         self.positions = sequence_part(ctx)
         self.input_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
-        self.self_attention = _make_mixer(spec.mixer, f"{site}.self_attention", ctx, kernels)
+        self.self_attention = _make_mixer(spec.mixer, f"{site}.self_attention", ctx, kernels, keeping)
         self.pre_mlp_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
 
     @property
@@ -110,11 +114,17 @@ class Block(nn.Module):
 
     def attend(self, hidden_SBH: Tensor, meta: TokenMeta) -> Attended:
         """Attention and its residual connection, and the norm of what follows."""
-        normed_SBH = self.input_layernorm(hidden_SBH)
-        out_SBH = self.self_attention(normed_SBH, meta)
+        normed_SBH, forget = self._normed(self.input_layernorm, hidden_SBH)
+        with forget:
+            out_SBH = self.self_attention(normed_SBH, meta)
         hidden_SBH = self.add(self._residual(hidden_SBH, normed_SBH), out_SBH, "attention", meta)
-        normed_SBH = self.pre_mlp_layernorm(hidden_SBH)
-        return Attended(self._residual(hidden_SBH, normed_SBH), normed_SBH)
+        normed_SBH, forget = self._normed(self.pre_mlp_layernorm, hidden_SBH)
+        return Attended(self._residual(hidden_SBH, normed_SBH), normed_SBH, forget)
+
+    def _normed(self, norm: Norm, hidden_SBH: Tensor) -> tuple[Tensor, Scope]:
+        """The norm, and the scope of those who take it."""
+        normed_SBH = norm(hidden_SBH)
+        return normed_SBH, self.keeping.forget("layernorm", norm, (hidden_SBH,), normed_SBH)
 
     def _residual(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
         """What the next output is added to."""
@@ -129,8 +139,8 @@ class Block(nn.Module):
 class DenseBlock(Block):
     """A layer whose feed-forward block is one MLP."""
 
-    def __init__(self, spec: LayerSpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
-        super().__init__(spec, site, ctx, kernels)
+    def __init__(self, spec: LayerSpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping) -> None:
+        super().__init__(spec, site, ctx, kernels, keeping)
         assert not isinstance(spec.feed_forward, MoESpec), f"{site} is an MoE layer"
         self.mlp = MLP(spec.feed_forward, ctx, kernels)
 
@@ -139,19 +149,25 @@ class DenseBlock(Block):
         return ("attention", self.attend), ("experts", self.feed_forward)
 
     def feed_forward(self, state: Attended, meta: TokenMeta) -> Tensor:
-        return self.add(state.hidden_SBH, self.mlp(state.normed_SBH), "mlp", meta)
+        with state.forget:
+            out_SBH = self.keeping.run("mlp", self.mlp, state.normed_SBH)
+        return self.add(state.hidden_SBH, out_SBH, "mlp", meta)
 
 
 class MoEBlock(Block):
     """A layer whose feed-forward block is a mixture of experts. `layer` is the index under which it reports metrics."""
 
-    def __init__(self, spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
-        super().__init__(spec, site, ctx, kernels)
+    def __init__(
+        self, spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping
+    ) -> None:
+        super().__init__(spec, site, ctx, kernels, keeping)
         assert isinstance(spec.feed_forward, MoESpec), f"{site} is a dense layer"
-        self.mlp = MoELayer(spec.feed_forward, layer, ctx, kernels)
+        self.mlp = MoELayer(spec.feed_forward, layer, ctx, kernels, keeping)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
+        if self.keeping.twice("moe"):
+            return ("attention", self.attend), ("experts", self.feed_forward)
         return (
             ("attention", self.attend_and_route),
             ("dispatch", self.start_dispatch),
@@ -162,40 +178,59 @@ class MoEBlock(Block):
             ("post", self.post),
         )
 
+    def feed_forward(self, state: Attended, meta: TokenMeta) -> Tensor:
+        """All that follows attention, in one go."""
+        with state.forget:
+            out_SBH = self.keeping.run_with_meta("moe", self.mlp, state.normed_SBH, meta=meta)
+        return self.add(state.hidden_SBH, out_SBH, "mlp", meta)
+
     def attend_and_route(self, hidden_SBH: Tensor, meta: TokenMeta) -> Routed:
         state = self.attend(hidden_SBH, meta)
-        routing = self.mlp.route(state.normed_SBH, meta)
-        return Routed(state.hidden_SBH, state.normed_SBH, self.mlp.tokens(state.normed_SBH), routing)
+        with state.forget:
+            routing = self.mlp.route(state.normed_SBH, meta)
+            tokens_SBH = self.mlp.tokens(state.normed_SBH)
+        return Routed(state.hidden_SBH, state.normed_SBH, state.forget, tokens_SBH, routing)
 
     def start_dispatch(self, state: Routed, meta: TokenMeta) -> OnTheirWay:
-        pending = self.mlp.start_dispatch(state.normed_SBH, state.tokens_SBH, state.routing)
-        return OnTheirWay(state.hidden_SBH, state.normed_SBH, pending)
+        with state.forget:
+            pending = self.mlp.start_dispatch(state.normed_SBH, state.tokens_SBH, state.routing)
+        return OnTheirWay(state.hidden_SBH, state.normed_SBH, state.forget, pending)
 
     def finish_dispatch(self, state: OnTheirWay, meta: TokenMeta) -> Dispatched:
         rows, ticket = self.mlp.finish_dispatch(state.pending)
-        return Dispatched(state.hidden_SBH, state.normed_SBH, rows, ticket)
+        return Dispatched(state.hidden_SBH, state.normed_SBH, state.forget, rows, ticket)
 
     def experts(self, state: Dispatched, meta: TokenMeta) -> Dispatched:
         return replace(state, rows=self.mlp.compute(state.rows))
 
     def start_combine(self, state: Dispatched, meta: TokenMeta) -> OnTheirWay:
-        return OnTheirWay(state.hidden_SBH, state.normed_SBH, self.mlp.start_combine(state.rows, state.ticket))
+        with state.forget:
+            pending = self.mlp.start_combine(state.rows, state.ticket)
+        return OnTheirWay(state.hidden_SBH, state.normed_SBH, state.forget, pending)
 
     def finish_combine(self, state: OnTheirWay, meta: TokenMeta) -> Combined:
-        return Combined(state.hidden_SBH, state.normed_SBH, self.mlp.finish_combine(state.pending))
+        routed_TH = self.mlp.finish_combine(state.pending)
+        return Combined(state.hidden_SBH, state.normed_SBH, state.forget, routed_TH)
 
     def post(self, state: Combined, meta: TokenMeta) -> Tensor:
-        return self.add(state.hidden_SBH, self.mlp.post(state.normed_SBH, state.routed_TH), "mlp", meta)
+        with state.forget:
+            out_SBH = self.mlp.post(state.normed_SBH, state.routed_TH)
+        return self.add(state.hidden_SBH, out_SBH, "mlp", meta)
 
 
-def make_block(spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels) -> Block:
-    """The layer of the spec. `layer` is its global index, `site` its path in the model."""
+def make_block(
+    spec: LayerSpec, layer: int, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+) -> Block:
+    """The layer of the spec. `layer` is its global index, `site` its path in the model; `keeping` None: everything."""
+    keeping = keeping or Keeping()
     if spec.is_moe:
-        return MoEBlock(spec, layer, site, ctx, kernels)
-    return DenseBlock(spec, site, ctx, kernels)
+        return MoEBlock(spec, layer, site, ctx, kernels, keeping)
+    return DenseBlock(spec, site, ctx, kernels, keeping)
 
 
-def _make_mixer(spec: AttentionSpec | MLASpec, site: str, ctx: ParallelContext, kernels: Kernels) -> nn.Module:
+def _make_mixer(
+    spec: AttentionSpec | MLASpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping
+) -> nn.Module:
     if isinstance(spec, MLASpec):
-        return MLA(spec, site, ctx, kernels)
-    return Attention(spec, site, ctx, kernels)
+        return MLA(spec, site, ctx, kernels, keeping)
+    return Attention(spec, site, ctx, kernels, keeping)

@@ -7,6 +7,7 @@ every layout.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.keeping import Keeping, again_with_meta
 from megatron_moe.model.block import Block, make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.head import Head
@@ -39,11 +41,19 @@ class LossOutput:
 class Decoder(nn.Module):
     """The layers of a rank under their global indices, and the final norm where the last layer is."""
 
-    def __init__(self, spec: ModelSpec, chunks: Sequence[StageSpec], ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        chunks: Sequence[StageSpec],
+        ctx: ParallelContext,
+        kernels: Kernels,
+        keeping: Keeping,
+    ) -> None:
         super().__init__()
         self.chunks = tuple(chunks)
+        self.keeping = keeping
         held = [i for chunk in chunks for i in chunk.layers]
-        blocks = {str(i): make_block(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels) for i in held}
+        blocks = {str(i): make_block(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels, keeping) for i in held}
         self.layers = nn.ModuleDict(blocks)
         self.final_layernorm = None
         if any(chunk.final_norm for chunk in chunks):
@@ -51,10 +61,17 @@ class Decoder(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta, chunk: int = 0) -> Tensor:
         """The layers of one chunk: [S, B, H] -> [S, B, H]"""
-        for i in self.chunks[chunk].layers:
-            hidden_SBH = self.layers[str(i)](hidden_SBH, meta)
+        layers = iter(self.chunks[chunk].layers)
+        for number, twice in self.keeping.layers(len(self.chunks[chunk].layers)):
+            run = partial(self._run, [next(layers) for _ in range(number)])
+            hidden_SBH = again_with_meta(run, hidden_SBH, meta=meta) if twice else run(hidden_SBH, meta)
         if self.final_layernorm is not None and self.chunks[chunk].final_norm:
             hidden_SBH = self.final_layernorm(hidden_SBH)
+        return hidden_SBH
+
+    def _run(self, layers: Sequence[int], hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+        for i in layers:
+            hidden_SBH = self.layers[str(i)](hidden_SBH, meta)
         return hidden_SBH
 
 
@@ -67,12 +84,20 @@ class GPT(nn.Module):
 
     Args:
         chunks: the stages that this rank holds; none given: one stage that is the whole model.
+        keeping: what waits for the backward in another form; None: nothing.
     """
 
     def __init__(
-        self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels, *, chunks: Sequence[StageSpec] = ()
+        self,
+        spec: ModelSpec,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        *,
+        chunks: Sequence[StageSpec] = (),
+        keeping: Keeping | None = None,
     ) -> None:
         super().__init__()
+        keeping = keeping or Keeping()
         self.spec = spec
         self.ctx = ctx
         self.chunks = tuple(chunks) or whole_model(spec)
@@ -81,8 +106,8 @@ class GPT(nn.Module):
         # The head reads the embedding too when they are tied, and so does multi-token prediction.
         if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and spec.tied_embeddings:
             self.embedding = Embedding(spec, ctx, kernels)
-        self.decoder = Decoder(spec, self.chunks, ctx, kernels)
-        self.mtp = MTP(spec, ctx, kernels) if has_mtp else None
+        self.decoder = Decoder(spec, self.chunks, ctx, kernels, keeping)
+        self.mtp = MTP(spec, ctx, kernels, keeping) if has_mtp else None
         self.output_layer = Head(spec, ctx, kernels) if has_loss else None
         mixers = [spec.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([spec.layers[-1].mixer] if has_mtp else []), ctx)

@@ -7,10 +7,13 @@
 5. output matrix
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.model.attention import new_sinks, rotate, share_of_heads
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm
@@ -27,8 +30,11 @@ class MLA(nn.Module):
     the q, k and v of its own heads: N below is its own.
     """
 
-    def __init__(self, spec: MLASpec, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: MLASpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+    ) -> None:
         super().__init__()
+        self.keeping = keeping or Keeping()
         self.spec = spec
         self.site = site
         self.ctx = ctx
@@ -49,27 +55,43 @@ class MLA(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        q_SBND = self._query(hidden_SBH, meta)
-        k_SBND, v_SBNE = self._key_value(hidden_SBH, meta)
-        context_SBNE = core_attention(
-            q_SBND, k_SBND, v_SBNE, self.sinks, self.spec.core, meta, self.site, self.ctx, self.kernels
-        )
+        latents = self._down(hidden_SBH)
+        up = partial(self._up, meta)
+        q_SBND, k_SBND, v_SBNE = up(*latents)
+        with self.keeping.forget("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE):
+            context_SBNE = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBND, v_SBNE)
         return self.linear_proj(context_SBNE.flatten(2))
 
-    def _query(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """What q is made of: its latent [S, B, q_lora_rank], or the hidden state; the latent of k and v, with the key
+        part that all heads share, [S, B, kv_lora_rank | rope]"""
+        q_latent = hidden_SBH if self.spec.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
+        return q_latent, self.linear_kv_down_proj(hidden_SBH)
+
+    def _up(self, meta: TokenMeta, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k [S, B, N, nope | rope], v [S, B, N, E]"""
+        return self._query(q_latent, meta), *self._key_value(kv_latent, meta)
+
+    def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor) -> Tensor:
+        """[S, B, N, E]"""
+        return core_attention(
+            q_SBND, k_SBND, v_SBNE, self.sinks, self.spec.core, meta, self.site, self.ctx, self.kernels
+        )
+
+    def _query(self, latent: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, N, nope | rope]"""
         spec = self.spec
         if spec.q_lora_rank is None:
-            q = self.linear_q_proj(hidden_SBH)
+            q = self.linear_q_proj(latent)
         else:
-            q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_SBH)))
+            q = self.linear_q_up_proj(self.q_layernorm(latent))
         q_SBND = q.unflatten(-1, (self.num_heads, spec.q_head_dim))
         return rotate(self.kernels, q_SBND, spec.rope, meta, start=spec.qk_head_dim)
 
-    def _key_value(self, hidden_SBH: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor]:
+    def _key_value(self, latent: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor]:
         """k [S, B, N, nope | rope], v [S, B, N, E]"""
         spec = self.spec
-        latent, turned = self.linear_kv_down_proj(hidden_SBH).split((spec.kv_lora_rank, spec.qk_rope_dim), dim=-1)
+        latent, turned = latent.split((spec.kv_lora_rank, spec.qk_rope_dim), dim=-1)
         # tp: S * B * rope channels; the gradient is partial, since every rank's heads read the shared key part.
         turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], spec.rope, meta)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))

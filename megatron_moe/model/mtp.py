@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.keeping import Keeping, again_with_meta
 from megatron_moe.model.block import make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.norm import Norm
@@ -45,7 +46,9 @@ class Ahead:
 class MTPLayer(nn.Module):
     """Joins the hidden state with the embedding of a later token, then one layer of the model's last kind."""
 
-    def __init__(self, spec: ModelSpec, depth: int, site: str, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: ModelSpec, depth: int, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping
+    ) -> None:
         super().__init__()
         self.ctx = ctx
         hidden = spec.hidden_size
@@ -53,7 +56,7 @@ class MTPLayer(nn.Module):
         self.hnorm = Norm(spec.norm, hidden, ctx, kernels)
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
         layer = len(spec.layers) + depth
-        self.transformer_layer = make_block(spec.layers[-1], layer, f"{site}.transformer_layer", ctx, kernels)
+        self.transformer_layer = make_block(spec.layers[-1], layer, f"{site}.transformer_layer", ctx, kernels, keeping)
         self.final_layernorm = Norm(spec.norm, hidden, ctx, kernels)
 
     def forward(self, hidden_SBH: Tensor, embedding_SBH: Tensor, meta: TokenMeta) -> Tensor:
@@ -71,18 +74,22 @@ class MTPLayer(nn.Module):
 class MTP(nn.Module):
     """The depths in order; one layer serves them all when it is repeated."""
 
-    def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels, keeping: Keeping) -> None:
         super().__init__()
+        self.keeping = keeping
         assert spec.mtp is not None, "this model has no multi-token prediction"
         self.spec = spec.mtp
         self.num_layers = 1 if spec.mtp.repeated_layer else spec.mtp.num_layers
-        layers = {str(d): MTPLayer(spec, d, f"mtp.layers.{d}", ctx, kernels) for d in range(self.num_layers)}
+        layers = {str(d): MTPLayer(spec, d, f"mtp.layers.{d}", ctx, kernels, keeping) for d in range(self.num_layers)}
         self.layers = nn.ModuleDict(layers)
 
     def forward(self, hidden_SBH: Tensor, batch: MicroBatch, embedding: Embedding) -> Iterator[Ahead]:
         """Yields one `Ahead` per depth, so that the loss of one depth can be taken before the next is run."""
         for depth, target in zip(self._depths(batch), targets(batch, self.spec.num_layers), strict=True):
-            hidden_SBH = depth.layer(*self._inputs(hidden_SBH, depth, embedding), depth.meta)
+            inputs, ((_, twice),) = self._inputs(hidden_SBH, depth, embedding), self.keeping.layers(1, ahead=True)
+            hidden_SBH = (
+                again_with_meta(depth.layer, *inputs, meta=depth.meta) if twice else depth.layer(*inputs, depth.meta)
+            )
             yield Ahead(hidden_SBH, *target)
 
     def steps(self, batch: MicroBatch, embedding: Embedding, position: int) -> Iterator[Step]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.looped import looped
 from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.moe.dispatch.contract import Rows
 from megatron_moe.moe.permute import expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
@@ -30,8 +31,11 @@ class Experts(nn.Module):
     are partial sums, which the dispatcher adds up when it combines.
     """
 
-    def __init__(self, spec: ExpertsSpec, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: ExpertsSpec, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+    ) -> None:
         super().__init__()
+        self.keeping = keeping or Keeping()
         self.spec = spec
         self.kernels = kernels if spec.grouped else looped(kernels)
         fan = spec.activation.fan
@@ -50,9 +54,14 @@ class Experts(nn.Module):
         if self.spec.probs_on_input:
             data_RH, probs = _scale(data_RH, probs_R), None
         ffn_RF = self.linear_fc1(data_RH, offsets_e)
-        act_RF = self.kernels.activation(ffn_RF, probs, self.spec.activation)
-        out_RH = self.linear_fc2(act_RF, offsets_e, probs)
+        given = (ffn_RF,) if probs is None else (ffn_RF, probs)
+        act_RF = self._activate(*given)
+        with self.keeping.forget("moe_act", self._activate, given, act_RF):
+            out_RH = self.linear_fc2(act_RF, offsets_e, probs)
         return replace(rows, data=Operand(data=out_RH))
+
+    def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
+        return self.kernels.activation(ffn_RF, probs_R, self.spec.activation)
 
 
 class ExpertStack(nn.Module):

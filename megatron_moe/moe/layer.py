@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.moe.dispatch.allgather import AllGatherDispatcher
 from megatron_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from megatron_moe.moe.dispatch.contract import Dispatcher, Routing, Rows
@@ -52,9 +53,12 @@ class MoELayer(nn.Module):
     fc2_latent_proj: Linear | None
     shared_experts: SharedExperts | None
 
-    def __init__(self, spec: MoESpec, layer: int, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: MoESpec, layer: int, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+    ) -> None:
         """`layer` is the global index, under which metrics are reported."""
         super().__init__()
+        self.keeping = keeping or Keeping()
         hidden_size = spec.router.hidden_size
         expert_width = spec.latent_size or hidden_size
         assert spec.experts.hidden_size == expert_width, f"experts of width {spec.experts.hidden_size}: {expert_width}"
@@ -64,7 +68,7 @@ class MoELayer(nn.Module):
         replicated = ctx.group("tp").size > 1 and not ctx.spec.sequence_parallel
         assert not replicated, "every token must be on one tensor parallel rank alone: sequence parallelism"
         self.router = Router(spec.router, spec.capacity, layer, ctx, kernels)
-        self.experts = Experts(spec.experts, ctx, kernels)
+        self.experts = Experts(spec.experts, ctx, kernels, self.keeping)
         self.shared_experts = None if spec.shared is None else SharedExperts(spec.shared, ctx, kernels)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if spec.latent_size is not None:
@@ -141,7 +145,7 @@ class MoELayer(nn.Module):
         routed_SBH = routed_TH.view_as(hidden_SBH)
         if self.shared_experts is None or self.overlapped:
             return routed_SBH
-        return routed_SBH + self.shared_experts(hidden_SBH)
+        return routed_SBH + self.keeping.run("shared_experts", self.shared_experts, hidden_SBH)
 
 
 def make_dispatcher(spec: MoESpec, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:
