@@ -131,6 +131,23 @@ class Kernels(Protocol):
         the output."""
         ...
 
+    def query_key_value(
+        self,
+        qkv_SBGC: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        zero_centered: bool,
+        cos_SBD: Tensor,
+        sin_SBD: Tensor,
+        interleaved: bool,
+        heads_per_group: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Every group of C = (heads_per_group + 2) D channels holds its queries, a key and a value of D channels. With
+        weights [D] queries and keys go through `rms_norm`, then both through `rope` -> query [S, B, N, D], key and
+        value [S, B, G, D]; the value may be a view of qkv."""
+        ...
+
     def latent_key_value(self, kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
         """Multi-head latent attention: kv holds the first `key_width` dims of every head's key and then its value; the
         other R dims of the key are shared by all heads -> key [S, B, N, key_width + R], value [S, B, N, C - key_width],

@@ -147,6 +147,27 @@ def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, st
     return torch.cat([before, joined.to(x_SBND.dtype), rest], dim=-1)
 
 
+def query_key_value(
+    qkv_SBGC: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cos_SBD: Tensor,
+    sin_SBD: Tensor,
+    interleaved: bool,
+    heads_per_group: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = qkv_SBGC.shape[-1] // (heads_per_group + 2)
+    q_SBGC, k_SBGD, v_SBGD = qkv_SBGC.split((heads_per_group * width, width, width), dim=-1)
+    q_SBND = q_SBGC.flatten(2).unflatten(-1, (-1, width))
+    if q_weight is not None and k_weight is not None:
+        q_SBND = rms_norm(q_SBND, q_weight, eps, zero_centered)
+        k_SBGD = rms_norm(k_SBGD, k_weight, eps, zero_centered)
+    q_SBND, k_SBGD = (rope(x, cos_SBD, sin_SBD, interleaved) for x in (q_SBND, k_SBGD))
+    return q_SBND, k_SBGD, v_SBGD
+
+
 def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
     """DeepSeek-V2, arXiv 2405.04434 section 2.1.2."""
     key_SBND, value_SBNE = kv_SBNC.split((key_width, kv_SBNC.shape[-1] - key_width), dim=-1)

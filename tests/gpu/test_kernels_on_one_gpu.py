@@ -147,6 +147,28 @@ def test_latent_keys_and_turned_queries_agree_with_fp64(dtype: torch.dtype) -> N
     )
 
 
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turned", [64, 24])
+def test_queries_keys_and_values_agree_with_fp64(
+    turned: int, interleaved: bool, normed: bool, dtype: torch.dtype
+) -> None:
+    angles = draw(33, 2, turned // 2)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    inputs = [draw(33, 2, 3, 7 * 64)] + ([draw(64, seed=1), draw(64, seed=2)] if normed else [])
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        def call(qkv: Tensor, *weights: Tensor) -> Tensor:
+            here = [x.to(qkv.device, FP32) for x in (cos, sin)]
+            parts = kernels.query_key_value(qkv, *(weights or (None, None)), 1e-6, False, *here, interleaved, 5)
+            return torch.cat(parts, dim=2).permute(1, 2, 0, 3)
+
+        return call
+
+    compare(op, inputs, dtype)
+
+
 @pytest.mark.parametrize("weights", [BF16, FP32], ids=["bf16", "fp32"])
 def test_the_gate_multiplies_in_fp32_whatever_its_inputs(weights: torch.dtype) -> None:
     """By matrix units where the inputs are bf16: no digit of fp32 is lost, in the gradients neither."""

@@ -81,6 +81,36 @@ def test_rope_may_begin_behind_other_dims() -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("length", "batch", "groups", "per_group", "width", "turned"),
+    [(7, 2, 3, 2, 8, 8), (5, 1, 1, 1, 12, 6), (1, 1, 5, 40, 16, 4), (0, 2, 2, 2, 8, 8)],
+)
+def test_queries_keys_and_values_are_the_reference(
+    length: int, batch: int, groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    half = draw(length, batch, turned // 2, seed=2).float()
+    cos, sin = (torch.cat([f(half)] * 2, dim=-1) for f in (torch.cos, torch.sin))
+    inputs = [draw(length, batch, groups, (per_group + 2) * width)]
+    inputs += [draw(width, seed=1), draw(width, seed=3)] if normed else []
+
+    def op(kernels: Any) -> Any:
+        def call(qkv: Tensor, *weights: Tensor) -> Tensor:
+            angles = [x.to(torch.promote_types(qkv.dtype, torch.float32)) for x in (cos, sin)]
+            parts = kernels.query_key_value(
+                qkv, *(weights or (None, None)), 1e-6, True, *angles, interleaved, per_group
+            )
+            # gradients come with their heads far apart, as attention gives them
+            return torch.cat(parts, dim=2).permute(1, 2, 0, 3)
+
+        return call
+
+    compare(op, inputs, dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize(("heads", "key", "value", "shared"), [(3, 8, 12, 4), (17, 128, 128, 64), (1, 5, 3, 7)])
 def test_latent_keys_and_values_are_the_reference(
     heads: int, key: int, value: int, shared: int, dtype: torch.dtype

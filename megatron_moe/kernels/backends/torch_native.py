@@ -32,6 +32,7 @@ PROVIDES = (
     "rms_norm",
     "add_rms_norm",
     "layer_norm",
+    "query_key_value",
     "attention",
     "activation",
     "cross_entropy",
@@ -48,6 +49,7 @@ BEST_ANYWHERE = (
     "rms_norm",
     "add_rms_norm",
     "layer_norm",
+    "query_key_value",
     "attention",
     "cross_entropy",
     "sum_of_squares",
@@ -71,6 +73,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "rms_norm": "fused",
         "add_rms_norm": "the norm is fused",
         "layer_norm": "fused",
+        "query_key_value": "the norms are fused",
         "attention": "SDPA, cuDNN first on the GPU; sinks and dropout are plain torch",
         "activation": "keeps its input only and computes the rest again",
         "cross_entropy": "fused",
@@ -152,6 +155,27 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
         scale = weight.to(wide) + (1.0 if zero_centered else 0.0)
         return F.layer_norm(x.to(wide), weight.shape, scale, bias.to(wide), eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def query_key_value(
+    qkv_SBGC: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cos_SBD: Tensor,
+    sin_SBD: Tensor,
+    interleaved: bool,
+    heads_per_group: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = qkv_SBGC.shape[-1] // (heads_per_group + 2)
+    q_SBGC, k_SBGD, v_SBGD = qkv_SBGC.split((heads_per_group * width, width, width), dim=-1)
+    q_SBND = q_SBGC.flatten(2).unflatten(-1, (-1, width))
+    if q_weight is not None and k_weight is not None:
+        q_SBND = rms_norm(q_SBND, q_weight, eps, zero_centered)
+        k_SBGD = rms_norm(k_SBGD, k_weight, eps, zero_centered)
+    q_SBND, k_SBGD = (reference.rope(x, cos_SBD, sin_SBD, interleaved) for x in (q_SBND, k_SBGD))
+    return q_SBND, k_SBGD, v_SBGD
 
 
 def attention(

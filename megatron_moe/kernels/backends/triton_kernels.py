@@ -11,6 +11,7 @@ from megatron_moe.kernels.backends.triton.activation import activation as activa
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
+from megatron_moe.kernels.backends.triton.heads import query_key_value as query_key_value
 from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
@@ -34,6 +35,7 @@ PROVIDES = (
     "rms_norm",
     "add_rms_norm",
     "rope",
+    "query_key_value",
     "latent_key_value",
     "activation",
     "cross_entropy",

@@ -1,0 +1,282 @@
+"""Queries, keys and values out of the rows of one matrix: norm over each head and rotary positions, without a copy.
+
+The forward reads the heads where the matrix left them; the backward writes the whole gradient of those rows at once.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
+
+TILE = 4096
+"""Elements that one program holds at a time."""
+
+
+def query_key_value(
+    qkv_SBGC: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cos_SBD: Tensor,
+    sin_SBD: Tensor,
+    interleaved: bool,
+    heads_per_group: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Kernels.query_key_value`."""
+    settings = (eps, zero_centered, cos_SBD.contiguous(), sin_SBD.contiguous(), interleaved, heads_per_group)
+    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, settings)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+class _QueryKeyValue(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, settings: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        eps, zero_centered, cos_SBD, sin_SBD, interleaved, heads_per_group = settings
+        qkv_SBGC = qkv_SBGC.contiguous()
+        length, batch, groups, width = qkv_SBGC.shape
+        width //= heads_per_group + 2
+        q_SBND = qkv_SBGC.new_empty(length, batch, groups * heads_per_group, width)
+        k_SBGD = qkv_SBGC.new_empty(length, batch, groups, width)
+        normed = q_weight is not None
+        if qkv_SBGC.numel():
+            _turn_heads[(length * batch,)](
+                qkv_SBGC, q_weight if normed else cos_SBD, k_weight if normed else cos_SBD, cos_SBD, sin_SBD, q_SBND,
+                k_SBGD, batch, groups, heads_per_group, width, cos_SBD.shape[-1], eps, cos_SBD.stride(0),
+                0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
+                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved,
+                **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
+            )  # fmt: skip
+        ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD)
+        ctx.settings = (eps, zero_centered, interleaved, heads_per_group)
+        return q_SBND, k_SBGD, qkv_SBGC[..., -width:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD = ctx.saved_tensors
+        eps, zero_centered, interleaved, heads_per_group = ctx.settings
+        grad_q, grad_k, grad_v = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        length, batch, groups, width = qkv_SBGC.shape
+        width //= heads_per_group + 2
+        normed = q_weight is not None
+        grad_qkv = torch.empty_like(qkv_SBGC)
+        # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
+        num_programs = max(min(length * batch, 4 * num_multiprocessors(qkv_SBGC.device)), 1)
+        shares_P2D = torch.zeros(num_programs, 2, width, device=qkv_SBGC.device, dtype=torch.float32)
+        if qkv_SBGC.numel():
+            _turn_heads_back[(num_programs,)](
+                grad_q, grad_k, grad_v, qkv_SBGC, q_weight if normed else cos_SBD, k_weight if normed else cos_SBD,
+                cos_SBD, sin_SBD, grad_qkv, shares_P2D, length * batch, batch, groups, heads_per_group, width,
+                cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
+                cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
+                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width),
+                **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
+            )  # fmt: skip
+        if not normed:
+            return grad_qkv, None, None, None
+        grad_weights = shares_P2D.sum(dim=0)
+        return grad_qkv, grad_weights[0].to(q_weight.dtype), grad_weights[1].to(k_weight.dtype), None
+
+
+def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
+    """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
+    pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
+    most = max(TILE // power_of_two(2 * pairs + rest), 1)
+    return {
+        "PAIRS": pairs,
+        "REST": rest,
+        "HAS_REST": turned < width,
+        "HEADS": min(power_of_two(groups * heads_per_group), most),
+        "GROUPS": min(power_of_two(groups), most),
+    }
+
+
+@triton.jit
+def _factor(weight_ptr, dims, held, ZERO_CENTERED: tl.constexpr):
+    weight = tl.load(weight_ptr + dims, mask=held, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    return weight[None, :]
+
+
+@triton.jit
+def _pairs_of(turned, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(first and second dim of every pair, which pairs there are)"""
+    pairs = tl.arange(0, PAIRS)
+    half = turned // 2
+    if INTERLEAVED:
+        return 2 * pairs, 2 * pairs + 1, pairs < half
+    else:
+        return pairs, pairs + half, pairs < half
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, token, batch, stride_s, stride_b, held, PAIRS: tl.constexpr):
+    place = (token // batch) * stride_s + (token % batch) * stride_b + tl.arange(0, PAIRS)
+    cos = tl.load(cos_ptr + place, mask=held, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + place, mask=held, other=0.0).to(tl.float32)[None, :]
+    return cos, sin
+
+
+@triton.jit
+def _turn(
+    from_ptr, to_ptr, weight_ptr, there, cos, sin, width, turned, eps, NORMED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Heads at `from_ptr` [heads, 1], normed and turned, to `to_ptr` [heads, 1]."""
+    first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
+    rest = turned + tl.arange(0, REST)
+    held, kept = there & paired[None, :], there & (rest < width)[None, :]
+    x1 = tl.load(from_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
+    x2 = tl.load(from_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
+    if HAS_REST:
+        x3 = tl.load(from_ptr + rest[None, :], mask=kept, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
+        if HAS_REST:
+            squares += tl.sum(x3 * x3, axis=1)
+        scale = (1.0 / tl.sqrt(squares / width + eps))[:, None]
+        x1 = x1 * scale * _factor(weight_ptr, first, paired, ZERO_CENTERED)
+        x2 = x2 * scale * _factor(weight_ptr, second, paired, ZERO_CENTERED)
+        if HAS_REST:
+            x3 = x3 * scale * _factor(weight_ptr, rest, rest < width, ZERO_CENTERED)
+    tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(to_ptr.dtype.element_ty), mask=held)
+    tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(to_ptr.dtype.element_ty), mask=held)
+    if HAS_REST:
+        tl.store(to_ptr + rest[None, :], x3.to(to_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _turn_heads(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, batch, num_groups, heads_per_group, width,
+    turned, eps, angle_s, angle_b,
+    NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    paired = tl.arange(0, PAIRS) < turned // 2
+    cos, sin = _angles(cos_ptr, sin_ptr, token, batch, angle_s, angle_b, paired, PAIRS)
+    num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
+    from_ptr = qkv_ptr + token * num_groups * group_width
+    for start in range(0, num_heads, HEADS):
+        heads = (start + tl.arange(0, HEADS))[:, None]
+        place = heads // heads_per_group * group_width + heads % heads_per_group * width
+        _turn(
+            from_ptr + place, q_ptr + (token * num_heads + heads) * width, q_weight_ptr, heads < num_heads, cos, sin,
+            width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+        )  # fmt: skip
+    for start in range(0, num_groups, GROUPS):
+        groups = (start + tl.arange(0, GROUPS))[:, None]
+        _turn(
+            from_ptr + groups * group_width + heads_per_group * width, k_ptr + (token * num_groups + groups) * width,
+            k_weight_ptr, groups < num_groups, cos, sin,
+            width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn_back(
+    grad_ptr, x_ptr, to_ptr, weight_ptr, share1, share2, share3, there, cos, sin, width, turned, eps,
+    NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of heads at `x_ptr` [heads, 1] to `to_ptr` [heads, 1]; the weight's is added to the three shares."""
+    first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
+    rest = turned + tl.arange(0, REST)
+    held, kept = there & paired[None, :], there & (rest < width)[None, :]
+    y1 = tl.load(grad_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
+    y2 = tl.load(grad_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
+    g1, g2 = y1 * cos + y2 * sin, y2 * cos - y1 * sin
+    if HAS_REST:
+        g3 = tl.load(grad_ptr + rest[None, :], mask=kept, other=0.0).to(tl.float32)
+    if NORMED:
+        n1 = tl.load(x_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
+        n2 = tl.load(x_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
+        squares = tl.sum(n1 * n1 + n2 * n2, axis=1)
+        if HAS_REST:
+            n3 = tl.load(x_ptr + rest[None, :], mask=kept, other=0.0).to(tl.float32)
+            squares += tl.sum(n3 * n3, axis=1)
+        scale = (1.0 / tl.sqrt(squares / width + eps))[:, None]
+        n1, n2 = n1 * scale, n2 * scale
+        share1 += tl.sum(g1 * n1, axis=0)
+        share2 += tl.sum(g2 * n2, axis=0)
+        g1 *= _factor(weight_ptr, first, paired, ZERO_CENTERED)
+        g2 *= _factor(weight_ptr, second, paired, ZERO_CENTERED)
+        total = tl.sum(g1 * n1 + g2 * n2, axis=1)
+        if HAS_REST:
+            n3 *= scale
+            share3 += tl.sum(g3 * n3, axis=0)
+            g3 *= _factor(weight_ptr, rest, rest < width, ZERO_CENTERED)
+            total += tl.sum(g3 * n3, axis=1)
+        mean = (total / width)[:, None]
+        g1, g2 = (g1 - n1 * mean) * scale, (g2 - n2 * mean) * scale
+        if HAS_REST:
+            g3 = (g3 - n3 * mean) * scale
+    tl.store(to_ptr + first[None, :], g1.to(to_ptr.dtype.element_ty), mask=held)
+    tl.store(to_ptr + second[None, :], g2.to(to_ptr.dtype.element_ty), mask=held)
+    if HAS_REST:
+        tl.store(to_ptr + rest[None, :], g3.to(to_ptr.dtype.element_ty), mask=kept)
+    return share1, share2, share3
+
+
+@triton.jit
+def _store_shares(
+    place, share1, share2, share3, width, turned, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
+):  # fmt: skip
+    first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
+    rest = turned + tl.arange(0, REST)
+    tl.store(place + first, share1, mask=paired)
+    tl.store(place + second, share2, mask=paired)
+    tl.store(place + rest, share3, mask=rest < width)
+
+
+@triton.jit
+def _turn_heads_back(
+    grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, grad_ptr, shares_ptr,
+    num_tokens, batch, num_groups, heads_per_group, width, turned, eps,
+    q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n, angle_s, angle_b,
+    NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    paired = tl.arange(0, PAIRS) < turned // 2
+    dims = tl.arange(0, WIDTH)[None, :]
+    num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
+    q1, q2 = tl.zeros((PAIRS,), dtype=tl.float32), tl.zeros((PAIRS,), dtype=tl.float32)
+    k1, k2 = tl.zeros((PAIRS,), dtype=tl.float32), tl.zeros((PAIRS,), dtype=tl.float32)
+    q3, k3 = tl.zeros((REST,), dtype=tl.float32), tl.zeros((REST,), dtype=tl.float32)
+    for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        token = tl.cast(number, tl.int64)
+        s, b = token // batch, token % batch
+        cos, sin = _angles(cos_ptr, sin_ptr, token, batch, angle_s, angle_b, paired, PAIRS)
+        begin = token * num_groups * group_width
+        for start in range(0, num_heads, HEADS):
+            heads = (start + tl.arange(0, HEADS))[:, None]
+            place = begin + heads // heads_per_group * group_width + heads % heads_per_group * width
+            q1, q2, q3 = _turn_back(
+                grad_q_ptr + s * q_s + b * q_b + heads * q_n, qkv_ptr + place, grad_ptr + place, q_weight_ptr,
+                q1, q2, q3, heads < num_heads, cos, sin,
+                width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+            )  # fmt: skip
+        for start in range(0, num_groups, GROUPS):
+            groups = (start + tl.arange(0, GROUPS))[:, None]
+            there = groups < num_groups
+            place = begin + groups * group_width + heads_per_group * width
+            k1, k2, k3 = _turn_back(
+                grad_k_ptr + s * k_s + b * k_b + groups * k_n, qkv_ptr + place, grad_ptr + place, k_weight_ptr,
+                k1, k2, k3, there, cos, sin,
+                width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+            )  # fmt: skip
+            held = there & (dims < width)
+            values = tl.load(grad_v_ptr + s * v_s + b * v_b + groups * v_n + dims, mask=held)
+            tl.store(grad_ptr + place + width + dims, values, mask=held)
+    if NORMED:
+        place = shares_ptr + tl.program_id(0) * 2 * width
+        _store_shares(place, q1, q2, q3, width, turned, INTERLEAVED, PAIRS, REST)
+        _store_shares(place + width, k1, k2, k3, width, turned, INTERLEAVED, PAIRS, REST)
