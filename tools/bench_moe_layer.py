@@ -2,9 +2,9 @@
 
     python tools/bench_moe_layer.py q6 m8 ds4 [--rows-per-expert 128 4096]
 
-One layer with random weights and inputs, weight gradients added to fp32 buffers, routing as the recipe says. TFLOP/s count
-the router, the chosen experts and the shared ones; the last column is their share of what a large bf16 product reached in
-the same run. "experts" is the time of the experts' part alone: two matrices, activation, and all their gradients.
+One layer with random weights and inputs, weight gradients added to fp32 buffers, routing as the recipe says. TFLOP/s
+count the router, the chosen experts and the shared ones, beside their share of what a large bf16 product reached in the
+same run. "experts" is the experts' part alone: two matrices, the activation, and all their gradients.
 """
 
 import argparse
