@@ -14,6 +14,7 @@ from megatron_moe.kernels.choose import choose
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.adamw import Optimizer
@@ -69,7 +70,8 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
 
 def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout."""
-    model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank))
+    keeping = Keeping(plan.memory.recompute)
+    model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
     init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
