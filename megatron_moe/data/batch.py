@@ -49,6 +49,11 @@ class TokenMeta:
     rotary: Mapping[RopeSpec, tuple[Tensor, Tensor]] | None = None
     """cos_SBD and sin_SBD of every kind of rotation in the model, made from the positions once per microbatch. Set by
     the model before its layers run; others leave it None."""
+    forced: Mapping[int, Tensor] | None = None
+    """[T, E] by layer: logits that benchmarks force on routers, drawn beforehand. None: routers draw them."""
+    flight: Any = None
+    """Memory of this microbatch for parts of the model that are recorded and replayed (`memory.graphs.Flight`); None:
+    everything is computed."""
 
     def take(self, x_BS: Tensor) -> Tensor:
         """What this rank holds of a tensor over the whole sequence."""

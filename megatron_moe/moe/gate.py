@@ -31,24 +31,31 @@ def jitter(hidden_SBH: Tensor, eps: float, key: Key, part: Part = (0, 1)) -> Ten
     return hidden_SBH * (1 + eps * (2 * uniform - 1)).to(hidden_SBH.dtype)
 
 
-def forced_logits(
-    logits_TE: Tensor, noise_key: Key, bias_std: float | None, bias_key: Key, part: Part = (0, 1)
+def draw_logits(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    noise_key: Key,
+    bias_std: float | None,
+    bias_key: Key,
+    part: Part = (0, 1),
 ) -> Tensor:
-    """Replaces the logits by N(0, 1) noise, for benchmarks with a load that the weights do not decide.
+    """N(0, 1) noise [T, E], for benchmarks with a load that the weights do not decide.
 
     With `bias_std`, an N(0, bias_std) number per expert is added, so that the load is uneven in a known measure. The
-    gradient of the noise passes straight through to the logits: the gate stays part of the backward. The tokens are
-    `part` (index, number) of more tokens, for which the noise is drawn.
+    tokens are `part` (index, number) of more tokens, for which the noise is drawn. Drawn in single precision, so that a
+    double precision run sees the same numbers.
     """
-    noise_TE = _normal(logits_TE.shape, noise_key, logits_TE, part)
-    if bias_std is not None:
-        noise_TE = noise_TE + bias_std * _normal(logits_TE.shape[-1:], bias_key, logits_TE)
-    return _StraightThrough.apply(logits_TE, noise_TE)  # type: ignore[no-untyped-call,no-any-return]
+    noise_TE = rng.normal(torch.Size(shape), noise_key, device, part=part).to(dtype)
+    if bias_std is None:
+        return noise_TE
+    return noise_TE + bias_std * rng.normal(torch.Size(shape[1:]), bias_key, device).to(dtype)
 
 
-def _normal(shape: torch.Size, key: Key, like: Tensor, part: Part = (0, 1)) -> Tensor:
-    """Drawn in single precision, so that a double precision run sees the same numbers."""
-    return rng.normal(shape, key, like.device, part=part).to(like.dtype)
+def force_logits(logits_TE: Tensor, drawn_TE: Tensor) -> Tensor:
+    """Drawn logits in the place of the router's own. Their gradient passes straight through to the logits: the gate
+    stays part of the backward."""
+    return _StraightThrough.apply(logits_TE, drawn_TE)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -16,7 +16,7 @@ from megatron_moe.moe import metrics
 from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, BatchTokens, attach_loss, z_loss
 from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from megatron_moe.moe.dispatch.contract import Routing
-from megatron_moe.moe.gate import forced_logits, gate_product, jitter
+from megatron_moe.moe.gate import draw_logits, force_logits, gate_product, jitter
 from megatron_moe.moe.selection import (
     expert_choice,
     quantile_choice,
@@ -115,22 +115,32 @@ class Router(nn.Module):
             hidden_SBH = jitter(
                 hidden_SBH, spec.input_jitter_eps, (*key, "router jitter", self.layer), sequence_part(self.ctx)
             )
-        dtype = hidden_SBH.dtype
-        if spec.dtype is not None:
-            dtype = torch.promote_types(dtype, torch.float64 if spec.dtype == "fp64" else torch.float32)
+        dtype = self._logits_dtype(hidden_SBH.dtype)
         logits_TE = gate_product(self.kernels, hidden_SBH, self.weight, self.bias, dtype)
         if spec.force_balancing or spec.force_biased is not None:
-            logits_TE = self._forced(logits_TE, key or (self.ctx.seed,))
+            drawn = (
+                self.draw(len(logits_TE), hidden_SBH.dtype, meta) if meta.forced is None else meta.forced[self.layer]
+            )
+            logits_TE = force_logits(logits_TE, drawn)
         return logits_TE
 
-    def _forced(self, logits_TE: Tensor, key: tuple[int | str, ...]) -> Tensor:
-        """Noise differs between tokens, microbatches and layers. The uneven part is common to all ranks: new in every
-        step, or one for the whole run when the given standard deviation is negative."""
-        std = self.spec.force_biased
+    def _logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """For hidden states of `dtype`."""
+        if self.spec.dtype is None:
+            return dtype
+        return torch.promote_types(dtype, torch.float64 if self.spec.dtype == "fp64" else torch.float32)
+
+    def draw(self, num_tokens: int, dtype: torch.dtype, meta: TokenMeta) -> Tensor:
+        """The logits [T, E] that benchmarks force on hidden states of `dtype`. Noise differs between tokens,
+        microbatches and layers. The uneven part is common to all ranks: new in every step, or one for the whole run
+        when the given standard deviation is negative."""
+        key, std = meta.random_key or (self.ctx.seed,), self.spec.force_biased
         fixed = std is not None and std < 0
         bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
-        return forced_logits(
-            logits_TE,
+        return draw_logits(
+            (num_tokens, self.spec.num_experts),
+            self._logits_dtype(dtype),
+            self.ctx.device,
             (*key, "forced logits", self.layer),
             None if std is None else abs(std),
             (*bias_key, "forced bias", self.layer),

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_moe.data.batch import MicroBatch
+from megatron_moe.memory.flights import Flights
+from megatron_moe.model.captured import draw_forced
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
@@ -33,6 +35,8 @@ class Pipeline:
         self.layout = plan.layout
         self._links = connect(context)
         self._lanes = lanes_of(context.device)
+        self.flights: Flights | None = None
+        """Of the microbatches whose layers are recorded and replayed; None: all is computed."""
         self._entries: dict[ScheduleSpec, tuple[Entry, ...]] = {}
 
     def run(self, batches: Sequence[MicroBatch], take_loss: TakeLoss, *, gradients: GradBuffers | None = None) -> None:
@@ -43,6 +47,8 @@ class Pipeline:
         spec = self.plan.schedule(len(batches), forward_only=gradients is None)
         if spec not in self._entries:
             self._entries[spec] = build_schedule(spec)[self._links.rank]
+        if self.flights is not None and gradients is not None:
+            self.flights.begin_step()
         stage = RankStage(self, batches, take_loss, gradients)
         run_schedule(self._entries[spec], stage, self._links, spec.stages, self._lanes)
 
@@ -60,12 +66,23 @@ class RankStage:
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
         """See `Stage`."""
-        batch, model = self._batches[microbatch], self._pipeline.model
+        batch, model = self._in_flight(microbatch, chunk), self._pipeline.model
         if self._gradients is not None and self._pipeline.plan.pipeline.overlap:
             steps = model.steps(batch, chunk)
         else:
             steps = [Step("chunk", None, lambda received: model(batch, received, chunk=chunk))]
         return steps if not model.chunks[chunk].loss else [*steps[:-1], self._with_loss(steps[-1], batch)]
+
+    def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
+        """The microbatch, with the memory of its recordings if it has one."""
+        batch, flights = self._batches[microbatch], self._pipeline.flights
+        if self._gradients is None or flights is None:
+            return batch
+        flight = flights.take(microbatch, chunk)
+        if flight is None:
+            return batch
+        batch = draw_forced(self._pipeline.model, batch, self._pipeline.context.dtype)
+        return replace(batch, meta=replace(batch.meta, flight=flight))
 
     def _with_loss(self, step: Step, batch: MicroBatch) -> Step:
         def run(state: Any) -> Tensor:
@@ -108,6 +125,8 @@ class RankStage:
     def after_backward(self, microbatch: int, chunk: int) -> None:
         """See `Stage`."""
         self._buffers.collect()
+        if self._pipeline.flights is not None:
+            self._pipeline.flights.give_back(microbatch, chunk)
 
     @property
     def _buffers(self) -> GradBuffers:

@@ -1,11 +1,10 @@
 """Recorded parts of layers: a replay is the computation, bit for bit, in memory that never moves."""
 
-from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.build import build_model, build_trainer
 from megatron_moe.kernels import reference
 from megatron_moe.memory.flights import Flights
 from megatron_moe.memory.recorder import Repeater

@@ -1,0 +1,107 @@
+"""Work that is recorded once and repeated without Python: a CUDA graph, or a stand-in for it on a CPU."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], Sequence[Tensor]]
+"""Reads and writes tensors at fixed addresses, and gives what it made."""
+
+
+class Recording(Protocol):
+    """Recorded work."""
+
+    @property
+    def made(self) -> Sequence[Tensor]:
+        """What the work made; valid from the first `replay` on, always in the same memory."""
+        ...
+
+    def replay(self) -> None:
+        """Does the work on what now stands at the addresses that it reads."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes recordings."""
+
+    def pool(self) -> Any:
+        """New memory for recordings that never run at the same time as others of this pool."""
+        ...
+
+    def record(self, work: Work, pool: Any) -> Recording:
+        """Records without doing. Memory that the work frees may be used by later recordings of the pool, so these must
+        always be replayed in the order in which they were made, between one first recording and the next."""
+        ...
+
+    def bytes_in(self, pools: Sequence[Any]) -> int:
+        """Device memory that pools have taken."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs. Work must not wait for the device, and everything it launches must have been compiled before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work, pool: Any) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # thread_local: other threads, such as that of the data, may allocate meanwhile
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                made = work()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return _CudaRecording(graph, made)
+
+    def bytes_in(self, pools: Sequence[Any]) -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) in set(map(tuple, pools)))
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, made: Sequence[Tensor]) -> None:
+        self._graph = graph
+        self.made = made
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Repeater:
+    """The stand-in: does the work again, and leaves what it made in the memory of the first time."""
+
+    def pool(self) -> Any:
+        return object()
+
+    def record(self, work: Work, pool: Any) -> Recording:
+        return _Repetition(work)
+
+    def bytes_in(self, pools: Sequence[Any]) -> int:
+        return 0
+
+
+class _Repetition:
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.made: Sequence[Tensor] = ()
+        self._ran = False
+
+    def replay(self) -> None:
+        made = self._work()
+        if not self._ran:
+            self.made, self._ran = [tensor.clone() for tensor in made], True
+            return
+        with torch.no_grad():
+            for kept, tensor in zip(self.made, made, strict=True):
+                kept.copy_(tensor)

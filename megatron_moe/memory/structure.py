@@ -1,0 +1,66 @@
+"""Structures of tensors, taken apart and put together again.
+
+A structure is any nest of tuples, mappings and dataclasses. What differs between two structures besides the contents of
+their tensors is their form, which can be compared.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (str, int, float, range, type(None), torch.dtype)
+"""Of everything else that is no tensor the kind alone belongs to the form."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A structure without the contents of its tensors."""
+
+    described: tuple[Any, ...]
+    """Everything but the tensors, in the order of a walk, and the shapes, types and places of those."""
+
+
+def take_apart(structure: Any) -> tuple[list[Tensor], Form]:
+    """Its tensors, each once, and its form. A tensor that stands in two places is one tensor."""
+    tensors: list[Tensor] = []
+    number: dict[int, int] = {}
+    described: list[Any] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if id(tensor) not in number:
+            number[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+            described.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        described.append(number[id(tensor)])
+        return tensor
+
+    _walk(structure, note, described.append)
+    return tensors, Form(tuple(described))
+
+
+def put_together(structure: Any, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Any:
+    """The structure with each of its `tensors` replaced by that of `others` in the same place."""
+    instead = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
+    return _walk(structure, lambda tensor: instead[id(tensor)], lambda _: None)
+
+
+def _walk(part: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any], None]) -> Any:
+    if isinstance(part, Tensor):
+        return change(part)
+    if isinstance(part, tuple):
+        describe(("tuple", len(part)))
+        parts = [_walk(each, change, describe) for each in part]
+        return part._make(parts) if hasattr(part, "_make") else tuple(parts)
+    if isinstance(part, Mapping):
+        describe(("mapping", tuple(part)))
+        return {name: _walk(each, change, describe) for name, each in part.items()}
+    if is_dataclass(part) and not isinstance(part, type):
+        describe(type(part))
+        changed = {each.name: _walk(getattr(part, each.name), change, describe) for each in fields(part)}
+        same = all(changed[name] is getattr(part, name) for name in changed)
+        return part if same else replace(part, **changed)
+    describe(part if isinstance(part, _PLAIN) else type(part))
+    return part

@@ -1,0 +1,99 @@
+"""Which parts of the layers are recorded and replayed (Megatron's `--cuda-graph-modules`).
+
+  attn            norm, attention, residual connection, and the norm behind it
+  mlp             the MLP of a dense layer, with its residual connection
+  moe_router      router and latent projection of an MoE layer
+  moe_preprocess  rows sorted by expert, where all experts are on one rank
+  moe             all of an MoE layer behind attention, where all experts are on one rank
+
+What lies between is computed as ever.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.memory.graphs import Function, Part
+from megatron_moe.model.block import Attended, Block, Dispatched, MoEBlock, Routed
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.parameter import Parameter
+
+Layer = Callable[[Tensor, TokenMeta], Tensor]
+
+
+def capture_parts(model: GPT, modules: Iterable[str]) -> int:
+    """From now on the layers of the decoder replay these parts, for microbatches in flight. Returns how many parts that
+    are. Multi-token prediction computes."""
+    wanted = frozenset(modules)
+    num_parts = 0
+    for block in model.decoder.layers.values():
+        assert isinstance(block, Block), f"a layer is a {type(block).__name__}"
+        functions = _functions(block, wanted)
+        num_parts += sum(isinstance(function, Part) for function in functions)
+        block.forward = partial(_run, functions)  # type: ignore[method-assign]
+    return num_parts
+
+
+def draw_forced(model: GPT, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
+    """The microbatch with the logits that benchmarks force on its routers: a replay draws nothing."""
+    routers = [block.mlp.router for block in model.decoder.layers.values() if isinstance(block, MoEBlock)]
+    forced = [router for router in routers if router.spec.force_balancing or router.spec.force_biased is not None]
+    if not forced:
+        return batch
+    num_tokens = batch.tokens_BS.numel()
+    drawn = {router.layer: router.draw(num_tokens, dtype, batch.meta) for router in forced}
+    return replace(batch, meta=replace(batch.meta, forced=drawn))
+
+
+def _run(functions: Sequence[Function], hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    state: Any = hidden_SBH
+    for function in functions:
+        state = function(state, meta)
+    result: Tensor = state
+    return result
+
+
+def _functions(block: Block, wanted: frozenset[str]) -> list[Function]:
+    """The layer in pieces, those that are wanted as parts."""
+
+    def part(name: str, function: Function, *modules: nn.Module | None) -> Function:
+        if name not in wanted:
+            return function
+        return Part(f"{name} of {block.site}", function, tuple(_parameters(modules)))
+
+    attend = part("attn", block.attend, block.input_layernorm, block.self_attention, block.pre_mlp_layernorm)
+    if not isinstance(block, MoEBlock):
+        return [attend, part("mlp", block.feed_forward, block.mlp)]
+    behind = [
+        part("moe_router", partial(_route, block), block.mlp.router, block.mlp.fc1_latent_proj),
+        part("moe_preprocess", partial(_dispatch, block)),
+        block.experts,
+        block.start_combine,
+        block.finish_combine,
+        block.post,
+    ]
+    if "moe" not in wanted:
+        return [attend, *behind]
+    return [attend, part("moe", partial(_run, behind), block.mlp)]
+
+
+def _route(block: MoEBlock, state: Attended, meta: TokenMeta) -> Routed:
+    known = {field.name: getattr(state, field.name) for field in fields(state)}
+    routing = block.mlp.route(state.normed_SBH, meta)
+    return Routed(**known, tokens_SBH=block.mlp.tokens(state.normed_SBH), routing=routing)
+
+
+def _dispatch(block: MoEBlock, state: Routed, meta: TokenMeta) -> Dispatched:
+    return block.finish_dispatch(block.start_dispatch(state, meta), meta)
+
+
+def _parameters(modules: Iterable[nn.Module | None]) -> Iterable[Parameter]:
+    for module in modules:
+        for parameter in () if module is None else module.parameters():
+            assert isinstance(parameter, Parameter), "a parameter that was not made by new_parameter"
+            yield parameter

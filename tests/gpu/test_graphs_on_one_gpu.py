@@ -1,0 +1,65 @@
+"""CUDA graphs on one GPU: replayed steps are computed steps bit for bit, whatever the routing does."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from arguments.read import read_plan
+from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.memory.flights import Flights
+from megatron_moe.memory.recorder import CudaRecorder
+from megatron_moe.model.captured import capture_parts
+from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
+from tests.tolerances import EXACT
+from tools.profile_step import Run
+
+pytestmark = pytest.mark.gpu1
+
+MODULES = [
+    ("attn",),
+    ("mlp",),
+    ("moe_router",),
+    ("moe_router", "moe_preprocess"),
+    ("moe",),
+    ("attn", "mlp", "moe_router", "moe_preprocess"),
+    ("attn", "mlp", "moe"),
+]
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Losses and weights after a few steps, in which the routing changes with the weights and the data."""
+    plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
+    os.environ.update(plan.environment)
+    run = Run(plan)
+    if modules:
+        capture_parts(run.trainer.model, modules)
+        run.trainer.pipeline.flights = Flights(CudaRecorder(run.context.device), warmup=2)
+    figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
+    if modules:
+        print(run.trainer.pipeline.flights.summary())
+    figures |= {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
+    run.close()
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("recipe", "routing"),
+    [("q6", "--moe-router-force-load-balancing"), ("m8", "--no-moe-router-force-load-balancing")],
+)
+def test_replayed_steps_are_computed_steps_bit_for_bit(recipe: str, routing: str) -> None:
+    flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--lr", "1e-2", "--deterministic-mode"]
+    expected = train([*flags, routing])
+    again = train([*flags, routing])
+    EXACT.check_all(again, expected, "computed twice")
+    for modules in MODULES:
+        EXACT.check_all(train([*flags, routing], modules), expected, "+".join(modules))
