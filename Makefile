@@ -3,7 +3,7 @@ PYTHON ?= python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test nightly gpu1 gpu2 gpu4 goldens format clean
+.PHONY: help install check test nightly soak gpu1 gpu2 gpu4 goldens format clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9 ]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -21,6 +21,9 @@ test:  ## everything CI runs
 
 nightly:  ## CI, the slow tests and the planted bugs; tables go to benchmarks/
 	$(PYTHON) -m tests.nightly
+
+soak:  ## 20 minutes of random faults; must end with the bits of an undisturbed run
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.soak --store
 
 gpu1 gpu2 gpu4:  ## tests that need one, two or four GPUs, by hand
 	$(PYTEST) -q -m $@ tests

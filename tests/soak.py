@@ -1,0 +1,236 @@
+"""A run that is broken again and again, and must end with the bits of one that nobody disturbed.
+
+python -m tests.soak                        20 minutes on 4 ranks; the table goes to benchmarks/ (`make soak`)
+python -m tests.soak --faults 5 --seed 3    so many faults instead
+
+A supervisor starts the same command line over and over, as a launcher would, and breaks each start in a way drawn by
+chance: from outside by signals, from inside by `--inject`, or by damage to the newest checkpoint between two starts. In
+the end one start is left alone until it finishes, and so is a second run that was never disturbed. Exit code 1 when
+weights, optimizer or losses of the two differ in one bit, a checkpoint was half there, or an exit code was not the one
+that `specs/exitcodes.py` promises.
+"""
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_moe.checkpoint.folder import list_checkpoints
+from megatron_moe.checkpoint.verify import verify
+from megatron_moe.specs.exitcodes import ExitCode
+from tests.end_to_end.tiny_run import arguments, losses, make_data
+from tests.soak_faults import FAULTS, Fault, damage
+from tests.soak_ranks import Ranks
+from tests.stored import store
+
+RANKS = 4
+SAVE_INTERVAL = 10
+MORE_ITERATIONS = 20
+"""What the last start trains, undisturbed, beyond the newest checkpoint."""
+FLAGS = f"""
+--train-iters 1000000 --lr-decay-iters 2000 --eval-iters 0 --save-interval {SAVE_INTERVAL} --keep-last-checkpoints 3
+--exit-signal-handler --step-deadline 5 --check-weight-hash-across-dp-replicas-interval {SAVE_INTERVAL // 2}
+--no-plots --log-interval 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
+""".split()
+
+
+@dataclass
+class Tally:
+    """What one kind of fault did."""
+
+    times: int = 0
+    codes: set[int] = field(default_factory=set)
+    lost: int = 0
+    """Most iterations between where a start ended and where the next one began."""
+    seconds: float = 0.0
+    """Longest time from the fault to the end of the last rank."""
+
+
+class Soak:
+    """One soak in a folder of its own."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.run = folder / "run"
+        self.data = make_data(folder)
+        self.tallies: dict[str, Tally] = {}
+        self.problems: list[str] = []
+        self.damaged: set[int] = set()
+        """Iterations of checkpoints that were damaged on purpose."""
+
+    def break_once(self) -> None:
+        """One start with one fault, or damage between two starts."""
+        before = self.newest()
+        fault = self.random.choice([fault for fault in FAULTS if before or not fault.needs_checkpoint])
+        tally = self.tallies.setdefault(fault.name, Tally())
+        tally.times += 1
+        if fault.damage:
+            self.damaged.add(damage(fault.damage, self.run / "checkpoints", self.random))
+            return
+        codes, seconds, reached = self._start(fault, before)
+        if codes is None:
+            self.problems.append(f"{fault.name}: the ranks had to be killed")
+            return
+        tally.codes |= set(codes)
+        tally.seconds = max(tally.seconds, seconds)
+        after = self.newest()
+        tally.lost = max(tally.lost, reached - after)
+        wrong = set(codes) - fault.codes
+        if wrong:
+            self.problems.append(f"{fault.name}: codes {codes}, expected only {sorted(fault.codes)}")
+        if after < before:
+            self.problems.append(f"{fault.name}: the newest checkpoint went back from {before} to {after}")
+        self._check_visible(fault.name)
+
+    def finish(self) -> int:
+        """The last start, left alone; returns its last iteration."""
+        end = self.newest() + MORE_ITERATIONS
+        self._undisturbed(self.run, end)
+        undisturbed = self.folder / "undisturbed"
+        self._undisturbed(undisturbed, end)
+        self.problems += differences(self.run, undisturbed, end)
+        leftovers = [
+            path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith((".tmp", ".old"))
+        ]
+        self.problems += [f"left behind: {name}" for name in leftovers]
+        return end
+
+    def newest(self) -> int:
+        """Iteration of the newest checkpoint that nobody damaged."""
+        there = [found.iteration for found in list_checkpoints(self.run / "checkpoints")]
+        return max((iteration for iteration in there if iteration not in self.damaged), default=0)
+
+    def _start(self, fault: Fault, before: int) -> tuple[list[int] | None, float, int]:
+        """Codes of all ranks (None: somebody had to kill them), seconds from the fault to the last end, and the last
+        iteration that was reported."""
+        inject = []
+        if fault.inject:
+            soon = before + self.random.randint(1, 2 * SAVE_INTERVAL)
+            if fault.inject.endswith(":save"):
+                soon = (before // SAVE_INTERVAL + 1) * SAVE_INTERVAL
+            kind, _, phase = fault.inject.partition(":")
+            rank = self.random.randrange(RANKS)
+            inject = ["--inject", f"{kind}@{rank}:{soon}" + (f":{phase}" if phase else "")]
+        ranks = Ranks(arguments(self.data, self.run, *FLAGS, *inject), RANKS, self.folder / "said")
+        if fault.signal is not None:
+            ranks.wait_until_trained(self.run, 0 if fault.anywhere else before + 1)
+            ranks.sleep(self.random.uniform(0.0, 2.0))
+            ranks.send(fault.signal, self.random.sample(range(RANKS), fault.num_ranks))
+        if fault.survives:
+            ranks.wait_until_trained(self.run, before + 3 * SAVE_INTERVAL)
+            ranks.send(15, range(RANKS))
+        begun = time.monotonic()
+        codes = ranks.wait()
+        seconds = time.monotonic() - begun
+        reached = max(losses(self.run), default=0) if (self.run / "metrics.jsonl").exists() else 0
+        for iteration in [found for found in self.damaged if (self.newest() > found)]:
+            self._forget(iteration)
+        return codes, seconds, reached
+
+    def _forget(self, iteration: int) -> None:
+        """A damaged checkpoint that a later start has written anew is whole again."""
+        found = self.run / "checkpoints" / f"iter_{iteration:07d}"
+        if not found.exists() or not verify(found):
+            self.damaged.discard(iteration)
+
+    def _undisturbed(self, run: Path, end: int) -> None:
+        flags = [*FLAGS, "--exit-interval", str(end)]
+        if run != self.run:
+            flags += ["--save-interval", "1000000"]
+        ranks = Ranks(arguments(self.data, run, *flags), RANKS, self.folder / "said")
+        codes = ranks.wait(patience=600)
+        if codes != [0] * RANKS:
+            self.problems.append(f"a start that nobody disturbed ended with {codes}: {ranks.said()[-1500:]}")
+
+    def _check_visible(self, after: str) -> None:
+        for found in list_checkpoints(self.run / "checkpoints"):
+            trouble = verify(found.path)
+            if trouble and found.iteration not in self.damaged:
+                self.problems.append(f"after {after}: {found.path.name} is visible and not whole: {trouble[0]}")
+
+
+def differences(run: Path, undisturbed: Path, end: int) -> list[str]:
+    """What is not the same bits in the last checkpoints of the two, or in their losses."""
+    found = []
+    folders = [each / "checkpoints" / f"iter_{end:07d}" for each in (run, undisturbed)]
+    names = {path.name for folder in folders for path in folder.glob("*.safetensors")}
+    if not names:
+        found.append(f"no checkpoint of iteration {end}")
+    for name in sorted(names):
+        ours, theirs = (folder / name for folder in folders)
+        if not (ours.exists() and theirs.exists() and ours.read_bytes() == theirs.read_bytes()):
+            found.append(f"{name} of iteration {end} differs from the undisturbed run's")
+    if losses(run) != losses(undisturbed):
+        found.append("the losses in metrics.jsonl differ from the undisturbed run's")
+    if sorted(losses(run)) != list(range(1, end + 1)):
+        found.append("metrics.jsonl does not have every iteration")
+    return found
+
+
+def report(soak: Soak, end: int, minutes: float, command: str) -> str:
+    """A table in Markdown."""
+    rows = [
+        f"| {name} | {tally.times} | {', '.join(map(str, sorted(tally.codes))) or '-'} | {tally.lost} | "
+        f"{tally.seconds:.1f} |"
+        for name, tally in sorted(soak.tallies.items())
+    ]
+    faults = sum(tally.times for tally in soak.tallies.values())
+    verdict = "Weights, optimizer and losses are those of an undisturbed run, bit for bit."
+    if soak.problems:
+        verdict = "\n".join(["**Failed:**", "", *(f"- {problem}" for problem in soak.problems)])
+    return "\n".join(
+        [
+            "# A run under random faults",
+            "",
+            f"`{command}`: {faults} faults in {minutes:.1f} minutes, {end} iterations in the end.",
+            f"{RANKS} ranks (gloo), a checkpoint every {SAVE_INTERVAL} iterations.",
+            "",
+            verdict,
+            "",
+            "| fault | times | exit codes of ranks | most iterations lost | longest until the last rank had ended, s |",
+            "|---|---:|---|---:|---:|",
+            *rows,
+        ]
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="A run under random faults.")
+    parser.add_argument("--minutes", type=float, default=20.0, help="how long to break it")
+    parser.add_argument("--faults", type=int, help="how often to break it, instead")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the faults")
+    parser.add_argument("--store", action="store_true", help="keep the table in benchmarks/")
+    given = parser.parse_args(argv)
+    print(f"seed {given.seed}", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    begun = time.monotonic()
+    soak = Soak(folder, given.seed)
+    number = 0
+    while not soak.problems:
+        minutes = (time.monotonic() - begun) / 60
+        if number == given.faults or (given.faults is None and minutes > given.minutes):
+            break
+        soak.break_once()
+        number += 1
+        print(f"{minutes:5.1f} min, fault {number}, checkpoint {soak.newest()}", flush=True)
+    end = soak.finish() if not soak.problems else soak.newest()
+    command = f"python -m tests.soak {' '.join(argv)}".strip()
+    table = report(soak, end, (time.monotonic() - begun) / 60, f"{command} (seed {given.seed})")
+    print(table)
+    if given.store:
+        print(store("soak", table))
+    if soak.problems:
+        print(f"the run is kept in {folder}")
+        return int(ExitCode.BUG)
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
