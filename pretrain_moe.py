@@ -30,6 +30,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         print(problem, file=sys.stderr)
         return int(problem.code)
     try:
+        if plan.emulation is not None:
+            return tell(emulated(plan))
         with ExitStack() as goodbye:
             pretrain(plan, goodbye)
     except RunError as problem:
@@ -128,6 +130,14 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     deadlines.enter("evaluation", state.iteration)
     validation.final(state)
     deadlines.enter("exit", state.iteration)
+
+
+def emulated(plan: RunPlan) -> str:
+    """What one rank of a cluster that is not there takes."""
+    os.environ.update(plan.environment)
+    from megatron_moe.emulate.run import emulate
+
+    return emulate(plan)
 
 
 def tell(text: str) -> int:

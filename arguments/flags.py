@@ -41,9 +41,26 @@ class StartFlags:
     dry_run: Literal["text", "json"] | None = flag(None, status="ours", essential=True, bare="text")
     """Tell what the run would need and do, and leave: grids, stages, bytes, schedule, communication, time."""
     world_size: int | None = flag(None, status="ours", least=1)
-    """Of a dry run: ranks. Not set: those of the recipe, or of the launcher."""
+    """Of a dry run or an emulation: ranks. Not set: those of the recipe, or of the launcher."""
     gpu: Literal["h100", "h200", "b200", "b300", "gb200", "gb300"] | None = flag(None, status="ours")
-    """Of a dry run: the kind of every rank's device. Not set: that of the recipe, or h100."""
+    """Of a dry run or an emulation: the kind of every rank's device. Not set: that of the recipe, or h100."""
+    fake_process_group: bool = flag(
+        False,
+        names=("--fake-init-process-group",),
+        status="close",
+        note="takes two steps without data, tells the memory by category, and leaves",
+    )
+    """Be one rank of a cluster that is not there: on a GPU a real step without its peers, elsewhere the same program on
+    tensors without data."""
+    emulate_rank: str = flag("own", status="ours")
+    """With `--fake-init-process-group`: a rank of the world, or `all`: one of every pipeline stage. `own`: that of the
+    launcher, or 0."""
+    emulate_imbalance: float = flag(1.0, status="ours", least=0)
+    """With `--fake-init-process-group`: rows for this rank's experts, as a multiple of an even share."""
+    emulate_json: str | None = flag(None, status="ours")
+    """With `--fake-init-process-group`: file for the figures, as JSON."""
+    emulate_plot: str | None = flag(None, status="ours")
+    """With `--fake-init-process-group`: file for a picture of memory over the step, as PNG."""
     proxy: bool = flag(False, status="ours", essential=True)
     """Shrink the run to the machine at hand: fewer layers, experts and ranks, less width, random tokens, 5 iterations;
     the same paths. Flags behind it stay as they are; every rewrite is printed."""

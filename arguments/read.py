@@ -6,7 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from arguments import environment, explain
+from arguments.checks import data as data_checks
 from arguments.checks.run import (
+    RULES,
+    Rule,
     broken_rules,
     flags_without_effect,
     given_hints,
@@ -16,6 +19,7 @@ from arguments.checks.run import (
     unavailable_flags,
 )
 from arguments.dry_run import ask as dry_run
+from arguments.emulation import emulation, planned
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import read_files
@@ -54,18 +58,21 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
     answer = explain.answer(argv, registry)
     if answer is not None:
         raise Finished(answer)
-    asked = dry_run.question(_start_settings(argv, registry), environ)
-    environ = asked.environ if asked else environ
+    start = _start_settings(argv, registry)
+    asked, played = dry_run.question(start, environ), emulation(start, environ)
+    untrained = asked or played
+    environ = untrained.environ if untrained else environ
     told = _told(argv, environ, registry)
     _answer(told)
-    flags, launch, blockers = _checked(told, environ, only_dry=asked is not None)
-    if asked:
+    rules = [rule for rule in RULES if not (played and rule in data_checks.RULES)]
+    flags, launch, blockers = _checked(told, environ, rules, only_dry=asked is not None)
+    if untrained:
         flags = dry_run.with_tokenizer(flags)
         vocab_size_of = dry_run.without_tokenizer(vocab_size_of, flags.data.vocab_size)
     plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
     if asked:
         raise Finished(dry_run.answer(replace(plan, blockers=blockers), asked, told.settings))
-    return plan
+    return planned(plan, played) if played else plan
 
 
 def _answer(told: "_Told") -> None:
@@ -176,7 +183,9 @@ def _paths(start: Settings) -> tuple[list[Path], list[Problem]]:
     return [*paths, *map(Path, config)], problems
 
 
-def _checked(told: _Told, environ: Mapping[str, str], *, only_dry: bool) -> tuple[Flags, Launch, tuple[str, ...]]:
+def _checked(
+    told: _Told, environ: Mapping[str, str], rules: Sequence[Rule], *, only_dry: bool
+) -> tuple[Flags, Launch, tuple[str, ...]]:
     """The flags and the launch, or everything that is wrong with them; for a dry run also what keeps the plan from
     being trained, which else is wrong too."""
     settings = told.settings
@@ -193,7 +202,7 @@ def _checked(told: _Told, environ: Mapping[str, str], *, only_dry: bool) -> tupl
         what = "--inject asks for faults, which happen in tests alone"
         problems.append(Problem(what=what, remedy=f"leave it out, or set {ALLOWED}=1"))
     problems += missing_flags(settings)
-    problems += broken_rules(settings, launch)
+    problems += broken_rules(settings, launch, rules)
     problems += unavailable_flags(settings, ignore)
     blockers = tuple(problem.what for problem in problems if only_dry and problem.waits)
     _refuse([problem for problem in problems if not (only_dry and problem.waits)])

@@ -29,8 +29,8 @@ from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
 from megatron_moe.watch import packages
-
 from megatron_moe.watch.inject import Faults
+
 
 def build_context(plan: RunPlan) -> ParallelContext:
     """Meets the other ranks; sets what the whole process computes with."""
@@ -70,9 +70,10 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
 
 def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout."""
-    keeping = Keeping(plan.memory.recompute)
+    keeping = Keeping(plan.memory.recompute, tp=context.group("tp"))
     model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
-    init_parameters(model, plan.loop.seed, plan.model.init)
+    if context.assumed_load is None:  # without peers values have no meaning
+        init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
 
@@ -85,7 +86,8 @@ def build_trainer(
         named_parameters(model), plan.precision, context, kernels, optimizer=plan.optimizer, data_parallel=parallel
     )
     experts = count_expert_elements(plan.model)
-    check_ownership(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
+    if context.assumed_load is None:
+        check_ownership(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
     optimizer = Optimizer(buffers, plan.precision)
     if parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)

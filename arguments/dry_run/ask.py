@@ -40,12 +40,17 @@ def question(asked: Settings, environ: Mapping[str, str]) -> Question | None:
     form = asked.setting("dry_run").value
     if form is None:
         return None
+    return Question(form, *machine(asked, environ))
+
+
+def machine(asked: Settings, environ: Mapping[str, str]) -> tuple[Gpu, dict[str, str]]:
+    """The kind of GPU that is meant, and the environment of the first of the ranks."""
     said = _said(asked)
     gpu = GPUS[asked.setting("gpu").value or said.gpu or _DEFAULT_GPU]
     num_ranks = asked.setting("world_size").value or _launched(environ)
     if num_ranks == 1 and not asked.setting("world_size").value and not asked.setting("proxy").value:
         num_ranks = said.gpus
-    return Question(form, gpu, _first_rank(environ, num_ranks, gpu))
+    return gpu, _first_rank(environ, num_ranks, gpu)
 
 
 def _said(asked: Settings) -> About:

@@ -16,18 +16,23 @@ class ResilienceFlags:
     """After a loss or gradient that is not finite: stop with a report of its origin, or leave out the step."""
     max_skipped_iterations: int = flag(3, least=1, status="ours")
     """So many iterations left out in a row by `--on-nonfinite skip` end the run."""
-    check_for_spiky_loss: bool = flag(False, status="close", note="reported; the iteration is not run again")
+    check_for_spiky_loss: bool = flag(False, status="close", note="what follows a spike is --on-spike")
     """Report a loss above ten times the largest of the last 100 iterations."""
-    check_for_large_grads: bool = flag(False, status="close", note="reported, of the whole norm")
+    check_for_large_grads: bool = flag(False, status="close", note="of the whole norm; what follows is --on-spike")
     """Report a gradient norm above ten times the largest of the last 100 iterations."""
+    on_spike: Literal["report", "skip", "stop"] = flag("report", status="ours")
+    """After such a loss or norm: say so and go on, leave out the step, or stop."""
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, least=1, status="close", note="expert weights too; copies that differ end the run with code 12"
     )
     """Iterations between comparisons of weights over data-parallel ranks."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = flag(
-        "validate_results", status="no effect", note="a bad step stops the run"
+        "validate_results",
+        status="close",
+        note="a step that would end the run is computed again: code 16 where the result changes, else 6; 17 where the "
+        "next start meets the same",
     )
-    """What follows a suspicious result."""
+    """Compute a step that ends the run again, to judge the hardware; never; or every step, for statistics."""
     exit_signal_handler: bool = flag(
         False, status="close", note="SIGTERM, SIGINT and SIGUSR1 always count; exit code 75"
     )
@@ -51,7 +56,3 @@ class ResilienceFlags:
     """How long a collective may wait after the first iteration."""
     inject: tuple[str, ...] = flag((), status="ours")
     """Faults for tests, as kind@rank:iteration[:phase]. Refused unless MEGATRON_MOE_ALLOW_FAULTS=1 is set."""
-    fake_process_group: bool = flag(
-        False, names=("--fake-init-process-group",), status="not yet", note="use --dry-run, or --proxy"
-    )
-    """Be one rank of a cluster that is not there."""

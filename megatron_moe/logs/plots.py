@@ -1,13 +1,16 @@
-"""plots/loss.png and plots/expert_load.png, drawn from metrics.jsonl."""
+"""plots/loss.png and plots/expert_load.png, drawn from metrics.jsonl; and memory over a step."""
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.logs.metrics import Record, read_metrics
 
 _TRAIN, _VALIDATION, _INK, _GRID = "#2f6db3", "#d1603d", "#333333", "#dddddd"
+_STACK = ("#1b4f8a", "#4f86c6", "#7b4ea3", "#b48bd0", "#d1603d", "#e9a23b", "#8fa89b", "#c9c9c9")
+_GIB = 1 << 30
 _LAYER_LOAD = re.compile(r"moe/tokens_per_expert_layer_(\d+)$")
 _MOST_LABELLED_CELLS = 160
 _END_OF_SCALE = 4.0
@@ -78,6 +81,29 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
     bar.set_ticks([0.0, 0.5, 1.0, *(tick for tick in (1.5, 2.0, 3.0, 4.0) if tick <= scale_end)])
     bar.ax.set_yscale("linear")
     bar.outline.set_visible(False)
+    figure.savefig(path)
+    return path
+
+
+def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
+    """What takes memory over a step, stacked: for every rank, by its title, bytes by category at each moment."""
+    figure, first = _new_figure(9.0, 3.6 * len(ranks))
+    panels = [first]
+    if len(ranks) > 1:
+        figure.clear()
+        panels = list(figure.subplots(len(ranks), sharex=False, sharey=True))
+    for axes, (title, curves) in zip(panels, ranks.items(), strict=True):
+        shown = {name: [size / _GIB for size in curve] for name, curve in curves.items() if max(curve, default=0)}
+        moments = range(max(map(len, shown.values()), default=0))
+        axes.stackplot(moments, *shown.values(), labels=list(shown), linewidth=0, colors=_STACK[: len(shown)])
+        axes.set_title(title, loc="left", fontweight="bold", color=_INK)
+        axes.set_ylabel("GiB")
+        axes.margins(x=0)
+        axes.grid(color=_GRID, linewidth=0.6, axis="y")
+        axes.set_xticks([])
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[0].legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    panels[-1].set_xlabel("the step, in the order of what is taken and given back")
     figure.savefig(path)
     return path
 

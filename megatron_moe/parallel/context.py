@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_moe.parallel.fake import enter_fake_world
 from megatron_moe.parallel.mailbox import Mailbox
+from megatron_moe.specs.emulation import RoutedLoad
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.grid import all_groups
 from megatron_moe.specs.parallel import Launch, ParallelSpec
@@ -69,6 +70,8 @@ class ParallelContext:
         self.seed = seed
         self.mailbox: Mailbox | None = None
         """Carries point-to-point messages when ranks are threads; None: torch.distributed does."""
+        self.assumed_load: RoutedLoad | None = None
+        """In a world without peers: what is assumed of the routing of all ranks. None: there is nothing to assume."""
         self._groups = groups
         self._handles = handles
         self._owns_process_group = owns_process_group
@@ -155,14 +158,18 @@ class ParallelContext:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "meta",
         seed: int = 1234,
+        imbalance: float = 1.0,
     ) -> "ParallelContext":
         """Rank `rank` of `spec.world_size` without any other rank: what it would hold and send, never values.
 
-        `stop` it before the next one: a process plays one rank at a time.
+        `stop` it before the next one: a process plays one rank at a time. `imbalance`: see `RoutedLoad`.
         """
         enter_fake_world(rank, spec.world_size)
         launch = Launch(rank=rank, world_size=spec.world_size)
-        return cls._build(spec, launch, torch.device(device), dtype, seed, owns=True, alone=True)
+        context = cls._build(spec, launch, torch.device(device), dtype, seed, owns=True, alone=True)
+        ep = context.group("ep")
+        context.assumed_load = RoutedLoad(ep.size, ep.rank, imbalance)
+        return context
 
     @classmethod
     def _build(

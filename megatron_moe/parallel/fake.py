@@ -1,10 +1,13 @@
 """A world of any size in one process: collectives that carry nothing.
 
-torch's "fake" backend returns every tensor as it was. Shapes, groups and memory are those of the rank that is played;
-values that would come from other ranks are not.
+torch's "fake" backend gives every tensor back as it was, and fills what is gathered with this rank's own part. Shapes,
+groups and memory are those of the rank that is played; values that would come from other ranks are not.
 """
 
 import torch.distributed as dist
+
+# registers what collectives do with tensors that have no data
+import torch.distributed._tools.fake_collectives as _fake_collectives  # noqa: F401
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 

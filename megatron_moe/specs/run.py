@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_moe.specs.emulation import EmulationSpec
 from megatron_moe.specs.memory import MemorySpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
@@ -61,6 +62,8 @@ class RunPlan:
     command_line: str = ""
     notes: tuple[str, ...] = ()
     """One line each: flags accepted without effect, aliases, flags given twice."""
+    emulation: EmulationSpec | None = None
+    """Not a run, but one rank of it whose memory is watched; None: a run."""
     blockers: tuple[str, ...] = ()
     """Why this program cannot train the plan yet. Only the plan of a dry run has any."""
 

@@ -66,6 +66,7 @@ class AllToAllDispatcher:
 
     def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
         self.kernels = kernels
+        self.assumed_load = ctx.assumed_load
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.num_local = num_experts // self.ep.size
         self.places_P = torch.tensor(_arrival_order(ctx), device=ctx.device)
@@ -118,7 +119,7 @@ class AllToAllDispatcher:
         # etp x ep: 8 * E bytes; no gradient flows through counts
         all_gather_flat(flat, mine_E, self.etp_ep)
         counts_PQe = flat.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_P]
-        rows_PQ = counts_PQe.sum(dim=-1).tolist()
+        rows_PQ = self._rows_of_ranks(counts_PQe.sum(dim=-1), len(index.token_R))
         num_ep, here = self.ep.size, self.etp.rank * self.ep.size
         to_me = [row[self.ep.rank] for row in rows_PQ]
         send = tuple(rows_PQ[here + self.ep.rank])
@@ -130,6 +131,15 @@ class AllToAllDispatcher:
             num_held=sum(gathered),
             counts_Pe=counts_PQe[:, self.ep.rank],
         )
+
+    def _rows_of_ranks(self, counts_PQ: Tensor, num_choices: int) -> list[list[int]]:
+        """Rows from every rank to every rank of ep, on the host. Where no other rank is there, what is assumed."""
+        if self.assumed_load is None:
+            rows_PQ: list[list[int]] = counts_PQ.tolist()
+            return rows_PQ
+        counts_E = self.assumed_load.counts(self.ep.size * self.num_local, num_choices)
+        starts = range(0, len(counts_E), self.num_local)
+        return [[sum(counts_E[start : start + self.num_local]) for start in starts]] * self.etp_ep.size
 
     def _padded(self, capacity: int) -> Plan:
         """Every rank sends every expert exactly `capacity` rows."""

@@ -1,0 +1,84 @@
+"""`--fake-init-process-group`: which ranks of which cluster are played, on what is assumed of the others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from arguments.dry_run.ask import machine
+from arguments.errors import FlagErrors, Problem
+from arguments.parser import Settings
+from megatron_moe.specs.emulation import EmulationSpec
+from megatron_moe.specs.moe import MoESpec
+from megatron_moe.specs.run import RunPlan
+
+_HELPERS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What the command line asks."""
+
+    spec: EmulationSpec
+    environ: Mapping[str, str]
+    """Environment of the first rank of the cluster."""
+
+
+def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
+    """What the command line asks of an emulation; None when it asks for none. A dry run comes first.
+
+    The number of ranks is that of the flag, of the launcher, of the recipe, or one.
+
+    Raises FlagErrors.
+    """
+    values = {name: asked.setting(name).value for name in ("fake_process_group", "dry_run", *_HELPERS)}
+    if not values["fake_process_group"]:
+        given = [name for name in _HELPERS if asked.setting(name).value != asked.registry.flags[name].default]
+        if given:
+            what = f"{asked.registry.flags[given[0]].option} without --fake-init-process-group"
+            raise FlagErrors([Problem(what=what, remedy="add --fake-init-process-group")])
+        return None
+    if values["dry_run"]:
+        return None
+    gpu, first = machine(asked, environ)
+    spec = EmulationSpec(
+        ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
+        imbalance=values["emulate_imbalance"],
+        gpu=gpu.kind,
+        json=_path(values["emulate_json"]),
+        plot=_path(values["emulate_plot"]),
+    )
+    return Emulation(spec, first)
+
+
+def _ranks(wish: str, world_size: int, environ: Mapping[str, str]) -> tuple[int, ...]:
+    if wish == "all":
+        return ()
+    number = environ.get("RANK", "0") if wish == "own" else wish
+    if not number.isdigit() or int(number) >= world_size:
+        what = f"--emulate-rank {number} is no rank of a world of {world_size}"
+        raise FlagErrors([Problem(what=what, remedy=f"give 0 to {world_size - 1}, or all, or another --world-size")])
+    return (int(number),)
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+def planned(plan: RunPlan, asked: Emulation) -> RunPlan:
+    """The plan with its emulation. Raises FlagErrors where no routing has such a load."""
+    imbalance, problems = asked.spec.imbalance, []
+    for spec in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoESpec)}:
+        experts, topk = spec.router.num_experts, spec.router.topk
+        most = min(plan.parallel.ep, experts / topk)
+        if imbalance > most:
+            what = (
+                f"--emulate-imbalance {imbalance:g}, but the experts of one of {plan.parallel.ep} expert-parallel "
+                f"ranks get at most {most:g} times an even share of top-{topk} choices among {experts}"
+            )
+            problems.append(Problem(what=what, remedy=f"give at most {most:g}"))
+        if spec.capacity is not None and not spec.capacity.pad and (imbalance > 1 or spec.capacity.factor < 1):
+            what = "an emulation does not know what is dropped when experts have a capacity and are not padded to it"
+            problems.append(Problem(what=what, remedy="add --moe-pad-expert-input-to-capacity, or emulate even loads"))
+    if problems:
+        raise FlagErrors(problems)
+    return replace(plan, emulation=asked.spec)

@@ -1,0 +1,240 @@
+"""Follows every piece of memory that a run takes and gives back, and says what was there at the fullest moment.
+
+Works on the storages behind tensors, whatever they are made of: real ones, or fake ones that have sizes only. What the
+caching allocator does to sizes is in `rounded`; fragmentation is not.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Phase = Literal["setup", "forward", "backward", "update"]
+
+BLOCK = 512
+"""Bytes that the CUDA allocator rounds up to."""
+
+
+def rounded(num_bytes: int) -> int:
+    """What the CUDA allocator counts for a tensor of so many bytes."""
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+@dataclass
+class Piece:
+    """A storage from its first use to its end. Times are numbers of events."""
+
+    bytes: int
+    phase: Phase
+    """In which it was made."""
+    label: str
+    """Of the module that made it; empty: none did."""
+    born: int
+    state: str = ""
+    """Kind of what stays from step to step; empty: it does not."""
+    died: int | None = None
+    died_in: Phase | None = None
+
+    @property
+    def category(self) -> str:
+        """What it was for, known when it is over."""
+        if self.state:
+            return self.state
+        if self.phase == "setup":
+            return "other"
+        if self.died is None:
+            return "other"
+        if self.phase == "forward" and self.died_in == "backward":
+            return "activations"
+        return "dispatch" if self.label == "dispatch" else "workspace"
+
+
+CATEGORIES = ("weights", "gradients", "master weights", "moments", "activations", "dispatch", "workspace", "other")
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes at one moment."""
+
+    event: int
+    total: int
+    categories: Mapping[str, int]
+    modules: Mapping[tuple[str, str], int]
+    """(category, label)."""
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All pieces of a run, and what follows from them."""
+
+    pieces: tuple[Piece, ...]
+    begin: int
+    """Event from which on a peak counts."""
+    num_events: int
+    phases: tuple[Phase, ...] = field(repr=False)
+    """Of every event."""
+
+    def totals(self) -> list[int]:
+        """Bytes after every event."""
+        change = [0] * self.num_events
+        for piece in self.pieces:
+            change[piece.born] += piece.bytes
+            if piece.died is not None:
+                change[piece.died] -= piece.bytes
+        total, totals = 0, []
+        for difference in change:
+            total += difference
+            totals.append(total)
+        return totals
+
+    def peak(self) -> Peak:
+        """The fullest moment."""
+        totals = self.totals()
+        return self.at(max(range(self.begin, self.num_events), key=totals.__getitem__))
+
+    def at(self, event: int) -> Peak:
+        """What is there after an event."""
+        categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        modules: dict[tuple[str, str], int] = defaultdict(int)
+        for piece in self.pieces:
+            if piece.born <= event and (piece.died is None or piece.died > event):
+                categories[piece.category] += piece.bytes
+                modules[piece.category, piece.label] += piece.bytes
+        return Peak(event, sum(categories.values()), categories, dict(modules), self.phases[event])
+
+    def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
+        """(events, bytes by category) at about so many moments from `begin` on; of every stretch the fullest one."""
+        totals = self.totals()
+        width = max((self.num_events - self.begin) // num_points, 1)
+        starts = range(self.begin, self.num_events, width)
+        events = [max(range(s, min(s + width, self.num_events)), key=totals.__getitem__) for s in starts]
+        curves = {name: [0] * len(events) for name in CATEGORIES}
+        for name in CATEGORIES:
+            change = [0] * (self.num_events + 1)
+            for piece in self.pieces:
+                if piece.category == name:
+                    change[piece.born] += piece.bytes
+                    if piece.died is not None:
+                        change[piece.died] -= piece.bytes
+            total, place = 0, 0
+            for event, wanted in enumerate(events):
+                while place <= wanted:
+                    total += change[place]
+                    place += 1
+                curves[name][event] = total
+        return events, curves
+
+
+class Tracker(TorchDispatchMode):
+    """Sees every tensor that comes out of an operation while it is active.
+
+    Args:
+        measure: bytes that count for a storage of so many.
+        device_type: storages of other devices do not count; None: all do.
+    """
+
+    def __init__(self, *, measure: Callable[[int], int] = rounded, device_type: str | None = None) -> None:
+        super().__init__()
+        self._measure = measure
+        self._device_type = device_type
+        self._pieces: list[Piece] = []
+        self._alive: dict[int, Piece] = {}
+        """By address of the storage."""
+        self._phases: list[Phase] = []
+        self._phase: Phase = "setup"
+        self._labels: list[str] = []
+        self._begin = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._see(result)
+        elif isinstance(result, tuple | list):
+            for each in tree_leaves(result):
+                if isinstance(each, Tensor):
+                    self._see(each)
+        return result
+
+    @property
+    def phase(self) -> Phase:
+        """What the run is doing."""
+        in_graph: bool = torch._C._current_graph_task_id() != -1
+        return "backward" if in_graph else self._phase
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """The body is this phase; what autograd does is always "backward"."""
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    @contextmanager
+    def within(self, label: str) -> Iterator[None]:
+        """What the body takes is labelled; the innermost label counts."""
+        self._labels.append(label)
+        try:
+            yield
+        finally:
+            self._labels.pop()
+
+    def is_state(self, tensor: Tensor, kind: str) -> None:
+        """The storage of a tensor stays from step to step."""
+        self._see(tensor)
+        piece = self._alive.get(tensor.untyped_storage()._cdata)
+        if piece is not None and not piece.state:
+            piece.state = kind
+
+    def begin(self) -> None:
+        """A peak counts from here on."""
+        self._begin = max(len(self._phases) - 1, 0)
+
+    def timeline(self) -> Timeline:
+        """Of everything so far."""
+        return Timeline(tuple(map(replace, self._pieces)), self._begin, len(self._phases), tuple(self._phases))
+
+    def _see(self, tensor: Tensor) -> None:
+        if self._device_type is not None and tensor.device.type != self._device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        piece = self._alive.get(key)
+        size = self._measure(storage.nbytes())
+        if piece is not None:
+            if piece.bytes != size:
+                self._resized(key, piece, size)
+            return
+        if size:
+            self._new(key, size, self.phase, self._labels[-1] if self._labels else "")
+            weakref.finalize(storage, self._end, key).atexit = False
+
+    def _new(self, key: int, size: int, phase: Phase, label: str, state: str = "") -> None:
+        piece = Piece(size, phase, label, self._event(), state)
+        self._alive[key] = piece
+        self._pieces.append(piece)
+
+    def _end(self, key: int) -> None:
+        piece = self._alive.pop(key, None)
+        if piece is not None:
+            piece.died, piece.died_in = self._event(), self.phase
+
+    def _resized(self, key: int, piece: Piece, size: int) -> None:
+        """A storage that grew or shrank in place is the end of one piece and perhaps the beginning of another."""
+        piece.died, piece.died_in = self._event(), self.phase
+        del self._alive[key]
+        if size:
+            self._new(key, size, piece.phase, piece.label, piece.state)
+
+    def _event(self) -> int:
+        self._phases.append(self.phase)
+        return len(self._phases) - 1
