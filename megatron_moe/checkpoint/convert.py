@@ -238,5 +238,5 @@ def _read(manifest: Manifest, reader: FileReader, counterpart: names.Counterpart
     if counterpart.expert is not None:
         shape, offset = (1, *shape[1:]), (counterpart.expert, *offset[1:])
     data = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(SavedTensor(entry.shape, (Box(offset, data),)), entry, lambda piece: reader.mapped(entry, piece))
+    fill(SavedTensor(entry.shape, (Box(offset, data),)), entry, lambda piece, place: reader.mapped(entry, piece))
     return data if counterpart.expert is None else data[0]

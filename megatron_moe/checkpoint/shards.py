@@ -39,6 +39,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 _HEADER_ALIGN = 8
 _CHUNK_BYTES = 1 << 24
+_READ_BYTES = 1 << 20
 _DIGEST_BYTES = 8
 
 
@@ -256,11 +257,13 @@ def bytes_of(data: Tensor) -> memoryview:
 
 
 class FileReader:
-    """Reads ranges of the files of one checkpoint folder, each verified before it is handed on."""
+    """Reads ranges of the files of one checkpoint folder; of a damaged one it raises Corrupt."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
         self._folder = folder
         self._files = files
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        """Memory that was used before is read into several times as fast."""
 
     def check_sizes(self) -> None:
         """Every file is there and as long as the manifest says."""
@@ -277,15 +280,20 @@ class FileReader:
         entry = self._files.get(name)
         if entry is None:
             raise Corrupt(f"{name}: not in the manifest")
-        return bytes(self._read(name, 0, entry.head, entry.crc32, "head"))
+        data = bytearray(entry.head)
+        self._read(name, 0, memoryview(data), entry.crc32, "head")
+        return bytes(data)
 
-    def piece(self, key: str, entry: TensorEntry, piece: Piece) -> Tensor:
-        """One box of a tensor in host memory."""
-        dtype = TORCH_DTYPES[entry.dtype]
-        if not prod(piece.shape):
-            return torch.empty(piece.shape, dtype=dtype)
-        data = self._read(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, key)
-        return torch.frombuffer(data, dtype=dtype).view(piece.shape)
+    def piece(self, key: str, entry: TensorEntry, piece: Piece, place: Tensor | None = None) -> Tensor:
+        """One box of a tensor in host memory.
+
+        `place`: where it is read to, contiguous and of its shape and type. None: into memory of the reader, which the
+        next piece overwrites. When the piece is damaged, what is there afterwards is undefined.
+        """
+        if place is None:
+            place = self._room(entry.num_bytes(piece)).view(TORCH_DTYPES[entry.dtype]).view(piece.shape)
+        self._read(piece.file, piece.start, bytes_of(place), piece.crc32, key)
+        return place
 
     def check(self, name: str, start: int, size: int, crc32: str, what: str) -> None:
         """Verifies a range of a file without holding more than some megabytes of it. Raises Corrupt."""
@@ -311,33 +319,55 @@ class FileReader:
         stored = torch.from_file(str(self._folder / piece.file), shared=False, size=size, dtype=torch.uint8)
         return stored[piece.start : piece.start + entry.num_bytes(piece)].view(dtype).view(piece.shape)
 
-    def _read(self, name: str, start: int, size: int, crc32: str, what: str) -> bytearray:
-        data = bytearray(size)
+    def _room(self, num_bytes: int) -> Tensor:
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes]
+
+    def _read(self, name: str, start: int, data: memoryview, crc32: str, what: str) -> None:
+        """Fills `data`; by parts, whose checksums are computed while they are in the cache."""
+        num_read = found = 0
         try:
-            with open(self._folder / name, "rb") as file:
+            with open(self._folder / name, "rb", buffering=0) as file:
                 file.seek(start)
-                num_read = file.readinto(data)
+                while count := file.readinto(data[num_read : num_read + _READ_BYTES]):
+                    found = zlib.crc32(data[num_read : num_read + count], found)
+                    num_read += count
         except OSError as error:
             raise Corrupt(f"{name}: {error.strerror}") from error
-        if num_read != size:
-            raise Corrupt(f"{name}: {what}: only {num_read} of {size} bytes at byte {start}")
-        found = checksum(data)
-        if found != crc32:
-            raise Corrupt(f"{name}: {what}: crc32 is {found}, {crc32} was written")
-        return data
+        if num_read != len(data):
+            raise Corrupt(f"{name}: {what}: only {num_read} of {len(data)} bytes at byte {start}")
+        if f"{found:08x}" != crc32:
+            raise Corrupt(f"{name}: {what}: crc32 is {found:08x}, {crc32} was written")
 
 
-def fill(target: SavedTensor, entry: TensorEntry, read: Callable[[Piece], Tensor]) -> None:
-    """Fills the boxes of `target` from the pieces of a saved tensor that overlap them, casting to their dtype."""
+def fill(target: SavedTensor, entry: TensorEntry, read: Callable[[Piece, Tensor | None], Tensor]) -> None:
+    """Fills the boxes of `target` from the pieces of a saved tensor that overlap them, casting to their dtype.
+
+    `read` gets a piece, and the place where it belongs if it may be read straight to there. Returns the values.
+    """
     for piece in entry.pieces:
         overlaps = [(box, found) for box in target.boxes if (found := _intersection(box, piece))]
         if not overlaps:
             continue
-        data = read(piece)
-        for box, (begin, end) in overlaps:
-            into = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, box.offset, strict=True))
-            out_of = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, piece.offset, strict=True))
-            box.data[into].copy_(data[out_of])
+        parts = [(box.data[_slices(found, box.offset)], _slices(found, piece.offset)) for box, found in overlaps]
+        place = parts[0][0]
+        straight = len(parts) == 1 and _fits(place, piece.shape, entry.dtype)
+        data = read(piece, place if straight else None)
+        if data is not place:
+            for into, out_of in parts:
+                into.copy_(data[out_of])
+
+
+def _slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """A (begin, end) of the global tensor, inside of what begins at `offset`."""
+    return tuple(slice(begin - o, end - o) for begin, end, o in zip(*block, offset, strict=True))
+
+
+def _fits(place: Tensor, shape: tuple[int, ...], dtype: str) -> bool:
+    """Bytes of a file may be read to here."""
+    same = tuple(place.shape) == shape and place.dtype == TORCH_DTYPES[dtype]
+    return same and place.device.type == "cpu" and place.is_contiguous()
 
 
 def overlaps(tensor: SavedTensor, piece: Piece) -> bool:
