@@ -94,13 +94,12 @@ class Attention(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        spec = self.spec
-        q_SBND, gate_SBND, k_SBGD, v_SBGD = self._project(hidden_SBH)
-        if spec.qk_norm != "none":
-            q_SBND = self._norm(self.q_layernorm, q_SBND)
-            k_SBGD = self._norm(self.k_layernorm, k_SBGD)
-        q_SBND = rotate(self.kernels, q_SBND, spec.rope, meta)
-        k_SBGD = rotate(self.kernels, k_SBGD, spec.rope, meta)
+        qkv_SBGC = self.linear_qkv(hidden_SBH).unflatten(-1, (self.num_groups, -1))
+        gate_SBND = None
+        if self._is_one_kernel:
+            q_SBND, k_SBGD, v_SBGD = self._in_one(qkv_SBGC, meta)
+        else:
+            q_SBND, gate_SBND, k_SBGD, v_SBGD = self._apart(qkv_SBGC, meta)
         context_SBND = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBGD, v_SBGD)
         if gate_SBND is not None:
             wide = internal_dtype(context_SBND.dtype)
@@ -113,11 +112,34 @@ class Attention(nn.Module):
             q_SBND, k_SBGD, v_SBGD, self.sinks, self.spec.core, meta, self.site, self.ctx, self.kernels
         )
 
-    def _project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    @property
+    def _is_one_kernel(self) -> bool:
+        """Whether one op makes q, k and v of the rows of the matrix."""
+        spec = self.spec
+        normed = spec.qk_norm == "per_head" and spec.norm.kind == "RMSNorm"
+        return spec.rope is not None and not spec.output_gate and (normed or spec.qk_norm == "none")
+
+    def _in_one(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor, Tensor]:
+        """q [S, B, N, D], k and v [S, B, G, D]"""
+        spec = self.spec
+        assert spec.rope is not None and meta.rotary is not None, (
+            "the model must attach its rotations to the token meta"
+        )
+        weights = (None, None) if spec.qk_norm == "none" else (self.q_layernorm.weight, self.k_layernorm.weight)
+        return self.kernels.query_key_value(
+            qkv_SBGC, *weights, spec.norm.eps, spec.norm.zero_centered, *meta.rotary[spec.rope], spec.rope.interleaved,
+            self.heads_per_group,
+        )  # fmt: skip
+
+    def _apart(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
-        rows_of_groups = self.linear_qkv(hidden_SBH).unflatten(-1, (self.num_groups, -1))
-        *of_q, k_SBGD, v_SBGD = rows_of_groups.split(self.group_rows, dim=-1)
+        *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self.group_rows, dim=-1)
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.spec.head_dim)) for x in of_q)
+        if self.spec.qk_norm != "none":
+            q_SBND = self._norm(self.q_layernorm, q_SBND)
+            k_SBGD = self._norm(self.k_layernorm, k_SBGD)
+        q_SBND = rotate(self.kernels, q_SBND, self.spec.rope, meta)
+        k_SBGD = rotate(self.kernels, k_SBGD, self.spec.rope, meta)
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor) -> Tensor:

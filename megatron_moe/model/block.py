@@ -114,17 +114,16 @@ class Block(nn.Module):
 
     def attend(self, hidden_SBH: Tensor, meta: TokenMeta) -> Attended:
         """Attention and its residual connection, and the norm of what follows."""
-        normed_SBH, forget = self._normed(self.input_layernorm, hidden_SBH)
-        with forget:
-            out_SBH = self.self_attention(normed_SBH, meta)
-        hidden_SBH = self.add(self._residual(hidden_SBH, normed_SBH), out_SBH, "attention", meta)
-        normed_SBH, forget = self._normed(self.pre_mlp_layernorm, hidden_SBH)
+        normed_SBH = self.input_layernorm(hidden_SBH)
+        with self._forget(self.input_layernorm, hidden_SBH, normed_SBH):
+            out_SBH = self._dropped(self.self_attention(normed_SBH, meta), "attention", meta)
+        hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual(hidden_SBH, normed_SBH))
+        forget = self._forget(self.pre_mlp_layernorm, hidden_SBH, normed_SBH)
         return Attended(self._residual(hidden_SBH, normed_SBH), normed_SBH, forget)
 
-    def _normed(self, norm: Norm, hidden_SBH: Tensor) -> tuple[Tensor, Scope]:
-        """The norm, and the scope of those who take it."""
-        normed_SBH = norm(hidden_SBH)
-        return normed_SBH, self.keeping.forget("layernorm", norm, (hidden_SBH,), normed_SBH)
+    def _forget(self, norm: Norm, hidden_SBH: Tensor, normed_SBH: Tensor) -> Scope:
+        """The scope of those who take the norm."""
+        return self.keeping.forget("layernorm", norm, (hidden_SBH,), normed_SBH)
 
     def _residual(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
         """What the next output is added to."""
@@ -132,8 +131,11 @@ class Block(nn.Module):
 
     def add(self, hidden_SBH: Tensor, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         """The residual connection, with dropout on what is added."""
+        return hidden_SBH + self._dropped(out_SBH, part, meta)
+
+    def _dropped(self, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         key = meta.key(f"{self.site}.{part}_residual")
-        return hidden_SBH + rng.dropout(out_SBH, self.spec.hidden_dropout, key, part=self.positions)
+        return rng.dropout(out_SBH, self.spec.hidden_dropout, key, part=self.positions)
 
 
 class DenseBlock(Block):

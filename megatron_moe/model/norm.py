@@ -29,18 +29,17 @@ class Norm(nn.Module):
             bias = ParamMeta(role="bias", init="zeros", decay=False, partial_over_tp=partial)
             self.bias = new_parameter((width,), bias, ctx)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width], computed in promote(fp32, dtype)."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., width] -> [..., width], computed in promote(fp32, dtype). With a residual: (residual + x, its norm)."""
+        eps, zero_centered = self.spec.eps, self.spec.zero_centered
+        if self.bias is None and residual is not None:
+            return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)
+        total = x if residual is None else residual + x
         if self.bias is None:
-            return self.kernels.rms_norm(x, self.weight, self.spec.eps, self.spec.zero_centered)
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.spec.eps, self.spec.zero_centered)
-
-    def of_sum(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual + x, the norm of that), in one pass where there is a kernel for it"""
-        if self.bias is None:
-            return self.kernels.add_rms_norm(residual, x, self.weight, self.spec.eps, self.spec.zero_centered)
-        total = residual + x
-        return total, self(total)
+            normed = self.kernels.rms_norm(total, self.weight, eps, zero_centered)
+        else:
+            normed = self.kernels.layer_norm(total, self.weight, self.bias, eps, zero_centered)
+        return normed if residual is None else (total, normed)
 
 
 class UnitNorm(nn.Module):

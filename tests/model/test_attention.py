@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.model.attention import rotate
 from megatron_moe.specs.attention import NormSpec, RopeSpec
 from tests.mixers import check_against_loop, make, run
 from tests.tiny_models import HIDDEN, attention_spec, mla_spec, randn, token_meta
@@ -47,7 +48,8 @@ def test_full_qk_norm_runs_over_all_heads_together():
     plain.linear_qkv.weight.data.copy_(module.linear_qkv.weight)
     plain.linear_proj.weight.data.copy_(module.linear_proj.weight)
     x, meta = randn(5, 2, HIDDEN), token_meta(2, 5)
-    q, _, k, v = module._project(x)
+    q, k, v = module.linear_qkv(x).unflatten(-1, (module.num_groups, -1)).split(module.group_rows, dim=-1)
+    q = q.flatten(2).unflatten(-1, (module.num_heads, -1))
     widths = (spec.q_width, spec.kv_width)
     assert (module.q_layernorm.weight.shape[0], module.k_layernorm.weight.shape[0]) == widths
 
@@ -57,7 +59,7 @@ def test_full_qk_norm_runs_over_all_heads_together():
         return torch.stack(rows).view_as(x_SBND)
 
     q, k = normed(q, module.q_layernorm.weight), normed(k, module.k_layernorm.weight)
-    plain._project = lambda hidden: (q, None, k, v)
+    plain._in_one = lambda qkv, meta: (*(rotate(plain.kernels, x, spec.rope, meta) for x in (q, k)), v)
     FP64_REF.check(run(module, x, meta), run(plain, x, meta), "output")
 
 
