@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-from megatron_moe.memory.graphs import Flight
+from megatron_moe.memory.graphs import MIB, Flight
 from megatron_moe.memory.recorder import Recorder
-
-MIB = 2**20
 
 
 class Flights:
@@ -25,6 +23,8 @@ class Flights:
         """Of training."""
         assert not self._taken, f"in flight between steps (microbatch, chunk): {sorted(self._taken)}"
         self._num_steps += 1
+        if self._num_steps == self._warmup + 1:
+            self._recorder.make_room()
 
     def take(self, microbatch: int, chunk: int) -> Flight | None:
         """For the forward and backward of a microbatch; None while things warm up."""

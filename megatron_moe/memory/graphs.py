@@ -27,6 +27,7 @@ from megatron_moe.parallel.parameter import Parameter
 
 Function = Callable[[Any, TokenMeta], Any]
 """From what the part before left to what this part leaves."""
+MIB = 2**20
 
 
 class StaticSink(Protocol):
@@ -113,7 +114,7 @@ class Flight:
     def _load(self, meta: TokenMeta) -> "_StaticMeta":
         """The meta at fixed addresses; copied there once per microbatch."""
         if self._loaded is None or self._loaded[0] is not meta:
-            plain = _plain(meta)
+            plain = plain_meta(meta)
             tensors, form = take_apart(plain)
             if form not in self._metas:
                 kept = tuple(map(self.place_for, tensors))
@@ -134,7 +135,7 @@ class _StaticMeta:
     form: Form
 
 
-def _plain(meta: TokenMeta) -> TokenMeta:
+def plain_meta(meta: TokenMeta) -> TokenMeta:
     """What a recording may know of a meta: tensors, and nothing that changes from one microbatch to the next."""
     scale = meta.aux_scale
     if not isinstance(scale, Tensor):
@@ -179,7 +180,7 @@ class _Recorded:
         """What the last pass over the function left, with its graph."""
         self._outputs: list[Tensor] = []
         """Its tensors that are not inputs."""
-        self._notes = _Notes()
+        self._notes = Notes()
         self._forward: Recording | None = None
         self._backward: _Backward | None = None
 
@@ -217,7 +218,7 @@ class _Recorded:
         return self._backward.run(gradients)
 
     def _compute(self) -> list[Tensor]:
-        self._notes = _Notes()
+        self._notes = Notes()
         meta = replace(self._meta, tally=self._notes if self._reports else None)
         with torch.enable_grad():
             self._left = self._part.function(self._state, meta)
@@ -253,7 +254,8 @@ class _Backward:
         memory. `outputs`: with the graph of the last forward."""
         self._num_inputs = len(inputs)
         self._input_grads = self._flight.record(lambda: self._differentiate(inputs, outputs()))
-        self._weight_grads = {adds: self._flight.record(partial(self._weigh, adds)) for adds in (False, True)}
+        if self._part.parameters:
+            self._weight_grads = {adds: self._flight.record(partial(self._weigh, adds)) for adds in (False, True)}
         self._tasks = []
 
     def run(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -354,7 +356,7 @@ def _land(kept: Tensor, tensor: Tensor, borrowed: bool, name: str) -> None:
             kept.copy_(tensor)
 
 
-class _Notes(Tally):
+class Notes(Tally):
     """Notes what would be recorded, so that it can be recorded again and again."""
 
     def __init__(self) -> None:

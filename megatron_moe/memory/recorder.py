@@ -35,6 +35,10 @@ class Recorder(Protocol):
         always be replayed in the order in which they were made, between one first recording and the next."""
         ...
 
+    def make_room(self) -> None:
+        """Gives back memory that computed steps have left free: pools cannot use it."""
+        ...
+
     def bytes_in(self, pools: Sequence[Any]) -> int:
         """Device memory that pools have taken."""
         ...
@@ -64,9 +68,14 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         return _CudaRecording(graph, made)
 
+    def make_room(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
     def bytes_in(self, pools: Sequence[Any]) -> int:
+        wanted = set(map(tuple, pools))
         segments = torch.cuda.memory_snapshot()
-        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) in set(map(tuple, pools)))
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) in wanted)
 
 
 class _CudaRecording:
@@ -86,6 +95,9 @@ class Repeater:
 
     def record(self, work: Work, pool: Any) -> Recording:
         return _Repetition(work)
+
+    def make_room(self) -> None:
+        pass
 
     def bytes_in(self, pools: Sequence[Any]) -> int:
         return 0

@@ -12,7 +12,7 @@ from megatron_moe.model.captured import draw_forced
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.lanes import lanes_of
+from megatron_moe.parallel.lanes import Lanes, lanes_of
 from megatron_moe.parallel.p2p import connect
 from megatron_moe.schedule.run import run_schedule
 from megatron_moe.specs.pipeline.actions import Entry
@@ -39,10 +39,18 @@ class Pipeline:
         """Of the microbatches whose layers are recorded and replayed; None: all is computed."""
         self._entries: dict[ScheduleSpec, tuple[Entry, ...]] = {}
 
-    def run(self, batches: Sequence[MicroBatch], take_loss: TakeLoss, *, gradients: GradBuffers | None = None) -> None:
+    def run(
+        self,
+        batches: Sequence[MicroBatch],
+        take_loss: TakeLoss,
+        *,
+        gradients: GradBuffers | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
         """Takes the microbatches through all stages, and back when gradients are to be collected.
 
-        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is.
+        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `lanes`:
+        None: those of the device.
         """
         spec = self.plan.schedule(len(batches), forward_only=gradients is None)
         if spec not in self._entries:
@@ -50,7 +58,7 @@ class Pipeline:
         if self.flights is not None and gradients is not None:
             self.flights.begin_step()
         stage = RankStage(self, batches, take_loss, gradients)
-        run_schedule(self._entries[spec], stage, self._links, spec.stages, self._lanes)
+        run_schedule(self._entries[spec], stage, self._links, spec.stages, lanes or self._lanes)
 
 
 class RankStage:
