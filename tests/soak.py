@@ -71,7 +71,11 @@ class Soak:
         tally = self.tallies.setdefault(fault.name, Tally())
         tally.times += 1
         if fault.damage:
-            self.damaged.add(damage(fault.damage, self.run / "checkpoints", self.random))
+            path = damage(fault.damage, self.run / "checkpoints", self.random)
+            if path is not None and not verify(path):
+                self.problems.append(f"{fault.name}: {path.name} verifies all the same")
+            if path is not None:
+                self.damaged.add(int(path.name.removeprefix("iter_")))
             return
         codes, seconds, reached = self._start(fault, before)
         if codes is None:
@@ -129,15 +133,13 @@ class Soak:
         codes = ranks.wait()
         seconds = time.monotonic() - begun
         reached = max(losses(self.run), default=0) if (self.run / "metrics.jsonl").exists() else 0
-        for iteration in [found for found in self.damaged if (self.newest() > found)]:
-            self._forget(iteration)
+        self.damaged = {iteration for iteration in self.damaged if self._still_damaged(iteration)}
         return codes, seconds, reached
 
-    def _forget(self, iteration: int) -> None:
-        """A damaged checkpoint that a later start has written anew is whole again."""
+    def _still_damaged(self, iteration: int) -> bool:
+        """Unless it was deleted, or the start has written it anew."""
         found = self.run / "checkpoints" / f"iter_{iteration:07d}"
-        if not found.exists() or not verify(found):
-            self.damaged.discard(iteration)
+        return found.exists() and bool(verify(found))
 
     def _undisturbed(self, run: Path, end: int) -> None:
         flags = [*FLAGS, "--exit-interval", str(end)]

@@ -78,19 +78,19 @@ FAULTS = (
 )
 
 
-def damage(kind: Damage, folder: Path, chance: random.Random) -> int:
-    """Damages the folder of checkpoints. Returns the iteration of the checkpoint that is of no use now, or -1."""
+def damage(kind: Damage, folder: Path, chance: random.Random) -> Path | None:
+    """Damages the folder of checkpoints. Returns the checkpoint that is of no use now, if one is."""
     if kind == "torn tracker":
         (folder / "latest_checkpointed_iteration.txt").write_text(chance.choice(["", "abc", "999999"]))
-        return -1
+        return None
     if kind == "stale folder":
         stale = folder / f".tmp-iter_0000001-{chance.randrange(1 << 32):x}"
         stale.mkdir()
         (stale / "model-00000-of-00001.safetensors").write_bytes(b"half of it")
-        return -1
+        return None
     checkpoints = list_checkpoints(folder)
     if len(checkpoints) < 2:
-        return -1
+        return None
     path = chance.choice(sorted(checkpoints[0].path.iterdir()))
     content = bytearray(path.read_bytes())
     if kind == "truncation":
@@ -98,4 +98,4 @@ def damage(kind: Damage, folder: Path, chance: random.Random) -> int:
     else:
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
-    return checkpoints[0].iteration
+    return checkpoints[0].path

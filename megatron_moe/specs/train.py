@@ -249,6 +249,10 @@ class ResilienceSpec:
     """So many steps skipped in a row end the run."""
     report_spiky_loss: bool = False
     report_large_grads: bool = False
+    on_spike: Literal["report", "skip", "stop"] = "report"
+    """What follows one of these. Unless it is reported alone, the weights never see it."""
+    rerun: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
+    """Whether a step that ends the run is computed again to judge the hardware; or every step is, for statistics."""
     faults: tuple[Fault, ...] = ()
     """What tests let happen to the run."""
 

@@ -5,8 +5,9 @@ The verdict keeps a bad step from the weights, so that the step can be repeated 
 
 import json
 import os
+import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.train.reading import StepReading
 from megatron_moe.train.step import KeptStep, Trainer
 from megatron_moe.watch.numerics import Finding, FirstBadModule, bad_gradient, bad_weights
+from megatron_moe.watch.rerun import Twice, Verdict, judge
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
 _RANKING = ("weight", "activation", "gradient of activation", "gradient")
@@ -34,6 +36,12 @@ class RankReport:
     """Ids of the samples of every microbatch of the step, as in the data's order."""
     bad_samples: tuple[int, ...] = ()
     """Those of microbatches whose loss is not finite."""
+    twice: Twice | None = None
+    """Its loss in the step and in the repetition."""
+    again: dict[str, float] = field(default_factory=dict)
+    """What the repetition gave over all ranks: "loss" and "norm all"."""
+    earlier: dict[str, str] | None = None
+    """On the first rank: the numbers with which an earlier start stopped at this iteration, if one did."""
 
 
 def diagnose(trainer: Trainer, reading: StepReading, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
@@ -45,16 +53,25 @@ def diagnose(trainer: Trainer, reading: StepReading, loader: TrainLoader, *, rep
     """
     kept = next(step for step in trainer.recent if step.iteration == reading.iteration)
     context, order = trainer.context, loader.samples_at(kept.consumed_samples)
-    findings, bad_places = _repeat(trainer, kept) if repeat else ((), set())
-    report = RankReport(
-        rank=context.rank,
-        stage=context.group("pp").rank,
-        findings=findings,
-        samples=order,
-        bad_samples=tuple(sample for index, samples in enumerate(order) if index in bad_places for sample in samples),
-    )
+    report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order)
+    if repeat:
+        report = _repeated(trainer, kept, report)
+    run_dir = trainer.plan.logging.run_dir
+    if run_dir is not None and context.is_first:
+        report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=reading.iteration)))
     # world: some kilobytes per rank, once
     return gather_objects(report, context.group("world"))
+
+
+def verdict(reading: StepReading, reports: Sequence[RankReport]) -> Verdict:
+    """What a repetition says about the hardware; the same on every rank."""
+    ranks = [report.twice for report in reports if report.twice is not None]
+    return judge(numbers(reading), reports[0].again, ranks, reports[0].earlier)
+
+
+def numbers(reading: StepReading) -> dict[str, float]:
+    """What a step is judged by, by name."""
+    return {"loss": reading.loss, **{f"norm {name}": value for name, value in reading.norms.items()}}
 
 
 def sentence(reports: Sequence[RankReport]) -> str:
@@ -73,10 +90,9 @@ def sentence(reports: Sequence[RankReport]) -> str:
 def write_report(run_dir: Path, reading: StepReading, reports: Sequence[RankReport]) -> Path | None:
     """All of it as JSON in the run folder's crash/; None where that cannot be written."""
     path = run_dir / REPORT.format(iteration=reading.iteration)
-    numbers = {"loss": reading.loss, **{f"norm {name}": value for name, value in reading.norms.items()}}
     content = {
         "iteration": reading.iteration,
-        "numbers": {name: repr(value) for name, value in numbers.items()},
+        "numbers": {name: repr(value) for name, value in numbers(reading).items()},
         "ranks": [asdict(report) for report in reports],
     }
     try:
@@ -94,14 +110,32 @@ def _depth(finding: Finding, report: RankReport) -> int:
     return -report.stage if finding.kind.startswith("gradient") else report.stage
 
 
-def _repeat(trainer: Trainer, kept: KeptStep) -> tuple[tuple[Finding, ...], set[int]]:
-    """What is not finite on this rank, and which of its microbatches have a bad loss."""
-    bad_places: set[int] = set()
+def _repeated(trainer: Trainer, kept: KeptStep, report: RankReport) -> RankReport:
+    """The report with what a repetition shows on this rank: what is not finite, microbatches with a bad loss, and how
+    the numbers compare with the first time."""
     weights = tuple(bad_weights(trainer.model))
     with FirstBadModule(trainer.model) as watched:
-        losses = trainer.repeat(kept)
-    bad_places.update(index for index, loss in losses.items() if not bool(torch.isfinite(loss)))
+        repeated = trainer.repeat(kept.batches, kept.iteration)
+    bad_places = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}
     slots = list(trainer.buffers.slots)
     gradients = [found for slot in slots if (found := bad_gradient(slot.name, slot.parameter, slot.main_grad))]
     modules = [found for found in (watched.forward, watched.backward) if found is not None]
-    return (*weights, *modules, *gradients), bad_places
+    order = enumerate(report.samples)
+    host, device = socket.gethostname(), str(trainer.context.device)
+    twice = Twice(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item())
+    return replace(
+        report,
+        findings=(*weights, *modules, *gradients),
+        bad_samples=tuple(sample for index, samples in order if index in bad_places for sample in samples),
+        twice=twice,
+        again={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
+    )
+
+
+def _numbers_of(path: Path) -> dict[str, str] | None:
+    """The numbers of a report that an earlier start has left."""
+    try:
+        found = json.loads(path.read_text())["numbers"]
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,10 +1,12 @@
 """Follows the steps one behind, reports them, and stops a run whose numbers went bad."""
 
+import math
+
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.specs.exitcodes import NumericsProblem
-from megatron_moe.train.diagnose import diagnose, sentence, write_report
+from megatron_moe.train.diagnose import diagnose, sentence, verdict, write_report
 from megatron_moe.train.reading import LateReader, StepReading
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import StepOutcome, Trainer
@@ -65,21 +67,27 @@ class Progress:
         """Tells why a step did not reach the weights. Raises NumericsProblem unless the run goes on without it."""
         assert self._loader is not None, "a step without data"
         self._skipped += 1
-        stops = self._spec.on_nonfinite == "stop"
+        finite = math.isfinite(reading.loss) and math.isfinite(reading.norms["all"])
+        stops = (self._spec.on_spike if finite else self._spec.on_nonfinite) == "stop"
         reports = diagnose(self._trainer, reading, self._loader, repeat=stops)
         run_dir = self._trainer.plan.logging.run_dir
         path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
-        what = f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: not finite"
+        kind = "a spike" if finite else "not finite"
+        what = f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: {kind}"
         details = f"; details in {path}" if path else ""
         if stops:
-            raise NumericsProblem(
+            judged = verdict(reading, reports) if self._spec.rerun == "validate_results" else None
+            text = (
                 f"{what}, so the update was refused and the weights are those of iteration {reading.iteration - 1}"
-                f"{sentence(reports)}{details}; see metrics.jsonl for what led there, and lower --lr or --clip-grad"
+                f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for what led "
+                f"there, and lower --lr or --clip-grad"
             )
+            raise judged.problem(text) if judged else NumericsProblem(text)
         if self._skipped >= self._spec.most_skips:
             raise NumericsProblem(
                 f"{what}, and that was iteration {self._skipped} in a row to be left out (--max-skipped-iterations "
-                f"{self._spec.most_skips}){details}; lower --lr or --clip-grad, or --on-nonfinite stop finds the cause"
+                f"{self._spec.most_skips}){details}; lower --lr or --clip-grad, or find the cause with "
+                f"{'--on-spike' if finite else '--on-nonfinite'} stop"
             )
         self._reporter.note(f"{what}; the iteration is left out, number {self._skipped} in a row{details}")
 
@@ -98,3 +106,6 @@ class Progress:
             params_norm=reading.figures.get("params_norm"),
         )
         self._reporter.step(report)
+        line = self._trainer.repeatability.line(self._trainer.context) if self._trainer.repeatability else None
+        if line:
+            self._reporter.note(line)

@@ -29,6 +29,8 @@ from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.state import TrainState
 from megatron_moe.watch.drift import check_replicas
+from megatron_moe.watch.numerics import SpikeLimit
+from megatron_moe.watch.rerun import Repeatability
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,21 @@ class KeptStep:
     consumed_samples: int
     """Over all ranks, before it."""
     batches: Sequence[MicroBatch]
+    local: Tensor
+    """fp64 [2]: sum of this rank's own losses, and the tokens it is over."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What a repetition of a step found, on the device."""
+
+    losses: dict[int, Tensor]
+    """What this rank knows: index of the microbatch -> sum over its tokens."""
+    local: Tensor
+    """As in `KeptStep`."""
+    loss: Tensor
+    num_tokens: Tensor
+    """Over all ranks, as the loss."""
 
 
 class Trainer:
@@ -85,7 +102,13 @@ class Trainer:
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[KeptStep] = deque(maxlen=2)
         """The step that was launched last, and the one that the host reads then."""
+        rehearses = plan.resilience.rerun == "report_stats"
+        self.repeatability = Repeatability(self.context.device) if rehearses else None
+        """With `--rerun-mode report_stats`: every step is computed twice."""
+        self._limits = _spike_limits(plan, self.context.device)
         self._proceed = torch.ones((), device=self.context.device, dtype=torch.bool)
+        self._kept = self._proceed
+        """Becomes False at a step that ends the run, and stays so."""
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         """Trains on the microbatches of one global batch (this rank's part); `state` is how things stand before it.
@@ -102,14 +125,17 @@ class Trainer:
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
-        self.recent.append(KeptStep(iteration, state.consumed_samples, batches))
+        rehearsal = self._rehearse(batches, iteration) if self.repeatability else None
         with self.timers.span("forward-backward", level=1):
-            loss, num_tokens = self._forward_backward(batches, iteration)
+            loss, num_tokens, local = self._forward_backward(batches, iteration)
+        self.recent.append(KeptStep(iteration, state.consumed_samples, batches, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
             per_token = self.plan.loop.per_token_loss
             finish_gradients(self.buffers, self.context, token_count=num_tokens if per_token else None)
         with self.timers.span("optimizer", level=1):
             norms, figures = self._update(loss, lr, state.trained_samples)
+        if self.repeatability and rehearsal is not None:
+            self.repeatability.add(rehearsal, torch.stack([local[0], norms["all"].double()]))
         return StepOutcome(
             loss=loss,
             norms=norms,
@@ -120,20 +146,35 @@ class Trainer:
             iteration=iteration,
         )
 
-    def repeat(self, kept: KeptStep) -> dict[int, Tensor]:
-        """The same forward and backward once more; every rank leaves its own gradients, unreduced, in the buffers.
-
-        Returns what this rank knows of losses: index of the microbatch -> sum over its tokens, on the device.
-        """
+    def repeat(self, batches: Sequence[MicroBatch], iteration: int) -> Repeated:
+        """The same forward and backward once more; every rank leaves its own gradients, unreduced, in the buffers."""
         losses: dict[int, Tensor] = {}
-        self._forward_backward(kept.batches, kept.iteration, losses)
+        loss, num_tokens, local = self._forward_backward(batches, iteration, losses)
         self.buffers.complete()
-        return losses
+        return Repeated(losses, local, loss, num_tokens)
+
+    def norm_of(self, repeated: Repeated) -> Tensor:
+        """Reduces the gradients that a repetition has left; their norm over all ranks."""
+        per_token = self.plan.loop.per_token_loss
+        finish_gradients(self.buffers, self.context, token_count=repeated.num_tokens if per_token else None)
+        return gradient_norms(self.buffers, self.context)["all"]
+
+    def _rehearse(self, batches: Sequence[MicroBatch], iteration: int) -> Tensor:
+        """Computes a step that is still to be taken, and leaves no trace: [this rank's loss, norm of all gradients]."""
+        tally, self.tally = self.tally, Tally()
+        kept = [(buffer, buffer.clone()) for router in self.routers for buffer in router.buffers()]
+        repeated = self.repeat(batches, iteration)
+        norm = self.norm_of(repeated)
+        for buffer, value in kept:
+            buffer.copy_(value)
+        self.tally = tally
+        return torch.stack([repeated.local[0], norm.double()])
 
     def _forward_backward(
         self, batches: Sequence[MicroBatch], iteration: int, losses: dict[int, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch, and
+        this rank's own sum and number.
 
         `losses`: for a repetition, takes the loss of every microbatch; gradients are not reduced then.
         """
@@ -151,10 +192,11 @@ class Trainer:
             return scalar if per_token else scalar / len(batches)
 
         self.pipeline.run(self._prepare(batches, iteration), take_loss, gradients=self.buffers)
+        local = totals.clone()
         # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
         all_reduce_(totals, self.context.group("pp"))
         all_reduce_(totals, self.context.group("dp_cp"))
-        return totals[0] / totals[1].clamp(min=1), totals[1]
+        return totals[0] / totals[1].clamp(min=1), totals[1], local
 
     def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Norm, verdict, clipped update, routers. Returns gradient norms and the figures that the log wants."""
@@ -162,10 +204,7 @@ class Trainer:
         norms = gradient_norms(self.buffers, self.context)
         if logging.log_num_zeros:
             figures["num_zeros"] = count_zeros(self.buffers)
-        if self.plan.loop.check_nonfinite:
-            finite = torch.isfinite(loss) & torch.isfinite(norms["all"])
-            # Where the run stops at a bad step the verdict stays bad, until the host has seen it and stopped.
-            self._proceed = finite if self.plan.resilience.on_nonfinite == "skip" else self._proceed & finite
+        self._proceed = self._verdict(loss, norms["all"])
         self.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
@@ -177,6 +216,20 @@ class Trainer:
         if logging.log_params_norm:
             figures["params_norm"] = self.optimizer.params_norm()
         return norms, figures
+
+    def _verdict(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Shall this step reach the weights? Where the run stops at a bad step the verdict stays bad, until the host
+        has seen it and stopped."""
+        spec, kept, now = self.plan.resilience, self._kept, torch.ones_like(self._proceed)
+        if self.plan.loop.check_nonfinite:
+            finite = torch.isfinite(loss) & torch.isfinite(norm)
+            kept, now = (kept, now & finite) if spec.on_nonfinite == "skip" else (kept & finite, now)
+        for value, limit in zip((loss, norm), self._limits, strict=True):
+            if limit is not None:
+                usual = limit.usual(value)
+                kept, now = (kept, now & usual) if spec.on_spike == "skip" else (kept & usual, now)
+        self._kept = kept
+        return kept & now
 
     def compare_replicas(self, iteration: int) -> None:
         """Every so many iterations, with `--check-weight-hash-across-dp-replicas-interval`: are all copies of the
@@ -221,3 +274,11 @@ class Trainer:
             )
             prepared.append(replace(batch, meta=meta))
         return prepared
+
+
+def _spike_limits(plan: RunPlan, device: torch.device) -> tuple[SpikeLimit | None, SpikeLimit | None]:
+    """Of loss and gradient norm, where a spike is kept from the weights."""
+    spec = plan.resilience
+    wanted = (spec.report_spiky_loss, spec.report_large_grads)
+    loss, norm = (SpikeLimit(device) if want and spec.on_spike != "report" else None for want in wanted)
+    return loss, norm

@@ -40,6 +40,25 @@ class Spikes:
         return None
 
 
+class SpikeLimit:
+    """The same judgement on the device, for a verdict that must not wait for the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seen = torch.full((_WINDOW,), torch.nan, device=device, dtype=torch.float64)
+        self._places = torch.arange(_WINDOW, device=device)
+        self._number = torch.zeros((), device=device, dtype=torch.int64)
+
+    def usual(self, value: Tensor) -> Tensor:
+        """bool: is the value (a scalar) no spike? Unless it is one, or not finite, later ones are compared with it."""
+        value = value.detach().double()
+        spike = (self._number >= _WINDOW) & (value > _FACTOR * self._seen.nan_to_num(nan=0.0).max())
+        counts = torch.isfinite(value) & ~spike
+        here = self._places == self._number % _WINDOW
+        self._seen = torch.where(here & counts, value, self._seen)
+        self._number = self._number + counts
+        return ~spike
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """Something that is not finite."""
