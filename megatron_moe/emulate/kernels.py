@@ -125,6 +125,72 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x_RH.view(grads[0].shape), shares_PH.sum(dim=0).to(weight.dtype)
 
 
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    return _AddRMSNorm.apply(residual, x, weight)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        x_RH, _ = _rows_of(x), _rows_of(residual)
+        total_RH, out_RH = (torch.empty_like(x_RH, memory_format=torch.contiguous_format) for _ in range(2))
+        scale_R = torch.empty(x_RH.shape[0], device=x.device, dtype=torch.float32)
+        ctx.save_for_backward(total_RH, weight, scale_R)
+        ctx.set_materialize_grads(False)
+        return total_RH.view(x.shape), out_RH.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_total, grad_out = grads
+        if grad_out is None:
+            return grad_total, grad_total, None
+        grad, grad_weight = _RMSNorm.backward(ctx, grad_out)
+        return grad, grad, grad_weight
+
+
+def query_key_value(
+    qkv_SBGC: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cos_SBD: Tensor,
+    sin_SBD: Tensor,
+    interleaved: bool,
+    heads_per_group: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    angles = cos_SBD.contiguous(), sin_SBD.contiguous()
+    return _QueryKeyValue.apply(  # type: ignore[no-untyped-call,no-any-return]
+        qkv_SBGC, q_weight, k_weight, *angles, heads_per_group
+    )
+
+
+class _QueryKeyValue(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, per: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv_SBGC = qkv_SBGC.contiguous()
+        length, batch, groups, width = qkv_SBGC.shape
+        width //= per + 2
+        ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos, sin)
+        ctx.width = width
+        q_SBND = qkv_SBGC.new_empty(length, batch, groups * per, width)
+        return q_SBND, qkv_SBGC.new_empty(length, batch, groups, width), qkv_SBGC[..., -width:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_SBGC, q_weight, k_weight, *_ = ctx.saved_tensors
+        _ = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+        grad_qkv = torch.empty_like(qkv_SBGC)
+        num_programs = max(min(qkv_SBGC.shape[0] * qkv_SBGC.shape[1], _RMS_SHARES), 1)
+        shares = torch.zeros(num_programs, 2, ctx.width, device=qkv_SBGC.device, dtype=torch.float32)
+        if q_weight is None or k_weight is None:
+            return grad_qkv, None, None, None, None, None
+        of_weights = shares.sum(dim=0)
+        return grad_qkv, of_weights[0].to(q_weight.dtype), of_weights[1].to(k_weight.dtype), None, None, None
+
+
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
     return _Rope.apply(x_SBND, cos_SBD, sin_SBD)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -413,8 +479,9 @@ _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         function.__name__: function
         for function in (
-            grouped_weight_grad, embedding_grad, rms_norm, rope, latent_key_value, activation, cross_entropy,
-            select_experts, balance_scores, count_tokens, sort_rows, permute, unpermute, gather_probs, adamw_,
+            grouped_weight_grad, embedding_grad, rms_norm, add_rms_norm, rope, query_key_value, latent_key_value,
+            activation, cross_entropy, select_experts, balance_scores, count_tokens, sort_rows, permute, unpermute,
+            gather_probs, adamw_,
         )
     }
 )  # fmt: skip
