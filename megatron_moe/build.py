@@ -14,7 +14,11 @@ from megatron_moe.kernels.choose import choose
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
+from megatron_moe.memory.flights import Flights
 from megatron_moe.memory.keeping import Keeping
+from megatron_moe.memory.recorder import CudaRecorder, Recorder
+from megatron_moe.memory.whole_step import WholeStep
+from megatron_moe.model.captured import capture_parts
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.adamw import Optimizer
@@ -92,7 +96,20 @@ def build_trainer(
     if parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
     pipeline = Pipeline(plan, context, model)
-    return Trainer(plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)
+    trainer = Trainer(plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)
+    if context.device.type == "cuda":
+        record_steps(trainer, CudaRecorder(context.device))
+    return trainer
+
+
+def record_steps(trainer: Trainer, recorder: Recorder) -> None:
+    """From now on what the plan wants to be recorded is."""
+    spec = trainer.plan.graphs
+    if spec.whole_step:
+        trainer.whole_step = WholeStep(recorder, spec.warmup_steps, tuple(trainer.buffers.slots))
+    elif spec.modules:
+        capture_parts(trainer.model, spec.modules)
+        trainer.pipeline.flights = Flights(recorder, spec.warmup_steps)
 
 
 def build_faults(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_moe.specs.emulation import EmulationSpec
+from megatron_moe.specs.graphs import GraphSpec
 from megatron_moe.specs.memory import MemorySpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
@@ -51,6 +52,7 @@ class RunPlan:
     data_parallel: DataParallelSpec = DataParallelSpec()
     pipeline: PipelineSpec = PipelineSpec()
     memory: MemorySpec = MemorySpec()
+    graphs: GraphSpec = GraphSpec()
     resilience: ResilienceSpec = ResilienceSpec()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     environment: tuple[tuple[str, str], ...] = ()
