@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,7 @@ from torch import Tensor
 
 from arguments.read import read_plan
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.memory.flights import Flights
-from megatron_moe.memory.recorder import CudaRecorder
-from megatron_moe.model.captured import capture_parts
+from megatron_moe.specs.graphs import GraphSpec
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
 from tests.tolerances import EXACT
 from tools.profile_step import Run
@@ -36,17 +35,21 @@ def restore() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+WHOLE = ("whole step",)
+
+
 def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Losses and weights after a few steps, in which the routing changes with the weights and the data."""
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
-    run = Run(plan)
-    if modules:
-        capture_parts(run.trainer.model, modules)
-        run.trainer.pipeline.flights = Flights(CudaRecorder(run.context.device), warmup=2)
+    graphs = GraphSpec(modules=() if modules == WHOLE else modules, whole_step=modules == WHOLE, warmup_steps=2)
+    run = Run(replace(plan, graphs=graphs))
     figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
-    if modules:
-        print(run.trainer.pipeline.flights.summary())
+    recorded = run.trainer.whole_step or run.trainer.pipeline.flights
+    assert (recorded is not None) == bool(modules)
+    if recorded is not None:
+        assert recorded.has_recorded
+        print("+".join(modules), recorded.summary())
     figures |= {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
     run.close()
     return figures
@@ -61,5 +64,5 @@ def test_replayed_steps_are_computed_steps_bit_for_bit(recipe: str, routing: str
     expected = train([*flags, routing])
     again = train([*flags, routing])
     EXACT.check_all(again, expected, "computed twice")
-    for modules in MODULES:
+    for modules in (*MODULES, WHOLE):
         EXACT.check_all(train([*flags, routing], modules), expected, "+".join(modules))

@@ -8,6 +8,7 @@ from megatron_moe.build import build_model, build_trainer
 from megatron_moe.kernels import reference
 from megatron_moe.memory.flights import Flights
 from megatron_moe.memory.recorder import Repeater
+from megatron_moe.memory.whole_step import WholeStep
 from megatron_moe.model.captured import capture_parts
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.state import TrainState
@@ -47,3 +48,14 @@ def test_replayed_steps_are_computed_steps_bit_for_bit(modules):
     found, trainer = figures(plan, modules)
     assert list(trainer.pipeline.flights), "nothing was recorded"
     EXACT.check_all(found, expected, "+".join(modules))
+
+
+def test_replayed_whole_steps_are_computed_steps_bit_for_bit():
+    plan = tiny.plan(model=tiny.model(moe_spec=tiny.moe(BIASED)))
+    expected, _ = figures(plan)
+    context = ParallelContext.single(dtype=torch.float64)
+    trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
+    trainer.whole_step = WholeStep(Repeater(), 1, list(trainer.buffers.slots))
+    found = run_steps(plan, trainer, TrainState(), 4)
+    assert trainer.whole_step.has_recorded
+    EXACT.check_all(found, expected, "whole steps")
