@@ -44,6 +44,8 @@ def _injected(name: str, own: int, *, inject: str = "", follow: bool = True) -> 
 
 _HANG = int(ExitCode.HANG)
 _BUG = int(ExitCode.BUG)
+_NUMERICS = frozenset({int(ExitCode.NUMERICS), int(ExitCode.RERUN_FAILED), FOLLOWED})
+"""The second of these where an earlier start met the same numbers at the same iteration."""
 
 FAULTS = (
     Fault(name="SIGKILL of one rank", codes=frozenset({-9, FOLLOWED}), signal=signal.SIGKILL),
@@ -67,8 +69,9 @@ FAULTS = (
     _injected("hang", _HANG, inject="hang"),
     _injected("kill in backward", -9, inject="kill:backward"),
     _injected("kill as a save begins", -9, inject="kill:save"),
-    _injected("not a number in the loss", int(ExitCode.NUMERICS), inject="nan-loss"),
-    _injected("not a number in gradients", int(ExitCode.NUMERICS), inject="nan-grad"),
+    Fault(name="not a number in the loss", codes=_NUMERICS, inject="nan-loss"),
+    Fault(name="not a number in gradients", codes=_NUMERICS, inject="nan-grad"),
+    _injected("not a number, but not a second time", int(ExitCode.RERUN_DISAMBIGUATE), inject="nan-once"),
     _injected("flipped bit in a weight", int(ExitCode.DRIFT), inject="bit-flip"),
     Fault(name="disk full at a save", codes=PREEMPTED, inject="disk-full:save", survives=True),
     Fault(name="flipped bit in the newest checkpoint", damage="flipped bit", needs_checkpoint=True),
