@@ -16,6 +16,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
 from megatron_moe.kernels.ops import Operand, RowIndex, internal_dtype
+from megatron_moe.kernels.packed import Packed
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
@@ -24,7 +25,7 @@ from megatron_moe.specs.params import Part
 from megatron_moe.specs.run import KernelSpec
 
 OURS, NATIVE = "as triton", "as torch_native"
-_RMS_SHARES = 4 * 132
+_MOST_PROGRAMS = 4 * 132
 """Partial sums of a norm's weight gradient: four for each multiprocessor of a Hopper GPU, but no more than tiles."""
 _RMS_TILE = 4096
 _ROW_BLOCK = 8192
@@ -108,33 +109,28 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         x_RH = _rows_of(x)
-        out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        scale_R = torch.empty(x_RH.shape[0], device=x.device, dtype=torch.float32)
+        out_RH, scale_R = _normed(x_RH)
         ctx.save_for_backward(x_RH, weight, scale_R)
         return out_RH.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, weight, _ = ctx.saved_tensors
-        _rows_of(grads[0])
-        num_rows, width = x_RH.shape
-        grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        tile_rows = max(_RMS_TILE // _power_of_two(width), 1)
-        num_programs = max(min(-(-num_rows // tile_rows), _RMS_SHARES), 1)
-        shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
-        return grad_x_RH.view(grads[0].shape), shares_PH.sum(dim=0).to(weight.dtype)
+        grad_x_RH, grad_weight = _norm_backward(grads[0], *ctx.saved_tensors[:2])
+        return grad_x_RH.view(grads[0].shape), grad_weight
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    return _AddRMSNorm.apply(residual, x, weight)  # type: ignore[no-untyped-call,no-any-return]
+    total, normed = _AddRMSNorm.apply(residual, x, weight)  # type: ignore[no-untyped-call]
+    return total, normed
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        x_RH, _ = _rows_of(x), _rows_of(residual)
-        total_RH, out_RH = (torch.empty_like(x_RH, memory_format=torch.contiguous_format) for _ in range(2))
-        scale_R = torch.empty(x_RH.shape[0], device=x.device, dtype=torch.float32)
+        x_RH = _rows_of(x)
+        _rows_of(residual)
+        total_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+        out_RH, scale_R = _normed(x_RH)
         ctx.save_for_backward(total_RH, weight, scale_R)
         ctx.set_materialize_grads(False)
         return total_RH.view(x.shape), out_RH.view(x.shape)
@@ -144,8 +140,24 @@ class _AddRMSNorm(torch.autograd.Function):
         grad_total, grad_out = grads
         if grad_out is None:
             return grad_total, grad_total, None
-        grad, grad_weight = _RMSNorm.backward(ctx, grad_out)
+        grad_RH, grad_weight = _norm_backward(grad_out, *ctx.saved_tensors[:2])
+        grad = grad_RH.view(grad_out.shape)
         return grad, grad, grad_weight
+
+
+def _normed(x_RH: Tensor) -> tuple[Tensor, Tensor]:
+    out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+    return out_RH, torch.empty(x_RH.shape[0], device=x_RH.device, dtype=torch.float32)
+
+
+def _norm_backward(grad: Tensor, x_RH: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    _rows_of(grad)
+    num_rows, width = x_RH.shape
+    grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+    tile_rows = max(_RMS_TILE // _power_of_two(width), 1)
+    num_programs = max(min(-(-num_rows // tile_rows), _MOST_PROGRAMS), 1)
+    shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
+    return grad_x_RH, shares_PH.sum(dim=0).to(weight.dtype)
 
 
 def query_key_value(
@@ -160,35 +172,42 @@ def query_key_value(
     heads_per_group: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     angles = cos_SBD.contiguous(), sin_SBD.contiguous()
-    return _QueryKeyValue.apply(  # type: ignore[no-untyped-call,no-any-return]
-        qkv_SBGC, q_weight, k_weight, *angles, heads_per_group
-    )
+    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, *angles, heads_per_group)  # type: ignore[no-untyped-call]
+    return q, k, v
 
 
 class _QueryKeyValue(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, per: int
+        ctx: Any,
+        qkv_SBGC: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos_SBD: Tensor,
+        sin_SBD: Tensor,
+        heads_per_group: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv_SBGC = qkv_SBGC.contiguous()
         length, batch, groups, width = qkv_SBGC.shape
-        width //= per + 2
-        ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos, sin)
+        width //= heads_per_group + 2
+        q_SBND = qkv_SBGC.new_empty(length, batch, groups * heads_per_group, width)
+        k_SBGD = qkv_SBGC.new_empty(length, batch, groups, width)
+        ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD)
         ctx.width = width
-        q_SBND = qkv_SBGC.new_empty(length, batch, groups * per, width)
-        return q_SBND, qkv_SBGC.new_empty(length, batch, groups, width), qkv_SBGC[..., -width:]
+        return q_SBND, k_SBGD, qkv_SBGC[..., -width:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv_SBGC, q_weight, k_weight, *_ = ctx.saved_tensors
-        _ = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+        strided = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
         grad_qkv = torch.empty_like(qkv_SBGC)
-        num_programs = max(min(qkv_SBGC.shape[0] * qkv_SBGC.shape[1], _RMS_SHARES), 1)
-        shares = torch.zeros(num_programs, 2, ctx.width, device=qkv_SBGC.device, dtype=torch.float32)
+        num_programs = max(min(qkv_SBGC.shape[0] * qkv_SBGC.shape[1], _MOST_PROGRAMS), 1)
+        shares_P2D = torch.zeros(num_programs, 2, ctx.width, device=qkv_SBGC.device, dtype=torch.float32)
+        del strided
         if q_weight is None or k_weight is None:
             return grad_qkv, None, None, None, None, None
-        of_weights = shares.sum(dim=0)
-        return grad_qkv, of_weights[0].to(q_weight.dtype), of_weights[1].to(k_weight.dtype), None, None, None
+        grad_weights = shares_P2D.sum(dim=0)
+        return grad_qkv, grad_weights[0].to(q_weight.dtype), grad_weights[1].to(k_weight.dtype), None, None, None
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
@@ -464,6 +483,11 @@ def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **
     """In place; two corrections and a flag."""
     torch.empty(2, device=master.device, dtype=torch.float32)
     given["proceed"].to(torch.int32)
+
+
+def adamw_packed_(master: Packed, grad: Tensor, exp_avg: Packed, exp_avg_sq: Packed, **given: Any) -> None:
+    """In place; the same."""
+    adamw_(grad, grad, grad, grad, **given)
 
 
 def _rows_of(x: Tensor) -> Tensor:

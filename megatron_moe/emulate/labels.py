@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_moe.emulate.tracker import Tracker
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
 
 _METHODS = ("forward", "loss", "logits", "first", "second")
@@ -76,6 +77,11 @@ def _labelled(method: Callable[..., Any], label: str, tracker: Tracker) -> Calla
             return method(*args, **kwargs)
 
     return run
+
+
+def label_links(pipeline: Pipeline, tracker: Tracker) -> None:
+    """What comes from other pipeline ranks is labelled "pipeline"."""
+    _enter(pipeline.links, ("receive",), "pipeline", tracker)
 
 
 def mark_state(trainer: Trainer, tracker: Tracker) -> None:

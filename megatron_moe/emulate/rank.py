@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe import build
 from megatron_moe.data.batch import MicroBatch, TokenMeta, split_sequence
 from megatron_moe.emulate.kernels import emulated_bundle
-from megatron_moe.emulate.labels import label_model, mark_state
+from megatron_moe.emulate.labels import label_links, label_model, mark_state
 from megatron_moe.emulate.tracker import Phase, Timeline, Tracker
 from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.logs.timers import Timers
@@ -119,7 +119,9 @@ class _Spans(Timers):
 def _trainer(plan: RunPlan, context: ParallelContext, kernels: Bundle, tracker: Tracker) -> Trainer:
     model = build.build_model(plan, context, kernels)
     label_model(model, tracker)
-    return build.build_trainer(plan, context, model, kernels, _Spans(tracker, context.device))
+    trainer = build.build_trainer(plan, context, model, kernels, _Spans(tracker, context.device))
+    label_links(trainer.pipeline, tracker)
+    return trainer
 
 
 def _batches(plan: RunPlan, context: ParallelContext, number: int) -> list[MicroBatch]:

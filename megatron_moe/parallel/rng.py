@@ -21,8 +21,10 @@ def seed_of(key: Key) -> int:
 
 
 def generator(key: Key, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator for one draw, e.g. `generator((seed, "decoder.layers.3.mlp.router.weight"))`."""
-    return torch.Generator(device=device).manual_seed(seed_of(key))
+    """A fresh generator for one draw, e.g. `generator((seed, "decoder.layers.3.mlp.router.weight"))`. Tensors without
+    data take the CPU's."""
+    where = torch.device(device)
+    return torch.Generator("cpu" if where.type == "meta" else where).manual_seed(seed_of(key))
 
 
 def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:

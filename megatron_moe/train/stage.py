@@ -33,7 +33,7 @@ class Pipeline:
         self.context = context
         self.model = model
         self.layout = plan.layout
-        self._links = connect(context)
+        self.links = connect(context)
         self._lanes = lanes_of(context.device)
         self.flights: Flights | None = None
         """Of the microbatches whose layers are recorded and replayed; None: all is computed."""
@@ -54,11 +54,11 @@ class Pipeline:
         """
         spec = self.plan.schedule(len(batches), forward_only=gradients is None)
         if spec not in self._entries:
-            self._entries[spec] = build_schedule(spec)[self._links.rank]
+            self._entries[spec] = build_schedule(spec)[self.links.rank]
         if self.flights is not None and gradients is not None:
             self.flights.begin_step()
         stage = RankStage(self, batches, take_loss, gradients)
-        run_schedule(self._entries[spec], stage, self._links, spec.stages, lanes or self._lanes)
+        run_schedule(self._entries[spec], stage, self.links, spec.stages, lanes or self._lanes)
 
 
 class RankStage:
