@@ -116,14 +116,17 @@ class Run:
 
 
 def make_optimizer(
-    context: ParallelContext, data_parallel: DataParallelSpec, precision: PrecisionSpec = FP64
+    context: ParallelContext,
+    data_parallel: DataParallelSpec,
+    precision: PrecisionSpec = FP64,
+    optimizer: OptimizerSpec = SPEC,
 ) -> Optimizer:
     buffers = GradBuffers(
         make_parameters(context).items(),
         precision,
         context,
         reference.bundle(),
-        optimizer=SPEC,
+        optimizer=optimizer,
         data_parallel=data_parallel,
     )
     return Optimizer(buffers, precision)
@@ -150,16 +153,21 @@ def step_with(
 
 
 def run(
-    context: ParallelContext, data_parallel: DataParallelSpec, *, num_steps: int = 5, precision: PrecisionSpec = FP64
+    context: ParallelContext,
+    data_parallel: DataParallelSpec,
+    *,
+    num_steps: int = 5,
+    precision: PrecisionSpec = FP64,
+    optimizer: OptimizerSpec = SPEC,
 ) -> Run:
     """AdamW with clipping and groups of weight decay on every rank's own gradients."""
-    optimizer = make_optimizer(context, data_parallel, precision)
-    slots = tuple(optimizer.buffers.slots)
+    stepped = make_optimizer(context, data_parallel, precision, optimizer)
+    slots = tuple(stepped.buffers.slots)
     norms = []
     for step in range(num_steps):
         mine = {slot.name: my_gradient(slot.name, step, slot.parameter, context) for slot in slots}
-        norms.append(step_with(optimizer, mine))
-    return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in slots}, norms, optimizer)
+        norms.append(step_with(stepped, mine))
+    return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in slots}, norms, stepped)
 
 
 def run_alone(spec: ParallelSpec, *, num_steps: int = 5) -> Run:

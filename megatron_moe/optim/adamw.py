@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.optim.buckets import FlatBuffer, GradBuffers
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.optim.clip import counted, over_the_world
-from megatron_moe.optim.sharded import Range, WeightGather, wait_in_forward
-from megatron_moe.parallel.context import torch_dtype
+from megatron_moe.optim.offload import HostSteps, Update, Visits, apply
+from megatron_moe.optim.sharded import WeightGather, wait_in_forward
+from megatron_moe.optim.state import AdamState, StateKind, new_states
 from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.parallel.transfers import transfers_of
 from megatron_moe.specs.layout_params import reduction_order
 from megatron_moe.specs.precision import PrecisionSpec
-
-StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class StateRange:
     start: int
     """First element in this rank's part of the parameter, in row-major order."""
     data: Tensor
-    """[n], a view of the state: copying into it restores the state."""
+    """[n] in fp32 (fp64 of fp64): the state itself, or a copy of it in host memory where it is kept in another format.
+    Copying into it restores the state once `weights_from_masters` has been called."""
 
     @property
     def whole(self) -> Tensor:
@@ -37,53 +38,29 @@ class StateRange:
         return self.data.view(self.parameter.shape)
 
 
-@dataclass(frozen=True)
-class AdamState:
-    """State of a stretch of a flat buffer that this rank owns, in the master dtype."""
-
-    buffer: FlatBuffer
-    start: int
-    """First element in the buffer."""
-    weights: Tensor
-    """The buffer's own."""
-    grads: Tensor
-    """The buffer's own."""
-    master: Tensor
-    """`weights` where their dtype is the master dtype, else a copy of higher precision."""
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    @property
-    def end(self) -> int:
-        return self.start + self.master.numel()
-
-    @property
-    def owns_master(self) -> bool:
-        return self.master is not self.weights
-
-    @property
-    def kinds(self) -> dict[StateKind, Tensor]:
-        """All state. The master weights are absent where the parameters themselves are the masters."""
-        moments: dict[StateKind, Tensor] = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {"master": self.master, **moments} if self.owns_master else moments
-
-
 class Optimizer:
     """Steps what this rank owns of the buffers. Master weights start as the weights at construction.
 
     Args:
-        precision: `master` is the dtype of master weights and moments.
+        precision: formats of master weights and moments. Where they are is in the buffers' `OptimizerSpec`.
     """
 
     def __init__(self, buffers: GradBuffers, precision: PrecisionSpec) -> None:
         self.buffers = buffers
         self.spec = buffers.optimizer
+        self._transfers = transfers_of(buffers.device)
         self.step_count = torch.zeros((), dtype=torch.int64, device=buffers.device)
         """Updates applied so far, on the device."""
-        master_dtype = torch_dtype(precision.master)
         self.states = tuple(
-            _new_state(buffer, owned, master_dtype) for buffer in buffers.buffers for owned in buffer.owned
+            state
+            for buffer in buffers.buffers
+            for state in new_states(buffer, precision, self.spec.offload, self._transfers)
         )
+        self._copies: list[tuple[AdamState, StateKind, Tensor]] = []
+        """What `named_state` last gave of state in other formats."""
+        around = (self.spec, buffers.kernels, self._transfers)
+        self._visits = Visits([state for state in self.states if state.home == "parked"], *around)
+        self._host_steps = HostSteps([state for state in self.states if state.home == "host"], *around)
         self._gather = _weight_gather(buffers) if buffers.data_parallel.sharded_optimizer else None
         self._gather_in_forward = False
 
@@ -128,76 +105,79 @@ class Optimizer:
         assert (decoupled_lr is None) == (self.spec.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
         self.step_count.add_(proceed.to(torch.int64))
-        number = self.step_count.clamp(min=1)  # a refused first step must not divide by 1 - beta^0
+        self._copies = []
+        # a refused first step must not divide by 1 - beta^0
+        number = self.step_count.clamp(min=1)
+        update = Update(lr, decoupled_lr, weight_decay, number, grad_scale, proceed)
         for state in self.states:
-            key = state.buffer.key
-            self.buffers.kernels.adamw_(
-                state.master,
-                state.grads,
-                state.exp_avg,
-                state.exp_avg_sq,
-                lr=decoupled_lr if key.decoupled_lr and decoupled_lr is not None else lr,
-                beta1=self.spec.beta1,
-                beta2=self.spec.beta2,
-                eps=self.spec.eps,
-                weight_decay=weight_decay if key.decay else 0.0,
-                step=number,
-                grad_scale=grad_scale,
-                proceed=proceed,
-                weights=state.weights if state.owns_master else None,
-            )
+            if state.home == "device":
+                kernels = self.buffers.kernels
+                apply(update, self.spec, kernels, state, state.kept, state.weights, state.grads, state.start)
+        self._visits.run(update)
+        self._host_steps.run(update)
         self._start_gather()
         if not self._gather_in_forward:
             self.finish_gather()
 
     def weights_from_masters(self) -> None:
-        """Rounds the master weights to the parameters of all ranks. Nothing to do where the parameters are the masters
-        of one rank."""
+        """Takes over what was copied into `named_state`, and rounds the master weights to the parameters of all ranks.
+        Nothing to do where the parameters are the masters of one rank."""
         self.finish_gather()
+        self._transfers.settle()
+        for state, kind, numbers in self._copies:
+            state.write(kind, numbers)
+        self._copies = []
         for state in self.states:
-            if state.owns_master:
-                state.weights.copy_(state.master)
+            state.weights_from_master()
         self._start_gather()
         self.finish_gather()
 
     def masters_from_weights(self) -> None:
         """Takes new weights (initialised, or loaded without optimizer state) as master weights."""
         self.finish_gather()
+        self._transfers.settle()
+        self._copies = []
         for state in self.states:
-            if state.owns_master:
-                state.master.copy_(state.weights)
+            state.master_from_weights()
 
     def named_state(self) -> Iterator[StateRange]:
-        """All state that this rank owns, besides `step_count`.
+        """All state that this rank owns, besides `step_count`, in a form that does not depend on how it is kept.
 
         Copying into the data restores the state; `weights_from_masters` must follow.
         """
+        self._transfers.settle()
+        self._copies = []
         for state in self.states:
+            flats = {kind: self._numbers(state, kind) for kind in state.kinds}
             for place, slot in zip(state.buffer.layout.places, state.buffer.slots, strict=True):
                 start, end = max(place.start, state.start), min(place.end, state.end)
                 if start < end:
-                    for kind, flat in state.kinds.items():
+                    for kind, flat in flats.items():
                         data = flat[start - state.start : end - state.start]
                         yield StateRange(place.name, kind, slot.parameter, start - place.start, data)
+
+    def _numbers(self, state: AdamState, kind: StateKind) -> Tensor:
+        packed = state.kinds[kind]
+        if packed.format == "plain" and packed.data.dtype in (torch.float32, torch.float64):
+            return packed.data
+        numbers = state.read(kind)
+        self._copies.append((state, kind, numbers))
+        return numbers
 
     def params_norm(self) -> Tensor:
         """L2 norm of the master weights, every element of the model once. A scalar on the device."""
         kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted(self.buffers)}
-        squares = [kernels.sum_of_squares(state.master) for state in self.states if id(state.buffer) in counting]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=self.states[0].master.dtype)
+        squares = [state.sum_of_squares(kernels) for state in self.states if id(state.buffer) in counting]
+        if squares:
+            total = torch.stack(squares).sum()
+        else:
+            total = torch.zeros((), dtype=internal_dtype(self.states[0].weights.dtype), device=self.buffers.device)
         # world: 4 or 8 bytes
         return over_the_world(total, self.buffers, self.buffers.context).sqrt()
 
     def _start_gather(self) -> None:
         if self._gather is not None:
             self._gather.start()
-
-
-def _new_state(buffer: FlatBuffer, owned: Range, master_dtype: torch.dtype) -> AdamState:
-    start, end = owned
-    weights, grads = buffer.weights[start:end], buffer.grads[start:end]
-    master = weights if weights.dtype == master_dtype else weights.to(master_dtype)
-    return AdamState(buffer, start, weights, grads, master, torch.zeros_like(master), torch.zeros_like(master))
 
 
 def _forward_order(buffers: GradBuffers) -> list[tuple[int, int]]:

@@ -364,11 +364,10 @@ def adamw_(
 ) -> None:
     """Torch's fused kernel leaves the scaled gradient in `grad`."""
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
-        reference.adamw_(
-            master,
-            grad,
-            exp_avg,
-            exp_avg_sq,
+        # so that narrow state has the arithmetic of wide state
+        states = (Packed("plain", master), grad, Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
+        adamw_packed_(
+            *states,
             lr=lr,
             beta1=beta1,
             beta2=beta2,

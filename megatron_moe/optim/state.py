@@ -1,0 +1,193 @@
+"""Master weights and moments of what a rank owns: in what formats, and where they are between steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.packed import BLOCK, Format, Packed, pack, round_weights, unpack
+from megatron_moe.optim.buckets import FlatBuffer
+from megatron_moe.optim.sharded import Range
+from megatron_moe.parallel.context import torch_dtype
+from megatron_moe.parallel.transfers import Transfers
+from megatron_moe.specs.precision import PrecisionSpec, StateName
+from megatron_moe.specs.train import StateOffloadSpec
+
+StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
+Home = Literal["device", "host", "parked"]
+"""Stepped where it is, on the device or by the host; or parked in host memory, and stepped on the device."""
+_CHUNK = 1 << 22
+"""Elements that are converted at a time, outside of steps."""
+
+
+class Kept(NamedTuple):
+    """The state of a stretch of elements."""
+
+    master: Packed | None
+    """None: the parameters themselves are the masters."""
+    exp_avg: Packed
+    exp_avg_sq: Packed
+
+    @property
+    def all(self) -> tuple[Packed, ...]:
+        return tuple(each for each in self if each is not None)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [part for each in self.all for part in each.parts]
+
+    def part(self, start: int, end: int) -> "Kept":
+        """Views of elements `start` to `end`; `start` begins a block."""
+        first, second = self.exp_avg.part(start, end), self.exp_avg_sq.part(start, end)
+        return Kept(None if self.master is None else self.master.part(start, end), first, second)
+
+    def like(self, device: torch.device) -> "Kept":
+        """Room for the same on another device."""
+        first, second = self.exp_avg.like(device), self.exp_avg_sq.like(device)
+        return Kept(None if self.master is None else self.master.like(device), first, second)
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """State of a stretch of a flat buffer that this rank owns."""
+
+    buffer: FlatBuffer
+    start: int
+    """First element in the buffer."""
+    weights: Tensor
+    """The buffer's own."""
+    grads: Tensor
+    """The buffer's own."""
+    kept: Kept
+    home: Home
+    saves_master: bool
+    """Masters are of another dtype than the parameters, so that a checkpoint needs them."""
+
+    @property
+    def size(self) -> int:
+        return self.weights.numel()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+    @property
+    def kinds(self) -> dict[StateKind, Packed]:
+        """What a checkpoint holds of it, besides the weights."""
+        moments: dict[StateKind, Packed] = {"exp_avg": self.kept.exp_avg, "exp_avg_sq": self.kept.exp_avg_sq}
+        return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
+
+    def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
+        """(start, end) of stretches of whole blocks."""
+        size = max(size // BLOCK * BLOCK, BLOCK)
+        for start in range(0, self.size, size):
+            yield start, min(start + size, self.size)
+
+    def read(self, kind: StateKind) -> Tensor:
+        """The numbers in host memory, in fp32 (fp64 of fp64)."""
+        state = self.kinds[kind]
+        wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
+        out = torch.empty(self.size, dtype=wide)
+        for start, end in self.chunks():
+            out[start:end] = unpack(state.part(start, end), self.weights[start:end])
+        return out
+
+    def write(self, kind: StateKind, numbers: Tensor) -> None:
+        """What `read` gave. Remainders bring their weights with them."""
+        state = self.kinds[kind]
+        for start, end in self.chunks():
+            part, weights = state.part(start, end), self.weights[start:end]
+            new = numbers[start:end].to(state.data.device)
+            if part.format == "remainder":
+                weights.copy_(round_weights(new, weights.dtype))
+            _copy(part, pack(new, part, weights))
+
+    def weights_from_master(self) -> None:
+        """Rounds. Masters that no checkpoint holds follow the weights instead."""
+        master = self.kept.master
+        if master is None or master.format == "remainder":
+            return
+        if not self.saves_master:
+            self.master_from_weights()
+            return
+        for start, end in self.chunks():
+            numbers = unpack(master.part(start, end)).to(self.weights.device)
+            self.weights[start:end] = round_weights(numbers, self.weights.dtype)
+
+    def master_from_weights(self) -> None:
+        master = self.kept.master
+        if master is None:
+            return
+        for start, end in self.chunks():
+            part, weights = master.part(start, end), self.weights[start:end].to(master.data.device)
+            wide = weights.to(torch.float64 if part.data.dtype == torch.float64 else torch.float32)
+            _copy(part, pack(wide, part, weights))
+
+    def sum_of_squares(self, kernels: Kernels) -> Tensor:
+        """Of the master weights. A scalar on the device."""
+        master = self.kept.master
+        if master is None:
+            return kernels.sum_of_squares(self.weights)
+        if master.format == "plain" and self.home == "device":
+            return kernels.sum_of_squares(master.data)
+        device = self.weights.device
+        parts = [unpack(master.part(a, b), self.weights[a:b]) for a, b in self.chunks()]
+        return torch.stack([kernels.sum_of_squares(part.to(device, non_blocking=True)) for part in parts]).sum()
+
+
+def _copy(into: Packed, source: Packed) -> None:
+    for old, new in zip(into.parts, source.parts, strict=True):
+        old.copy_(new)
+
+
+def new_states(
+    buffer: FlatBuffer, precision: PrecisionSpec, spec: StateOffloadSpec, transfers: Transfers
+) -> Iterator[AdamState]:
+    """State of all that this rank owns of a buffer: masters are the weights, moments are zero.
+
+    The first elements, as many whole blocks as make up the fraction, live in host memory.
+    """
+    away = int(spec.fraction * sum(end - start for start, end in buffer.owned))
+    for start, end in buffer.owned:
+        middle = min(start + -(-away // BLOCK) * BLOCK, end) if away > 0 else start
+        if start < middle:
+            home: Home = "host" if spec.host_steps else "parked"
+            yield _new_state(buffer, (start, middle), precision, home, transfers)
+        if middle < end:
+            yield _new_state(buffer, (middle, end), precision, "device", transfers)
+        away -= middle - start
+
+
+def _new_state(
+    buffer: FlatBuffer, owned: Range, precision: PrecisionSpec, home: Home, transfers: Transfers
+) -> AdamState:
+    start, end = owned
+    weights, grads = buffer.weights[start:end], buffer.grads[start:end]
+    # in a run in fp64 all state is
+    exact = precision.master == "fp64"
+    saves_master = weights.dtype != torch_dtype(precision.master)
+
+    def moment(name: StateName, *, root: bool) -> Packed:
+        plain = torch.float64 if exact else torch.bfloat16 if name == "bf16" else torch.float32
+        narrow: Format = name if name in ("fp16", "fp8") and not exact else "plain"
+        return _zeros(end - start, narrow, plain, root=root and narrow != "plain")
+
+    def _zeros(size: int, name: Format, plain: torch.dtype, *, root: bool) -> Packed:
+        state = Packed.zeros(size, name, plain, weights.device if home == "device" else torch.device("meta"), root=root)
+        if home == "device":
+            return state
+        rooms = [transfers.room(part.numel(), part.dtype, pinned=home == "parked") for part in state.parts]
+        return Packed(name, rooms[0], rooms[1] if len(rooms) > 1 else None, state.root)
+
+    master = None
+    if saves_master or home == "host":
+        remainders = precision.remainders and weights.dtype is torch.bfloat16 and home != "host"
+        name: Format = "remainder" if remainders else "fp16" if precision.master == "fp16" else "plain"
+        master = _zeros(end - start, name, torch.float64 if exact else torch.float32, root=False)
+    kept = Kept(master, moment(precision.exp_avg, root=False), moment(precision.exp_avg_sq, root=True))
+    state = AdamState(buffer, start, weights, grads, kept, home, saves_master)
+    state.master_from_weights()
+    return state

@@ -1,0 +1,202 @@
+"""The optimizer with its state in few bits or in host memory: the same numbers wherever no format loses digits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.bundle import Bundle
+from megatron_moe.kernels.choose import choose
+from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.clip import clip_coefficient, gradient_norms
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.run import KernelSpec
+from megatron_moe.specs.train import OptimizerSpec, StateOffloadSpec
+from tests import optim_ranks
+from tests.optim.test_sharded_state import restored, save
+from tests.optim_parameters import BF16, FP32, FP64, give, make_gradients, make_parameters
+from tests.ranks import on_threads
+from tests.tolerances import EXACT
+
+REMAINDERS = replace(BF16, remainders=True)
+NARROW = {
+    "bf16 moments": replace(REMAINDERS, exp_avg="bf16", exp_avg_sq="bf16"),
+    "fp8 moments": replace(REMAINDERS, exp_avg="fp8", exp_avg_sq="fp8"),
+    "fp16 masters": replace(BF16, master="fp16", exp_avg="fp16", exp_avg_sq="fp16"),
+}
+AWAY = {
+    "host": StateOffloadSpec(fraction=1.0, host_steps=True),
+    "half on the host": StateOffloadSpec(fraction=0.5, host_steps=True, overlap=True),
+    "parked": StateOffloadSpec(fraction=1.0),
+    "half parked, in chunks": StateOffloadSpec(fraction=0.5, chunk_bytes=2048),
+}
+SPEC = OptimizerSpec(beta1=0.9, beta2=0.95, eps=1e-6)
+
+
+class Rig:
+    """Parameters of all kinds, enough of them for several blocks, with their optimizer."""
+
+    def __init__(self, precision: PrecisionSpec, offload: StateOffloadSpec = StateOffloadSpec(), backend="reference"):
+        dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision.params]
+        self.parameters = make_parameters(dtype)
+        kernels: Bundle = choose(KernelSpec(backend=backend), torch.device("cpu"), dtype)
+        context, spec = ParallelContext.single(), replace(SPEC, offload=offload)
+        self.buffers = GradBuffers(self.parameters.items(), precision, context, kernels, optimizer=spec)
+        self.optimizer = Optimizer(self.buffers, precision)
+
+    def step(self, number: int, *, proceed: bool = True) -> None:
+        give(self.buffers, make_gradients(number))
+        if not proceed:
+            self.buffers.buffers[0].grads.fill_(torch.nan)
+        scale = clip_coefficient(gradient_norms(self.buffers, ParallelContext.single())["all"], 1.0)
+        self.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=scale, proceed=torch.tensor(proceed))
+
+    def steps(self, first: int, last: int) -> "Rig":
+        for number in range(first, last + 1):
+            self.step(number)
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds."""
+        found = dict(self.weights())
+        for each in self.optimizer.named_state():
+            key = f"{each.kind} {each.name}"
+            found[key] = torch.cat([found[key], each.data]) if key in found else each.data.clone()
+        return found
+
+    def bits(self) -> dict[str, Tensor]:
+        """Everything that a step may change, in its own format."""
+        states = enumerate(self.optimizer.states)
+        return {f"{i} {j}": part.clone() for i, s in states for j, part in enumerate(s.kept.tensors)} | self.weights()
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_native"])
+def test_a_run_on_remainders_is_the_run_on_fp32_masters(backend: str) -> None:
+    small, plain = Rig(REMAINDERS, backend=backend), Rig(BF16, backend=backend)
+    for number in range(1, 31):
+        small.step(number)
+        plain.step(number)
+        EXACT.check_all(small.saved(), plain.saved(), f"weights, masters and moments after {number} steps")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_native"])
+@pytest.mark.parametrize("away", AWAY)
+@pytest.mark.parametrize("precision", [FP32, BF16, *NARROW.values()], ids=["fp32", "bf16", *NARROW])
+def test_state_in_host_memory_gives_the_numbers_of_resident_state(precision, away: str, backend: str) -> None:
+    resident, other = Rig(precision, backend=backend), Rig(precision, AWAY[away], backend)
+    assert any(state.home != "device" for state in other.optimizer.states)
+    resident.steps(1, 5)
+    other.steps(1, 5)
+    EXACT.check_all(other.saved(), resident.saved(), "weights and state")
+    EXACT.check(other.optimizer.params_norm(), resident.optimizer.params_norm(), "norm") if away == "parked" else None
+
+
+@pytest.mark.parametrize("away", AWAY)
+def test_in_double_precision_too(away: str) -> None:
+    EXACT.check_all(Rig(FP64, AWAY[away]).steps(1, 3).saved(), Rig(FP64).steps(1, 3).saved(), "weights and state")
+
+
+@pytest.mark.parametrize("precision", [REMAINDERS, *NARROW.values()], ids=["remainders", *NARROW])
+@pytest.mark.parametrize("away", [None, *AWAY])
+def test_a_refused_step_keeps_every_bit(precision, away: str | None) -> None:
+    rig = Rig(precision, AWAY[away] if away else StateOffloadSpec()).steps(1, 2)
+    before = rig.bits()
+    rig.step(3, proceed=False)
+    EXACT.check_all(rig.bits(), before, "bits")
+
+
+@pytest.mark.parametrize("precision", [REMAINDERS, *NARROW.values()], ids=["remainders", *NARROW])
+@pytest.mark.parametrize("away", [None, *AWAY])
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(precision, away: str | None) -> None:
+    offload = AWAY[away] if away else StateOffloadSpec()
+    straight, resumed = Rig(precision, offload).steps(1, 3), Rig(precision, offload)
+    take(straight, resumed)
+    EXACT.check_all(resumed.saved(), straight.saved(), "after loading")
+    EXACT.check_all(resumed.steps(4, 5).saved(), straight.steps(4, 5).saved(), "two steps later")
+
+
+def test_state_goes_from_any_format_to_any_other() -> None:
+    plain = Rig(BF16).steps(1, 3)
+    for name, precision in {"remainders": REMAINDERS, **NARROW}.items():
+        narrow = Rig(precision)
+        take(plain, narrow)
+        back = Rig(BF16)
+        take(narrow, back)
+        for key, value in plain.saved().items():
+            kind = key.split()[0]
+            if name == "remainders" or (kind == "master" and "masters" not in name):
+                EXACT.check(back.saved()[key], value, f"{key} through {name}")
+            else:
+                error = (back.saved()[key].float() - value.float()).abs().max() / value.float().abs().max()
+                assert float(error) < (0.13 if "fp8" in name else 2.0**-7), f"{key} through {name}: {float(error)}"
+
+
+def test_the_fraction_says_how_many_elements_wait_on_the_host() -> None:
+    for fraction in (0.25, 0.5, 1.0):
+        rig = Rig(BF16, StateOffloadSpec(fraction=fraction, host_steps=True))
+        for buffer in rig.buffers.buffers:
+            away = sum(s.size for s in rig.optimizer.states if s.buffer is buffer and s.home == "host")
+            assert away == min(-(-int(fraction * buffer.layout.size) // 128) * 128, buffer.layout.size)
+            assert away % 128 == 0 or away == buffer.layout.size
+
+
+def test_torchs_kernel_on_the_host_moves_weights_as_the_reference_does() -> None:
+    spec = replace(AWAY["host"], torch_kernel=True)
+    theirs, ours = Rig(FP32, spec).steps(1, 5).weights(), Rig(FP32).steps(1, 5).weights()
+    for name, weight in ours.items():
+        assert float((theirs[name] - weight).abs().max()) < 1e-6, name
+
+
+@pytest.mark.parametrize("away", [None, *AWAY])
+def test_shards_hold_the_same_state_as_one_rank(away: str | None) -> None:
+    """ZeRO-1 on both grids, tensor and pipeline parallelism; sums of gradients are exact here."""
+    layout = ParallelSpec(world_size=8, tp=2, pp=2, ep=2)
+    spec = replace(optim_ranks.SPEC, offload=AWAY[away] if away else StateOffloadSpec())
+    zero = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
+
+    def train(context: ParallelContext, precision: PrecisionSpec, optimizer: OptimizerSpec) -> optim_ranks.Run:
+        return optim_ranks.run(context, zero, precision=precision, optimizer=optimizer)
+
+    small = on_threads(layout, lambda c: train(c, REMAINDERS, spec), dtype=torch.bfloat16)
+    plain = on_threads(layout, lambda c: train(c, BF16, optim_ranks.SPEC), dtype=torch.bfloat16)
+    EXACT.check_all(optim_ranks.joined(small), optim_ranks.joined(plain), "weights")
+
+
+def test_a_checkpoint_of_narrow_state_is_read_by_another_layout(tmp_path: Path) -> None:
+    zero = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
+    precision = NARROW["bf16 moments"]
+
+    def write(context: ParallelContext) -> optim_ranks.Run:
+        run = optim_ranks.run(context, zero, precision=precision)
+        assert run.optimizer is not None
+        save(run.optimizer, tmp_path)
+        return run
+
+    written = on_threads(ParallelSpec(world_size=4, ep=2), write, dtype=torch.bfloat16)
+    alone = restored(ParallelContext.single(dtype=torch.bfloat16), DataParallelSpec(), precision, tmp_path)
+    weights = {slot.name: slot.parameter.data for slot in alone.buffers.slots}
+    EXACT.check_all(weights, optim_ranks.joined(written), "weights")
+    assert all(bool(each.data.any()) for each in alone.named_state())
+
+
+def take(source: Rig, into: Rig) -> None:
+    """A checkpoint of one rig, loaded into another one."""
+    saved = source.saved()
+    done: dict[str, int] = {}
+    for each in into.optimizer.named_state():
+        key = f"{each.kind} {each.name}"
+        start = done.get(key, 0)
+        each.data.copy_(saved[key].view(-1)[start : start + each.data.numel()])
+        done[key] = start + each.data.numel()
+    for name, parameter in into.parameters.items():
+        parameter.data.copy_(saved[name])
+    into.optimizer.step_count.copy_(source.optimizer.step_count)
+    into.optimizer.weights_from_masters()
