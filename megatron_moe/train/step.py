@@ -8,6 +8,7 @@ non-finite number never reaches the weights however late the host learns of it.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
+from megatron_moe.memory.whole_step import WholeStep
+from megatron_moe.model.captured import draw_forced
 from megatron_moe.model.gpt import LossOutput, objective
 from megatron_moe.moe.balance import update_routers
 from megatron_moe.moe.router import Router
@@ -24,6 +27,7 @@ from megatron_moe.optim.clip import clip_coefficient, count_zeros, gradient_norm
 from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.lanes import Lanes
 from megatron_moe.specs.exitcodes import MemoryProblem
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.stage import Pipeline
@@ -106,6 +110,8 @@ class Trainer:
         self.repeatability = Repeatability(self.context.device) if rehearses else None
         """With `--rerun-mode report_stats`: every step is computed twice."""
         self._limits = _spike_limits(plan, self.context.device)
+        self.whole_step: WholeStep | None = None
+        """Records and replays forward and backward; None: they are computed."""
         self._proceed = torch.ones((), device=self.context.device, dtype=torch.bool)
         self._kept = self._proceed
         """Becomes False at a step that ends the run, and stays so."""
@@ -180,6 +186,22 @@ class Trainer:
         """
         self.model.train()
         self.buffers.begin_step(len(batches) if losses is None else None)
+        prepared = self._prepare(batches, iteration)
+        if self.whole_step is None or losses is not None:
+            local = self._run(prepared, losses)
+        else:
+            drawn = [draw_forced(self.model, batch, self.context.dtype) for batch in prepared]
+            local = self.whole_step.run(drawn, partial(self._run, lanes=Lanes()), self.tally)
+        totals = local.clone()
+        # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
+        all_reduce_(totals, self.context.group("pp"))
+        all_reduce_(totals, self.context.group("dp_cp"))
+        return totals[0] / totals[1].clamp(min=1), totals[1], local
+
+    def _run(
+        self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, lanes: Lanes | None = None
+    ) -> Tensor:
+        """Forward and backward. Returns this rank's sum of losses and number of tokens, fp64 [2]."""
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
         def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
@@ -189,14 +211,10 @@ class Trainer:
             totals.add_(torch.stack([loss_sum, num_tokens]))
             if losses is not None:
                 losses[self._index(batch)] = loss_sum
-            return scalar if per_token else scalar / len(batches)
+            return scalar if per_token else scalar / len(prepared)
 
-        self.pipeline.run(self._prepare(batches, iteration), take_loss, gradients=self.buffers)
-        local = totals.clone()
-        # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
-        all_reduce_(totals, self.context.group("pp"))
-        all_reduce_(totals, self.context.group("dp_cp"))
-        return totals[0] / totals[1].clamp(min=1), totals[1], local
+        self.pipeline.run(prepared, take_loss, gradients=self.buffers, lanes=lanes)
+        return totals
 
     def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Norm, verdict, clipped update, routers. Returns gradient norms and the figures that the log wants."""
