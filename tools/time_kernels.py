@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,6 +29,9 @@ from megatron_moe.kernels.choose import BACKENDS, choose, discover, judge
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.specs.run import KernelSpec
 from tools.kernel_cases import Case, cases
+
+PAUSE = 20_000_000
+"""Clock cycles, about 10 ms: longer than the host takes to launch seven runs of anything here."""
 
 
 @dataclass(frozen=True)
@@ -119,30 +123,37 @@ def both_ways(run: Callable[..., Tensor | None], inputs: tuple[Tensor, ...]) -> 
     if not inputs:
         return run
 
+    out = run(*inputs)
+    assert out is not None
+    grad = torch.randn_like(out)
+
     def work() -> None:
-        out = run(*inputs)
-        assert out is not None
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        torch.autograd.grad(run(*inputs), inputs, grad)  # type: ignore[arg-type]
 
     return work
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median of nine runs after three; on a GPU by its own clock."""
-    times = []
-    for _ in range(12):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - began))
-    return sorted(times[3:])[4]
+    """Median of seven runs after three. On a GPU by its own clock, with all runs queued behind a pause, so that the time
+    the host takes to launch them does not count."""
+    for _ in range(3):
+        work()
+    if device.type != "cuda":
+        return sorted(host_milliseconds(work) for _ in range(7))[3]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
+    torch.cuda._sleep(PAUSE)
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return sorted(before.elapsed_time(after) for before, after in pairwise(marks))[3]
+
+
+def host_milliseconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - began)
 
 
 def device_name(device: torch.device) -> str:

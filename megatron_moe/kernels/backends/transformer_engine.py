@@ -22,7 +22,7 @@ from megatron_moe.specs.moe import ActivationSpec
 from megatron_moe.specs.params import Part
 
 NAME = "transformer_engine"
-NEEDS = ("transformer_engine", "transformer_engine_torch")
+NEEDS = ("transformer_engine",)
 BY_WISH = True
 PROVIDES = (
     "linear_forward",
