@@ -9,6 +9,7 @@ from arguments.flags import Flags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.resolve_model import model_spec
 from megatron_moe.specs.faults import parse_fault
+from megatron_moe.specs.graphs import GraphModule, GraphSpec
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
@@ -55,6 +56,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         logging=_logging(flags),
         resilience=_resilience(flags),
         kernels=_kernels(flags),
+        graphs=_graphs(flags, model),
         launch=launch,
         device=flags.kernels.device,
         **provenance,
@@ -348,6 +350,7 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
         load_rng=checkpoint.load_rng and not moe.moe_use_upcycling,
         save_optim=checkpoint.save_optim,
         save_rng=checkpoint.save_rng,
+        override_iteration=checkpoint.override_ckpt_iteration,
         exit_on_missing=checkpoint.exit_on_missing_checkpoint,
         fresh=checkpoint.fresh,
         keep_last=checkpoint.keep_last_checkpoints,
@@ -427,6 +430,31 @@ def _logging(flags: Flags) -> LoggingSpec:
         per_layer_moe=flags.moe.moe_per_layer_logging,
         plots=logging.plots,
     )
+
+
+def _graphs(flags: Flags, model: ModelSpec) -> GraphSpec:
+    kernels = flags.kernels
+    warmup = kernels.cuda_graph_warmup_steps
+    match kernels.cuda_graph_impl:
+        case "none":
+            return GraphSpec(warmup_steps=warmup)
+        case "full_iteration":
+            return GraphSpec(whole_step=True, warmup_steps=warmup)
+    modules = kernels.cuda_graph_modules or _all_graph_modules(flags, model)
+    return GraphSpec(modules=modules, warmup_steps=warmup)
+
+
+def _all_graph_modules(flags: Flags, model: ModelSpec) -> tuple[GraphModule, ...]:
+    """What can be recorded of the model's layers."""
+    parallel = flags.parallel
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    alone = parallel.expert_model_parallel_size * etp == 1
+    wanted: list[GraphModule] = ["attn"]
+    if not all(layer.is_moe for layer in model.layers):
+        wanted.append("mlp")
+    if any(layer.is_moe for layer in model.layers):
+        wanted.append("moe" if alone else "moe_router")
+    return tuple(wanted)
 
 
 def _kernels(flags: Flags) -> KernelSpec:

@@ -16,6 +16,7 @@ from arguments.checks import (
     batch,
     context,
     data,
+    graphs,
     hints,
     model,
     moe,
@@ -45,6 +46,8 @@ RULES: tuple[Rule, ...] = (
     *sharing.RULES,
     *context.RULES,
     *pipeline.RULES,
+    *graphs.RULES,
+    *graphs.WAITING,
     *data.RULES,
     *output.RULES,
 )
@@ -61,7 +64,7 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
 """Rules that `--proxy` must not hide: what they are about does not depend on the machine."""
 
 _LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
-WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *data.RULES)
+WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *graphs.WAITING, *data.RULES)
 """Rules that hold for training alone: a plan that breaks them can be told about."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")

@@ -6,7 +6,6 @@ from typing import Literal
 from arguments.flag import flag
 
 _KERNEL = "names a kernel"
-_GRAPHS = "concerns speed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +58,12 @@ class KernelFlags:
     enable_experimental: bool = flag(False, status="no effect", note="nothing is hidden behind it")
     """Allow experimental features."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = flag(
-        "none", status="no effect", note=_GRAPHS
+        "none", status="close", note="local and transformer_engine are the same; on a CPU nothing is recorded"
     )
-    """Capture parts of a step in CUDA graphs."""
-    cuda_graph_modules: tuple[str, ...] = flag((), status="no effect", note=_GRAPHS)
-    """Captured parts."""
-    cuda_graph_warmup_steps: int = flag(3, status="no effect", note=_GRAPHS)
-    """Iterations before capture."""
+    """Record parts of layers, or whole steps, as CUDA graphs, and replay them."""
+    cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...] = flag(
+        (), status="close", note="without it all parts that can be recorded are; moe may be dropless"
+    )
+    """Recorded parts of layers."""
+    cuda_graph_warmup_steps: int = flag(3, least=1)
+    """Iterations that are computed before anything is recorded."""

@@ -8,6 +8,7 @@ from arguments.checks.hints import HINTS
 from arguments.checks.run import FACTS, RULES, parameters
 from arguments.flags import Registry
 from tests.command_lines import plan_of, problems_of
+from tests.rules_of_graphs import GRAPH_CASES
 from tests.rules_of_ranks import EIGHT_RANKS, FOLD_CASES, RANK_CASES, Case
 
 MLA = "--multi-latent-attention --rope-type rope"
@@ -458,7 +459,10 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", (*CASES, *RANK_CASES, *FOLD_CASES), ids=lambda case: case.rule)
+ALL_CASES = (*CASES, *RANK_CASES, *FOLD_CASES, *GRAPH_CASES)
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.rule)
 def test_a_rule_that_is_broken_says_so_with_its_reason(case):
     (rule,) = [rule for rule in RULES if rule.__name__ == case.rule]
     problems = [
@@ -470,7 +474,7 @@ def test_a_rule_that_is_broken_says_so_with_its_reason(case):
     assert len(problems[0].given) == len(parameters(rule))
 
 
-@pytest.mark.parametrize("case", (*CASES, *RANK_CASES, *FOLD_CASES), ids=lambda case: case.rule)
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.rule)
 def test_a_near_miss_is_legal(case):
     assert problems_of(case.good, case.without, case.environ) == ()
 
@@ -490,7 +494,7 @@ def test_an_impossible_fold_is_refused_with_what_is_near():
 
 
 def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in RULES} == {case.rule for case in (*CASES, *RANK_CASES, *FOLD_CASES)}
+    assert {rule.__name__ for rule in RULES} == {case.rule for case in ALL_CASES}
 
 
 def test_rules_ask_only_for_flags_and_facts_and_give_a_reason():

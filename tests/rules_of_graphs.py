@@ -1,0 +1,71 @@
+"""Command lines that ask for recordings which cannot be made, and ones that barely can."""
+
+from tests.rules_of_ranks import EIGHT_RANKS, EP2, PP2, TP2, Case
+
+_STILL = "--attention-dropout 0 --hidden-dropout 0"
+GRAPHS = f"{_STILL} --cuda-graph-impl local"
+PARTS = f"{GRAPHS} --cuda-graph-modules"
+WHOLE = f"{_STILL} --cuda-graph-impl full_iteration"
+
+GRAPH_CASES = (
+    Case("whole_steps_have_no_parts", f"{WHOLE} --cuda-graph-modules attn", "full_iteration with", WHOLE),
+    Case("parts_are_recorded_once", f"{PARTS} moe moe_router", "moe contains moe_router", f"{PARTS} attn moe"),
+    Case(
+        "rows_are_sorted_behind_a_router",
+        f"{PARTS} moe_preprocess",
+        "moe_preprocess without moe_router",
+        f"{PARTS} moe_preprocess moe_router",
+    ),
+    Case(
+        "parts_exist",
+        f"{PARTS} mlp --moe-layer-freq 1",
+        "every layer has experts",
+        f"{PARTS} mlp --moe-layer-freq 2",
+    ),
+    Case("parts_exist", f"{PARTS} moe_router", "no layer has experts", f"{PARTS} attn", without="--num-experts"),
+    Case(
+        "replays_draw_nothing",
+        "--cuda-graph-impl local --attention-dropout 0.1 --hidden-dropout 0",
+        "with --attention-dropout 0.1: a replay draws no random numbers",
+        "--cuda-graph-impl local --attention-dropout 0 --hidden-dropout 0",
+    ),
+    Case(
+        "recorded_parts_run_once",
+        f"{GRAPHS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "with --recompute-granularity full",
+        GRAPHS,
+    ),
+    Case(
+        "recorded_parts_run_once",
+        f"{PARTS} attn --recompute-granularity selective --recompute-modules core_attn moe_act",
+        "core_attn stands in recorded parts (attn)",
+        f"{PARTS} attn --recompute-granularity selective --recompute-modules moe_act",
+    ),
+    Case(
+        "recorded_parts_exchange_nothing",
+        f"{PARTS} attn moe {EP2}",
+        "modules moe with experts over 2 ranks",
+        f"{PARTS} attn moe_router {EP2}",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "recorded_parts_exchange_nothing",
+        f"{GRAPHS} {TP2} --global-batch-size 32",
+        "with --tensor-model-parallel-size 2: layers exchange tensors",
+        f"{TP2} --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "recorded_steps_are_whole",
+        f"{WHOLE} {PP2} --global-batch-size 32",
+        "full_iteration with --pipeline-model-parallel-size 2",
+        f"{GRAPHS} {PP2} --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "recorded_parts_wait_for_nothing",
+        f"{GRAPHS} --delay-wgrad-compute",
+        "with --delay-wgrad-compute",
+        "--delay-wgrad-compute",
+    ),
+)
