@@ -134,7 +134,7 @@ def both_ways(run: Callable[..., Tensor | None], inputs: tuple[Tensor, ...]) -> 
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median of seven runs after three. On a GPU by its own clock, with all runs queued behind a pause, so that the time
+    """Median of seven runs after three. On a GPU by its own clock, with all runs queued behind a pause: the time that
     the host takes to launch them does not count."""
     for _ in range(3):
         work()
