@@ -59,7 +59,7 @@ class CheckpointFlags:
     use_checkpoint_args: bool = flag(False, status="not yet", note="give --config with the run.yaml of that run")
     """Take the model's flags from the checkpoint."""
     override_ckpt_iteration: int | None = flag(
-        None, status="not yet", note="a run goes on at its checkpoint; --finetune begins at 0"
+        None, least=0, status="close", note="not of the run's own checkpoints, so that a restart goes on"
     )
     """Pretend another iteration."""
 

@@ -42,18 +42,18 @@ class LoggingFlags:
     """In that line also what all processes occupy on the device, by its driver's count."""
     log_world_size_to_tensorboard: bool = flag(False)
     """World size to TensorBoard."""
-    log_progress: bool = flag(False, status="not yet", harmless=True, note="metrics.jsonl goes on over restarts")
-    """A file with the progress of a job over restarts."""
+    log_progress: bool = flag(False)
+    """A line in progress.txt, in the folder of checkpoints, for every start and every checkpoint."""
     log_energy: bool = flag(False, status="not yet", harmless=True, note="no counter of energy is read")
     """Energy per GPU."""
     log_max_attention_logit: bool = flag(
         False, status="not yet", harmless=True, note="logits of attention are not looked at"
     )
     """Largest attention logit."""
-    log_straggler: bool = flag(
-        False, status="not yet", harmless=True, note="--timing-log-option minmax shows how far ranks are apart"
-    )
-    """Report slow ranks."""
+    log_straggler: bool = flag(False, status="close", note="one attention of every rank is timed, and its data")
+    """Report slow ranks with every log line."""
+    straggler_minmax_count: int = flag(1, least=1, status="close", note="the slowest alone are named")
+    """How many slow ranks are named."""
     logging_level: int | None = flag(None, status="no effect", note="the program has no levels of messages")
     """Level of Python's logging."""
     barrier_with_level_1_timing: bool = flag(True, status="no effect", note="concerns timing")

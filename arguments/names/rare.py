@@ -319,7 +319,7 @@ _TOPICS = (
         True,
         """
         --config-logger-dir --dump-param-to-param-group-map --validation-set-names --otel-enabled
-        --otel-service-name --otel-span-groups --straggler-ctrlr-port --straggler-minmax-count
+        --otel-service-name --otel-span-groups --straggler-ctrlr-port
         --disable-straggler-on-startup --no-one-logger --one-logger-project --one-logger-run-name
         --one-logger-async --app-tag-run-name --app-tag-run-version --log-moe-overload-factor
         """,

@@ -1,5 +1,6 @@
 """Batches of this data-parallel rank, in order, from any number of consumed samples on."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -36,6 +37,8 @@ class TrainLoader:
         self.order = order
         self.schedule = schedule
         self.consumed = 0
+        self.last_seconds = 0.0
+        """What the last step waited for its batch."""
         self._masks = masks
         self._rank = context.group("dp").rank
         self._device = context.device
@@ -56,6 +59,7 @@ class TrainLoader:
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's microbatches of the next step, on the context's device. Raises `DataProblem` when exhausted."""
+        begun = time.perf_counter()
         size = self.schedule.global_batch(self.consumed)
         if self.exhausted:
             raise DataProblem(
@@ -66,7 +70,9 @@ class TrainLoader:
         self.consumed += size
         if self._pool is not None and not self.exhausted:
             self._ahead = (self.consumed, self._pool.submit(self._make, self.consumed))
-        return [split_sequence(to_device(batch, self._device), self._context) for batch in batches]
+        parts = [split_sequence(to_device(batch, self._device), self._context) for batch in batches]
+        self.last_seconds = time.perf_counter() - begun
+        return parts
 
     def pass_over(self) -> int:
         """Leaves the samples of the next step out; over all ranks so many."""

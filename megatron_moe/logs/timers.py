@@ -14,6 +14,32 @@ Option = Literal["max", "minmax", "all"]
 _NAME_COLUMNS = 48
 
 
+class Moment:
+    """A point in the device's work: the wall clock on a CPU, an event on the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Returns when the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def has_come(self) -> bool:
+        """Is the device there? Waits for nothing."""
+        return self._event is None or self._event.query()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Both moments must have come."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._time - earlier._time
+
+
 class Timers:
     """Time spent in named spans since the last `take`. Spans above the run's `--timing-log-level` cost nothing."""
 

@@ -19,7 +19,7 @@ KINDS = MappingProxyType(
         "out-of-memory": "the exception of a full device",
         "hang": "Python code that waits for ever",
         "locked": "C code that waits for ever and holds the interpreter",
-        "slow": "a pause of 0.2 s in this and every later iteration",
+        "slow": "a pause of 0.2 s in every forward of one layer from now on",
         "nan-loss": "activations that are not a number, whenever the iteration is computed",
         "nan-once": "the same, but not when the iteration is computed again",
         "nan-grad": "gradients that are not a number, whenever the iteration is computed",

@@ -182,6 +182,8 @@ class CheckpointSpec:
     save_optim: bool = True
     save_rng: bool = True
     exit_on_missing: bool = False
+    override_iteration: int | None = None
+    """What the iteration of a checkpoint counts as that is not of this run's own folder; None: itself."""
     fresh: bool = False
     """Start at iteration 0 although the save folder holds checkpoints."""
     keep_last: int | None = None
@@ -226,6 +228,10 @@ class LoggingSpec:
     log_timers: bool = False
     log_validation_ppl: bool = False
     log_world_size: bool = False
+    log_straggler: bool = False
+    stragglers_named: int = 1
+    log_progress: bool = False
+    """progress.txt beside the checkpoints."""
     timing_level: Literal[0, 1, 2] = 0
     timing_option: Literal["max", "minmax", "all"] = "minmax"
     per_layer_moe: bool = False

@@ -10,6 +10,7 @@ from megatron_moe.checkpoint.load import HUGGING_FACE, Source, find, load
 from megatron_moe.checkpoint.save import Saved, Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
+from megatron_moe.logs.progress_log import ProgressLog, Standing
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, named_parameters
@@ -44,6 +45,8 @@ class Checkpoints:
         self._status = status
         self._last_saved: int | None = None
         self._exports = Exports.of(plan, context, reporter)
+        writes = plan.logging.log_progress and context.is_first and saver is not None
+        self._progress = ProgressLog(plan.checkpoint.save if writes else None, plan.launch.world_size)
 
     def restore(self, loader: TrainLoader | None) -> TrainState:
         """Loads what `--save`, `--load` and their kin say, and puts the loader where the run left off.
@@ -52,6 +55,11 @@ class Checkpoints:
         """
         source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
+        number = self._plan.checkpoint.override_iteration
+        if number is not None and source is not None and source.origin != "--save":
+            self._reporter.note(f"iteration {state.iteration} of the checkpoint counts as {number} from now on")
+            state.iteration = number
+        self._progress.begin(_standing(state))
         if loader is not None:
             loader.restore(state.consumed_samples)
         if source is not None and self._upcycles(source):
@@ -114,6 +122,7 @@ class Checkpoints:
         facts = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
         if loader is not None:
             facts["data"] = loader.state()
+        self._progress.saving(_standing(state))
         self._status.update(state="saving")
         self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {spec.save}")
         tensors = saved_tensors(self._trainer, optimizer=spec.save_optim)
@@ -135,6 +144,7 @@ class Checkpoints:
         if saved is None or saved.path is None:
             return
         self._last_saved = saved.iteration
+        self._progress.saved(saved.iteration)
         self._status.update(last_checkpoint=saved.iteration)
         self._reporter.note(
             f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {saved.path} "
@@ -195,6 +205,10 @@ class Checkpoints:
             "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "
             "samples changed): samples may repeat or be left out"
         ]
+
+
+def _standing(state: TrainState) -> Standing:
+    return Standing(state.iteration, state.flops, state.consumed_tokens)
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

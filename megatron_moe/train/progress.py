@@ -5,12 +5,14 @@ import math
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
+from megatron_moe.specs.count_flops import flops_per_step
 from megatron_moe.specs.exitcodes import NumericsProblem
 from megatron_moe.train.diagnose import diagnose, sentence, verdict, write_report
 from megatron_moe.train.reading import LateReader, StepReading
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import StepOutcome, Trainer
 from megatron_moe.watch.numerics import Spikes
+from megatron_moe.watch.stragglers import Stragglers
 
 
 class Progress:
@@ -25,12 +27,15 @@ class Progress:
         """Steps refused in a row."""
         self._loss_spikes = Spikes("loss") if spec.report_spiky_loss else None
         self._norm_spikes = Spikes("gradient norm") if spec.report_large_grads else None
+        self._stragglers = self._watch_stragglers() if trainer.plan.logging.log_straggler else None
         self._late = LateReader(trainer.context.device)
         self._recorded = Tally()
         """What the modules recorded up to the step that is held."""
 
     def after(self, outcome: StepOutcome) -> None:
         """Takes the newest step and reports the one before it. Raises NumericsProblem when that one was refused."""
+        if self._stragglers and self._loader is not None:
+            self._stragglers.data_took(self._loader.last_seconds)
         self._handle(self._late.push(outcome))
         if self._reporter.due(outcome.iteration):
             self._recorded = self._trainer.tally.cut()
@@ -55,6 +60,8 @@ class Progress:
         if reading is None:
             return
         self._reporter.observe(reading)
+        if self._stragglers:
+            self._stragglers.step_took(reading.seconds)
         if self._reporter.due(reading.iteration) or not reading.proceed:
             self._report(reading)
         if reading.proceed:
@@ -107,5 +114,11 @@ class Progress:
         )
         self._reporter.step(report)
         line = self._trainer.repeatability.line(self._trainer.context) if self._trainer.repeatability else None
-        if line:
-            self._reporter.note(line)
+        for each in [*([line] if line else []), *(self._stragglers.report() if self._stragglers else [])]:
+            self._reporter.note(each)
+
+    def _watch_stragglers(self) -> Stragglers:
+        trainer, plan = self._trainer, self._trainer.plan
+        num_samples = plan.batch.global_size / plan.parallel.world_size
+        flops = flops_per_step(plan.model, 1, plan.data.seq_length) * num_samples
+        return Stragglers(trainer.model, trainer.context, num_named=plan.logging.stragglers_named, flops=flops)

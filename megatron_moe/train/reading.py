@@ -1,10 +1,10 @@
 """Reads what a step left on the device, one step late, so that the host never waits for the step it just launched."""
 
-import time
 from dataclasses import dataclass
 
 import torch
 
+from megatron_moe.logs.timers import Moment
 from megatron_moe.train.step import StepOutcome
 
 
@@ -22,28 +22,6 @@ class StepReading:
     num_samples: int
     seconds: float
     """From the end of the step before to the end of this one, on the device."""
-
-
-class Moment:
-    """A point in the device's work: the wall clock on a CPU, an event on the current stream of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._time = time.perf_counter()
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-
-    def wait(self) -> None:
-        """Returns when the device is there."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, earlier: "Moment") -> float:
-        """Both moments must have come."""
-        if self._event is not None and earlier._event is not None:
-            return earlier._event.elapsed_time(self._event) / 1e3
-        return self._time - earlier._time
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,7 @@ class Faults:
         while self._undo:
             self._undo.pop()()
         for fault in self._faults:
-            if fault.kind == "slow" and phase == "step" and iteration >= fault.iteration:
-                time.sleep(_PAUSE_SECONDS)
-            elif fault.iteration == iteration and fault.phase == phase:
+            if fault.iteration == iteration and fault.phase == phase:
                 self._strike_now(fault)
             elif fault.iteration == iteration and phase == "step" and fault.phase in ("forward", "backward"):
                 self._strike_within(fault)
@@ -59,6 +57,8 @@ class Faults:
     def _strike_now(self, fault: Fault) -> None:
         if fault.kind in ("nan-loss", "nan-once", "nan-grad"):
             self._spoil(fault)
+        elif fault.kind == "slow":
+            _layer(self._model).get_submodule("self_attention").register_forward_pre_hook(_pause)
         elif fault.kind == "bit-flip":
             self._flip_a_bit()
         elif fault.kind == "disk-full":
@@ -109,6 +109,10 @@ def _layer(model: nn.Module) -> nn.Module:
     """A module whose output every microbatch makes."""
     layers = model.get_submodule("decoder.layers")
     return next(layers.children())
+
+
+def _pause(module: nn.Module, inputs: object) -> None:
+    time.sleep(_PAUSE_SECONDS)
 
 
 def _iteration_of(inputs: Sequence[object]) -> object:
