@@ -1,6 +1,6 @@
 """Tells the tracker which module is at work, and which tensors stay from step to step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -89,10 +89,11 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
     for buffer in trainer.buffers.buffers:
         tracker.is_state(buffer.weights, "weights")
         tracker.is_state(buffer.grads, "gradients")
-    for kind, tensor in _optimizer_state(trainer):
-        tracker.is_state(tensor, "master weights" if kind == "master" else "moments")
-
-
-def _optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for state in trainer.optimizer.states:
-        yield from ((kind, tensor) for kind, packed in state.kinds.items() for tensor in packed.parts)
+        kept = state.kept
+        named = [("moments", kept.exp_avg), ("moments", kept.exp_avg_sq)]
+        if kept.master is not None:
+            named.append(("master weights", kept.master))
+        for kind, packed in named:
+            for tensor in packed.parts:
+                tracker.is_state(tensor, kind if state.home == "device" else "host")

@@ -58,6 +58,8 @@ class Piece:
 
 CATEGORIES = ("weights", "gradients", "master weights", "moments", "activations", "dispatch", "workspace", "other")
 """In the order in which they are shown."""
+HOST = "host"
+"""State that waits in host memory: of no category, and part of no total."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Timeline:
     def totals(self) -> list[int]:
         """Bytes after every event."""
         change = [0] * self.num_events
-        for piece in self.pieces:
+        for piece in self._on_device():
             change[piece.born] += piece.bytes
             if piece.died is not None:
                 change[piece.died] -= piece.bytes
@@ -95,6 +97,9 @@ class Timeline:
             total += difference
             totals.append(total)
         return totals
+
+    def _on_device(self) -> Iterator[Piece]:
+        return (piece for piece in self.pieces if piece.state != HOST)
 
     def peak(self) -> Peak:
         """The fullest moment."""
@@ -105,7 +110,7 @@ class Timeline:
         """What is there after an event."""
         categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         modules: dict[tuple[str, str], int] = defaultdict(int)
-        for piece in self.pieces:
+        for piece in self._on_device():
             if piece.born <= event and (piece.died is None or piece.died > event):
                 category = piece.category
                 categories[category] += piece.bytes

@@ -1,0 +1,183 @@
+"""Positions, heads and attention: what their kernels on a GPU take and keep. See `kernels.py`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS
+from megatron_moe.kernels import reference
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.params import Part
+
+_WIDEST_HEAD = 256
+"""Of our own attention."""
+
+
+def query_key_value(
+    qkv_SBGC: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cos_SBD: Tensor,
+    sin_SBD: Tensor,
+    interleaved: bool,
+    heads_per_group: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    angles = cos_SBD.contiguous(), sin_SBD.contiguous()
+    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, *angles, heads_per_group)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+class _QueryKeyValue(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_SBGC: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos_SBD: Tensor,
+        sin_SBD: Tensor,
+        heads_per_group: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv_SBGC = qkv_SBGC.contiguous()
+        length, batch, groups, width = qkv_SBGC.shape
+        width //= heads_per_group + 2
+        q_SBND = qkv_SBGC.new_empty(length, batch, groups * heads_per_group, width)
+        k_SBGD = qkv_SBGC.new_empty(length, batch, groups, width)
+        ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD)
+        ctx.width = width
+        return q_SBND, k_SBGD, qkv_SBGC[..., -width:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_SBGC, q_weight, k_weight, *_ = ctx.saved_tensors
+        strided = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+        grad_qkv = torch.empty_like(qkv_SBGC)
+        num_programs = max(min(qkv_SBGC.shape[0] * qkv_SBGC.shape[1], MOST_PROGRAMS), 1)
+        shares_P2D = torch.zeros(num_programs, 2, ctx.width, device=qkv_SBGC.device, dtype=torch.float32)
+        del strided
+        if q_weight is None or k_weight is None:
+            return grad_qkv, None, None, None, None, None
+        grad_weights = shares_P2D.sum(dim=0)
+        return grad_qkv, grad_weights[0].to(q_weight.dtype), grad_weights[1].to(k_weight.dtype), None, None, None
+
+
+def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
+    return _Rope.apply(x_SBND, cos_SBD, sin_SBD)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SBD, sin_SBD)
+        return _rotated(x_SBND)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotated(grads[0]), None, None
+
+
+def _rotated(x_SBND: Tensor) -> Tensor:
+    if x_SBND.stride(-1) != 1:
+        x_SBND = x_SBND.contiguous()
+    return torch.empty(x_SBND.shape, device=x_SBND.device, dtype=x_SBND.dtype)
+
+
+def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+    key, value = _KeyValue.apply(kv_SBNC, shared_SBR, key_width)  # type: ignore[no-untyped-call]
+    return key, value
+
+
+class _KeyValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+        kv_SBNC, shared_SBR = kv_SBNC.contiguous(), shared_SBR.contiguous()
+        ctx.sizes = kv_SBNC.shape[-1], shared_SBR.shape[-1]
+        key = kv_SBNC.new_empty(*kv_SBNC.shape[:3], key_width + shared_SBR.shape[-1])
+        return key, kv_SBNC[..., key_width:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        width, turned = ctx.sizes
+        grad_key, _ = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        return grad_key.new_empty(*grad_key.shape[:3], width), grad_key.new_empty(*grad_key.shape[:2], turned), None
+
+
+def attention(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    spec: CoreAttentionSpec,
+    sinks_N: Tensor | None,
+    segments_BS: Tensor | None,
+    dropout_key: tuple[int | str, ...] | None,
+    head_part: Part = (0, 1),
+) -> Tensor:
+    """cuDNN's, or our own for windows, sinks and documents: one log-sum-exp per query, and no logits. Dropout is plain
+    torch, as on a GPU."""
+    special = spec.window is not None or sinks_N is not None or spec.off_by_one or segments_BS is not None
+    drops = spec.dropout > 0.0 and dropout_key is not None
+    if special and not drops and max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= _WIDEST_HEAD:
+        if spec.off_by_one and sinks_N is None:
+            sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
+        return _SpecialAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS)  # type: ignore[no-untyped-call,no-any-return]
+    if sinks_N is not None or spec.off_by_one or drops:
+        return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
+    mask = None
+    if special:
+        mask = reference.visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
+    return _Attention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _SpecialAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGE: Tensor,
+        sinks_N: Tensor | None,
+        segments_BS: Tensor | None,
+    ) -> Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_SBND, k_SBGD, v_SBGE))
+        segments_BS = None if segments_BS is None else segments_BS.contiguous()
+        seq, batch, heads, _ = q.shape
+        out = q.new_empty(seq, batch, heads, v.shape[-1])
+        lse_BNS = torch.empty(batch, heads, seq, device=q.device, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, sinks_N, segments_BS, out, lse_BNS)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_N, _, _, lse_BNS = ctx.saved_tensors
+        strided = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        delta_BNS = torch.empty_like(lse_BNS)
+        grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        del strided
+        grad_sinks = None
+        if sinks_N is not None and ctx.needs_input_grad[3]:
+            shares_BNS = (sinks_N.float()[:, None] - lse_BNS).exp() * delta_BNS
+            grad_sinks = -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
+        return grad_q, grad_k, grad_v, grad_sinks, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None) -> Tensor:
+        seq, batch, heads, _ = q_SBND.shape
+        out_SBNE = q_SBND.new_empty(seq, batch, heads, v_SBGE.shape[-1])
+        lse_BNS = q_SBND.new_empty(batch, heads, seq, 1, dtype=torch.float32)
+        seed, offset = (q_SBND.new_empty((), dtype=torch.int64) for _ in range(2))
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, mask, out_SBNE, lse_BNS, seed, offset)
+        return out_SBNE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_SBND, k_SBGD, v_SBGE, *_ = ctx.saved_tensors
+        # between the two: sums of the queries' gradients in fp32, and one number per query
+        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q_SBND, k_SBGD, v_SBGE))
+        wide_q = q_SBND.new_empty(q_SBND.shape, dtype=torch.float32)
+        del wide_q
+        return grad_q, grad_k, grad_v, None

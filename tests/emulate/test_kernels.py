@@ -1,0 +1,255 @@
+"""What the emulation says of a kernel's memory is what the kernel's own code takes, forward and backward."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.jit import KernelInterface
+
+from megatron_moe.emulate import kernels as emulated
+from megatron_moe.emulate.tracker import Timeline, Tracker
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import torch_native, triton_kernels
+from megatron_moe.kernels.backends import triton as triton_folder
+from megatron_moe.kernels.bundle import OPS
+from megatron_moe.kernels.ops import Operand, RowIndex
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.moe import ActivationSpec, RouterSpec
+from megatron_moe.specs.run import KernelSpec
+from tests import tiny
+
+Case = Callable[[Any], tuple[Tensor | tuple[Tensor, ...], list[Tensor]]]
+"""With a backend: the outputs of an op and the inputs to differentiate by."""
+
+BF16 = torch.bfloat16
+BUNDLE = emulated.emulated_bundle(KernelSpec(), BF16)
+ROUTER = RouterSpec(hidden_size=32, num_experts=8, topk=2, score_function="sigmoid", balancing=(), aux_loss_coeffs=())
+SWIGLU = ActivationSpec(kind="silu", gated=True)
+
+
+def leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.ones(shape, dtype=dtype).requires_grad_()
+
+
+def choices() -> Tensor:
+    return torch.arange(20 * 2).view(20, 2).remainder(8)
+
+
+def index() -> RowIndex:
+    return reference.sort_rows(choices(), 8, None)
+
+
+def norm(k: Any) -> Any:
+    x, weight = leaf(10, 2, 256), leaf(256)
+    return k.rms_norm(x, weight, 1e-6, False), [x, weight]
+
+
+def norm_of_a_view(k: Any) -> Any:
+    wide, weight = leaf(10, 2, 300), leaf(256)
+    return k.rms_norm(wide[..., 3:259], weight, 1e-6, False), [wide, weight]
+
+
+def sum_and_norm(k: Any) -> Any:
+    residual, x, weight = leaf(10, 2, 256), leaf(10, 2, 256), leaf(256)
+    return k.add_rms_norm(residual, x, weight, 1e-6, False), [residual, x, weight]
+
+
+def rope(k: Any) -> Any:
+    x, angles = leaf(10, 2, 3, 96), torch.ones(10, 1, 32)
+    return k.rope(x, angles, angles, False, 64), [x]
+
+
+def heads(normed: bool) -> Case:
+    def case(k: Any) -> Any:
+        qkv, angles = leaf(3, 2, 2, 4 * 64), torch.ones(3, 1, 32)
+        weights = [leaf(64), leaf(64)] if normed else []
+        q_weight, k_weight = weights or (None, None)
+        return k.query_key_value(qkv, q_weight, k_weight, 1e-6, False, angles, angles, False, 2), [qkv, *weights]
+
+    return case
+
+
+def latent(k: Any) -> Any:
+    kv, shared = leaf(10, 2, 3, 96), leaf(10, 2, 32)
+    return k.latent_key_value(kv, shared, 64), [kv, shared]
+
+
+def special_attention(k: Any) -> Any:
+    q, k_, v, sinks = leaf(64, 2, 4, 32), leaf(64, 2, 2, 32), leaf(64, 2, 2, 16), leaf(4)
+    spec = replace(tiny.attention().core, sinks=True, window=(16, 0))
+    segments = torch.zeros(2, 64, dtype=torch.int64)
+    return k.attention(q, k_, v, spec, sinks, segments, None), [q, k_, v, sinks]
+
+
+def weighted_activation(k: Any) -> Any:
+    x, probs = leaf(40, 128), leaf(40)
+    return k.activation(x, probs, SWIGLU), [x, probs]
+
+
+def plain_activation(k: Any) -> Any:
+    x = leaf(10, 2, 128)
+    return k.activation(x, None, ActivationSpec(kind="gelu", gated=False)), [x]
+
+
+def cross_entropy(k: Any) -> Any:
+    logits = leaf(20, 300)
+    return k.cross_entropy(logits, torch.arange(20)), [logits]
+
+
+def select(k: Any) -> Any:
+    logits = leaf(20, 8, dtype=torch.float32)
+    return k.select_experts(logits, None, ROUTER, None)[1], [logits]
+
+
+def balance(k: Any) -> Any:
+    logits = leaf(20, 8, dtype=torch.float32)
+    return k.balance_scores(logits, ROUTER)[0], [logits]
+
+
+def permute(k: Any) -> Any:
+    tokens = leaf(20, 64)
+    return k.permute(tokens, index()), [tokens]
+
+
+def unpermute(k: Any) -> Any:
+    rows = leaf(40, 64)
+    return k.unpermute(rows, index(), 20), [rows]
+
+
+def gather_probs(k: Any) -> Any:
+    probs = leaf(20, 2, dtype=torch.float32)
+    return k.gather_probs(probs, index()), [probs]
+
+
+def count(k: Any) -> Any:
+    return k.count_tokens(choices(), 8), []
+
+
+def sort(k: Any) -> Any:
+    rows = k.sort_rows(choices(), 8, None)
+    return (rows.token_R, rows.choice_R, rows.offsets_E, rows.rows_TK), []
+
+
+def embedding_grad(k: Any) -> Any:
+    out = torch.zeros(50, 64)
+    k.embedding_grad(torch.ones(20, 64, dtype=BF16), torch.arange(20), out, True)
+    return out, []
+
+
+def grouped_weight_grad(k: Any) -> Any:
+    out, offsets = torch.zeros(2, 48, 64), torch.tensor([4, 10], dtype=torch.int32)
+    grad, rows = torch.ones(48, 10, dtype=BF16).T, torch.ones(10, 64, dtype=BF16)
+    k.grouped_weight_grad(Operand(data=grad), Operand(data=rows), offsets, out, True)
+    return out, []
+
+
+CASES: dict[str, Case] = {
+    "rms_norm": norm,
+    "rms_norm of a view": norm_of_a_view,
+    "add_rms_norm": sum_and_norm,
+    "rope": rope,
+    "query_key_value": heads(False),
+    "query_key_value with norms": heads(True),
+    "latent_key_value": latent,
+    "attention": special_attention,
+    "activation": weighted_activation,
+    "activation alone": plain_activation,
+    "cross_entropy": cross_entropy,
+    "select_experts": select,
+    "balance_scores": balance,
+    "permute": permute,
+    "unpermute": unpermute,
+    "gather_probs": gather_probs,
+    "count_tokens": count,
+    "sort_rows": sort,
+    "embedding_grad": embedding_grad,
+    "grouped_weight_grad": grouped_weight_grad,
+}
+
+
+def figures(timeline: Timeline, since: int, until: int) -> tuple[int, int]:
+    """(peak, what is left) in bytes over what was there at the beginning."""
+    totals = timeline.totals()
+    before = totals[since - 1] if since else 0
+    return max(totals[since:until], default=before) - before, totals[until - 1] - before
+
+
+class Silent:
+    """A kernel that is launched and does nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def silent_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's wrappers take their memory, and launch nothing: the interpreter would take some of its own."""
+    for info in pkgutil.walk_packages(triton_folder.__path__, f"{triton_folder.__name__}."):
+        module = importlib.import_module(info.name)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, KernelInterface):
+                monkeypatch.setattr(module, name, Silent())
+
+
+def memory_of(case: Case, backend: Any) -> list[tuple[int, int]]:
+    """(peak, what is left) of forward and backward, in bytes."""
+    tracker = Tracker()
+    with tracker:
+        start = len(tracker.timeline().phases)
+        outputs, inputs = case(backend)
+        middle = len(tracker.timeline().phases)
+        found = [(start, middle)]
+        if inputs:
+            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            grads = [torch.ones_like(output) for output in several]
+            begin = len(tracker.timeline().phases)
+            given = torch.autograd.grad(several, inputs, grads)
+            found.append((begin, len(tracker.timeline().phases)))
+            del given
+        timeline = tracker.timeline()
+    return [figures(timeline, *span) for span in found]
+
+
+@pytest.mark.usefixtures("silent_kernels")
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_takes_and_keeps_what_the_triton_kernel_does(name: str) -> None:
+    assert memory_of(CASES[name], BUNDLE) == memory_of(CASES[name], triton_kernels)
+
+
+def test_every_op_of_the_gpu_has_a_case_or_computes_in_place() -> None:
+    known = {name.split(" ")[0] for name in CASES} | {"adamw_", "adamw_packed_"}
+    assert set(triton_kernels.PROVIDES) <= known
+    bundle = emulated.emulated_bundle(KernelSpec(), BF16)
+    backends = {choice.op: choice.backend for choice in bundle.choices}
+    assert {op for op, name in backends.items() if name == emulated.OURS} == set(triton_kernels.PROVIDES)
+    rest = set(OPS) - set(triton_kernels.PROVIDES) - set(torch_native.PROVIDES)
+    assert all(backends[op] == reference.NAME for op in rest), "plain torch on a GPU, and so here"
+
+
+def test_attention_keeps_its_inputs_its_output_and_one_number_per_query() -> None:
+    """cuDNN's attention, measured on a GPU; here its sizes."""
+    q, k, v = leaf(64, 2, 4, 32), leaf(64, 2, 2, 32), leaf(64, 2, 2, 16)
+    tracker = Tracker()
+    with tracker:
+        out = BUNDLE.attention(q, k, v, tiny.attention().core, None, None, None)
+        begin = tracker.timeline().totals()[-1]
+    out_bytes, lse_bytes, seed_and_offset = out.numel() * 2, 2 * 4 * 64 * 4, 2 * 512
+    assert begin == out_bytes + lse_bytes + seed_and_offset
+
+
+def test_a_backend_whose_memory_is_not_known_is_refused() -> None:
+    with pytest.raises(EnvironmentProblem, match="'transformer_engine' takes for 'linear_forward' is not known"):
+        emulated.emulated_bundle(KernelSpec(backend="transformer_engine"), BF16)
+
+
+def test_plain_torch_is_taken_where_it_was_wished_but_for_what_reads_sizes() -> None:
+    bundle = emulated.emulated_bundle(KernelSpec(backend="reference"), BF16)
+    assert bundle.rms_norm is reference.rms_norm
+    rows, offsets = torch.empty(6, 8, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    weight = torch.empty(2, 5, 8, device="meta")
+    assert bundle.grouped_forward(Operand(data=rows), Operand(data=weight), offsets).shape == (6, 5)
