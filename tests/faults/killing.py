@@ -1,0 +1,226 @@
+"""Kills ranks that save, again and again in one folder, and looks at what is left.
+
+python -m tests.faults.killing --folder DIR --moments 25 --random 100 --seed 0
+
+Four ranks, each a process forked from this one, go on from the newest checkpoint and save one after the other; every
+second start in the background, every third save with a full disk on one of them. `--moments` starts end by SIGKILL of
+the first rank before its n-th touch of the file system; `--random` ones by SIGKILL of one rank or all at some time.
+After every start all visible checkpoints are verified. Prints counts as JSON; every key of `HARM` must be 0.
+"""
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe.checkpoint.folder import list_checkpoints
+from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.verify import verify
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.train import CheckpointSpec
+from tests.checkpoint_files import FaultyStorage, disk_full
+
+NUM_RANKS = 4
+WIDTH = 1 << 14
+PEERS_LEAVE_SECONDS = 20.0
+HARM = ("damaged", "steps_back", "stuck", "wrong_values")
+FAILED, WRONG_VALUES = 1, 3
+
+
+class Deadly(FaultyStorage):
+    """Kills this process before the operation number `kill_at`, counted from `arm` on."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        super().__init__(fail=lambda n, op, path: disk_full(n, op, path) if self.full and op == "write" else None)
+        self.full = False
+        self._kill_after = kill_at
+        self._armed = 1 << 30
+
+    def arm(self) -> None:
+        self._armed = len(self.moments)
+
+    def _moment(self, operation: str, path: Path) -> None:
+        if self._kill_after is not None and len(self.moments) - self._armed == self._kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._moment(operation, path)
+
+
+@dataclass
+class Found:
+    """Counts over all starts."""
+
+    starts: int = 0
+    killed: int = 0
+    committed: int = 0
+    disk_full: int = 0
+    swept: int = 0
+    damaged: int = 0
+    steps_back: int = 0
+    stuck: int = 0
+    wrong_values: int = 0
+
+
+def values(iteration: int) -> dict[str, torch.Tensor]:
+    """The whole state at an iteration."""
+    base = torch.arange(NUM_RANKS * WIDTH, dtype=torch.float32).view(NUM_RANKS, WIDTH)
+    return {"model.weight": base + iteration, "master.weight": base.double() * iteration, "exp_avg.weight": -base}
+
+
+def part(state: dict[str, torch.Tensor], rank: int) -> dict[str, SavedTensor]:
+    """Every rank holds one row, and all hold the number of the step."""
+    rows = {k: SavedTensor(tuple(t.shape), (Box((rank, 0), t[rank : rank + 1]),)) for k, t in state.items()}
+    return rows | {"optimizer.step_count": SavedTensor.whole(torch.tensor(1))}
+
+
+def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: int) -> None:
+    """One rank of one start. Tells of every outcome in a line to the pipe `news`."""
+    method = f"file://{folder}/meet-{start}"
+    dist.init_process_group(
+        "gloo", init_method=method, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PEERS_LEAVE_SECONDS)
+    )
+    context = ParallelContext.within(ParallelSpec(world_size=NUM_RANKS), rank, dtype=torch.float32)
+    storage, said = Deadly(kill_at if rank == 0 else None), list[str]()
+
+    def tell(word: str, iteration: int) -> None:
+        if rank == 0:
+            os.write(news, f"{word} {iteration}\n".encode())
+
+    save_folder = folder / "save"
+    saver = Saver(save_folder, context, keep_last=2, stop_after=100, storage=storage, say=said.append)
+    for line in said:
+        tell("swept" if line.startswith("removed stale") else "said", 0)
+    iteration = 0
+    source = find(CheckpointSpec(save=save_folder), context, say=said.append)
+    if source is not None:
+        state = {key: torch.zeros_like(value) for key, value in values(0).items()}
+        iteration = load(source, part(state, rank), context, say=said.append).iteration
+        expected = values(iteration)
+        if not all(torch.equal(state[key][rank], expected[key][rank]) for key in state):
+            os._exit(WRONG_VALUES)
+    tell("resumed", iteration)
+    storage.arm()
+    while True:
+        iteration += 1
+        storage.full = iteration % 3 == 0 and kill_at is None and rank == iteration % NUM_RANKS
+        saved = _save(saver, iteration, rank, in_background=start % 2 == 1)
+        tell("committed" if saved else "failed", iteration)
+
+
+def _save(saver: Saver, iteration: int, rank: int, *, in_background: bool) -> bool:
+    if not in_background:
+        return saver.save(iteration, part(values(iteration), rank), {"iteration": iteration}) is not None
+    ended = saver.start(iteration, part(values(iteration), rank), {"iteration": iteration})
+    while ended is None:
+        time.sleep(0.001)  # a step of training
+        ended = saver.poll()
+    return ended.path is not None
+
+
+def forked(folder: Path, start: int, kill_at: int | None, news: int) -> list[int]:
+    """Starts the ranks; their process ids."""
+    children = []
+    for rank in range(NUM_RANKS):
+        child = os.fork()
+        if child == 0:
+            try:
+                rank_main(rank, folder, start, kill_at, news)
+            except BaseException:  # noqa: BLE001  a rank whose peer was killed
+                os._exit(FAILED)
+        children.append(child)
+    return children
+
+
+class Starts:
+    """One start after the other in one folder."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.found = Found()
+        self.newest = 0
+        """The newest iteration that is known to be committed."""
+        self._chance = random.Random(seed)
+
+    def one(self, kill_at: int | None) -> None:
+        """Starts four ranks, lets them be killed, and examines the folder."""
+        number, self.found.starts = self.found.starts, self.found.starts + 1
+        reading, writing = os.pipe()
+        children = forked(self.folder, number, kill_at, writing)
+        os.close(writing)
+        with os.fdopen(reading) as news:
+            if kill_at is None:
+                self._listen(news.readline())  # they are under way
+                time.sleep(self._chance.uniform(0.0, 0.25))
+                every = self._chance.random() < 0.5
+                for child in children if every else [self._chance.choice(children)]:
+                    os.kill(child, signal.SIGKILL)
+            self._wait(children)
+            for line in news.read().splitlines():
+                self._listen(line)
+        self._examine()
+
+    def _listen(self, line: str) -> None:
+        word, iteration = (line.split() + ["none", "0"])[:2]
+        match word:
+            case "resumed":
+                self.found.steps_back += int(iteration) < self.newest
+            case "committed":
+                self.found.committed += 1
+                self.newest = max(self.newest, int(iteration))
+            case "failed":
+                self.found.disk_full += 1
+            case "swept":
+                self.found.swept += 1
+
+    def _wait(self, children: list[int]) -> None:
+        """Until all ranks have ended: those that were not killed notice it by themselves."""
+        handles = {os.pidfd_open(child): child for child in children}
+        deadline = time.monotonic() + 2 * PEERS_LEAVE_SECONDS
+        while handles:
+            ended, _, _ = select.select(list(handles), [], [], max(0.0, deadline - time.monotonic()))
+            if not ended:
+                self.found.stuck += 1
+                for child in handles.values():
+                    os.kill(child, signal.SIGKILL)
+                deadline += PEERS_LEAVE_SECONDS
+            for handle in ended:
+                _, status = os.waitpid(handles.pop(handle), 0)
+                os.close(handle)
+                self.found.killed += os.WIFSIGNALED(status)
+                self.found.wrong_values += os.WIFEXITED(status) and os.WEXITSTATUS(status) == WRONG_VALUES
+
+    def _examine(self) -> None:
+        visible = list_checkpoints(self.folder / "save")
+        self.found.damaged += sum(bool(verify(candidate.path)) for candidate in visible)
+        self.found.steps_back += (visible[0].iteration if visible else 0) < self.newest
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints; must be empty")
+    parser.add_argument("--moments", type=int, default=25, help="starts killed before one of the first touches")
+    parser.add_argument("--random", type=int, default=10, help="starts killed at some time")
+    parser.add_argument("--seed", type=int, default=0, help="of times and victims")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    starts = Starts(options.folder, options.seed)
+    for kill_at in [*range(options.moments), *[None] * options.random]:
+        starts.one(kill_at)
+    print(json.dumps(asdict(starts.found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
