@@ -62,9 +62,13 @@ class Sizes:
     """Bytes of an activation."""
     internal: int
     """Bytes of promote(fp32, activation)."""
+    imbalance: float = 1.0
+    """Rows of the fullest rank's experts, as a multiple of the mean."""
 
     @classmethod
-    def of(cls, parallel: ParallelSpec, precision: PrecisionSpec, *, micro: int, seq_length: int) -> "Sizes":
+    def of(
+        cls, parallel: ParallelSpec, precision: PrecisionSpec, *, micro: int, seq_length: int, imbalance: float = 1.0
+    ) -> "Sizes":
         """Of one microbatch of `micro` sequences."""
         inner = seq_length // parallel.cp * micro
         wide: FloatName = "fp64" if precision.params == "fp64" else "fp32"
@@ -73,13 +77,16 @@ class Sizes:
             inner=inner,
             activation=num_bytes(precision.params),
             internal=num_bytes(wide),
+            imbalance=imbalance,
         )
 
 
-def expert_rows(spec: MoESpec, parallel: ParallelSpec, num_tokens: int) -> float:
-    """R: rows that a rank's experts take of a microbatch with `num_tokens` tokens on every rank, evenly loaded.
+def expert_rows(spec: MoESpec, parallel: ParallelSpec, num_tokens: int, imbalance: float = 1.0) -> float:
+    """R: rows that a rank's experts take of a microbatch with `num_tokens` tokens on every rank.
 
-    The all-gather dispatcher sizes its buffers by the bound that no routing exceeds.
+    `imbalance`: as a multiple of the fair share; one rank takes all rows whatever the routing is. Experts with a padded
+    capacity take neither more nor less, and the all-gather dispatcher sizes its buffers by the bound that no routing
+    exceeds.
     """
     ranks, router = parallel.ep * parallel.etp, spec.router
     local = router.num_experts // parallel.ep
@@ -88,7 +95,7 @@ def expert_rows(spec: MoESpec, parallel: ParallelSpec, num_tokens: int) -> float
         return ranks * local * min(num_tokens, ceil(fair))
     if ranks > 1 and spec.dispatcher == "allgather":
         return ranks * num_tokens * min(router.topk, local)
-    return parallel.etp * num_tokens * router.topk
+    return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)
 
 
 def layer_tensors(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> list[Kept]:
@@ -242,7 +249,7 @@ def _router(spec: MoESpec, sizes: Sizes) -> Iterator[Kept]:
 def _experts(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
     """The first matrix's rows are copies of tokens; the result of the second is kept by nobody."""
     experts, size = spec.experts, sizes.activation
-    rows = expert_rows(spec, parallel, sizes.residual)
+    rows = expert_rows(spec, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
     number = size if spec.router.dtype is None else num_bytes(spec.router.dtype)
     yield _tensor("experts", "row index", "R", rows * 2, _INDEX)

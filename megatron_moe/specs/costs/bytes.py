@@ -4,17 +4,20 @@ Not in it: the CUDA context, NCCL's own buffers, cuBLAS workspaces and what the 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron_moe.specs.costs.activations import Kept, Sizes, expert_rows, layer_tensors, num_bytes, stage_tensors
 from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements, share_of_layer
-from megatron_moe.specs.memory import OffloadSpec, RecomputeSpec
+from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.pipeline.actions import Entry, parts
 from megatron_moe.specs.pipeline.schedule import computations
 from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
 from megatron_moe.specs.run import RunPlan
+
+_FEW_GROUPS = 4
+"""Groups of microbatches after which a schedule repeats itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class RankBytes:
     the loss is and that is more. The two are never there together."""
     transfers: float
     """Hidden states and gradients that travel between pipeline ranks."""
+    visiting: float = 0.0
+    """Optimizer state that comes from the host for the update, when no activation is there any more."""
     on_host: float
     """Moved to host memory; not part of the total."""
 
@@ -61,7 +66,8 @@ class RankBytes:
 
     @property
     def total(self) -> float:
-        return self.state.total + self.kept + self.dispatch + self.working + self.transfers
+        """At its fullest: where activations are most, or in the update if more state visits the device then."""
+        return self.state.total + max(self.kept + self.dispatch + self.working + self.transfers, self.visiting)
 
 
 def state_bytes(plan: RunPlan, held: Held, low: Held) -> StateBytes:
@@ -82,9 +88,14 @@ def state_bytes(plan: RunPlan, held: Held, low: Held) -> StateBytes:
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
-        master=owned * num_bytes(precision.master) * stays if copy else 0.0,
+        master=owned * _master(precision) * stays if copy else 0.0,
         moments=owned * _moments(precision) * stays,
     )
+
+
+def _master(precision: PrecisionSpec) -> int:
+    """Bytes of a master weight, or of the 16 bits that its bf16 parameter does not have."""
+    return 2 if precision.remainders else num_bytes(precision.master)
 
 
 def _moments(precision: PrecisionSpec) -> int:
@@ -143,10 +154,19 @@ class _Remains:
 class RankMemory:
     """Bytes of the ranks of a plan."""
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunPlan, imbalance: float = 1.0) -> None:
+        """`imbalance`: rows of the fullest rank's experts, as a multiple of the mean."""
         self.plan = plan
-        self.sizes = Sizes.of(plan.parallel, plan.precision, micro=plan.batch.micro, seq_length=plan.data.seq_length)
+        micro, seq = plan.batch.micro, plan.data.seq_length
+        self.sizes = Sizes.of(plan.parallel, plan.precision, micro=micro, seq_length=seq, imbalance=imbalance)
         self._layers: dict[LayerSpec, list[Kept]] = {}
+        self._held: dict[int, Held] = {}
+
+    def with_switches(self, memory: MemorySpec) -> "RankMemory":
+        """Of the same plan with other trades of memory against time; what they do not change is not counted again."""
+        other = RankMemory(replace(self.plan, memory=memory), self.sizes.imbalance)
+        other._layers, other._held = self._layers, self._held
+        return other
 
     def all_ranks(self, num_microbatches: int) -> list[RankBytes]:
         """Every pipeline rank."""
@@ -158,10 +178,10 @@ class RankMemory:
         stages = layout.chunks(rank)
         layers = [plan.model.layers[index] for stage in stages for index in stage.layers]
         layers += [plan.model.layers[-1]] * sum(stage.num_mtp for stage in stages)
-        held = held_by_rank(plan.model, layout, rank, plan.parallel)
-        low = sum((low_elements(layer, plan.parallel) for layer in layers), Held())
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
-        entries = computations(plan.schedule(num_microbatches), rank)
+        # no more are ever in flight than a few groups: the rest of a long step repeats itself
+        several = min(num_microbatches, _FEW_GROUPS * plan.schedule(num_microbatches).group)
+        entries = computations(plan.schedule(several), rank)
         fullest, in_flight = _fullest(entries, [chunk.total for chunk in chunks])
         modules: dict[str, float] = {}
         for count, chunk in zip(fullest, chunks, strict=True):
@@ -170,15 +190,36 @@ class RankMemory:
         has_loss = any(stage.loss for stage in stages)
         return RankBytes(
             rank=rank,
-            held=held,
-            state=state_bytes(plan, held, low),
+            held=self.held(rank),
+            state=self.state_of_rank(rank),
             activations=tuple(modules.items()),
             in_flight=in_flight,
             dispatch=max((self._dispatch(layer) for layer in set(layers)), default=0.0),
             working=max(self._working(layers), self._logits() if has_loss else 0.0),
             transfers=self._transfers(),
+            visiting=self._visiting(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
         )
+
+    def state_of_rank(self, rank: int) -> StateBytes:
+        """Weights, gradients and optimizer of one pipeline rank."""
+        plan, stages = self.plan, self.plan.layout.chunks(rank)
+        layers = [plan.model.layers[index] for stage in stages for index in stage.layers]
+        layers += [plan.model.layers[-1]] * sum(stage.num_mtp for stage in stages)
+        low = Held()
+        if plan.precision.low and plan.precision.low_params:
+            low = sum((low_elements(layer, plan.parallel) for layer in layers), low)
+        return state_bytes(plan, self.held(rank), low)
+
+    def held(self, rank: int) -> Held:
+        """Parameters of one pipeline rank."""
+        if rank not in self._held:
+            self._held[rank] = held_by_rank(self.plan.model, self.plan.layout, rank, self.plan.parallel)
+        return self._held[rank]
+
+    def moved_per_microbatch(self, rank: int) -> float:
+        """Bytes of activations that travel to host memory, of all chunks of a pipeline rank."""
+        return sum(self._chunk(rank, index).on_host for index in range(self.plan.layout.vpp))
 
     def tensors(self, layer: LayerSpec) -> list[Kept]:
         """What a layer keeps of a microbatch before anything is recomputed or moved."""
@@ -244,13 +285,25 @@ class RankMemory:
         if feed_forward.dispatcher == "allgather":
             sent = tokens * parallel.ep * parallel.etp
             return sent * width * (self.sizes.activation + self.sizes.internal)
-        return (sent + expert_rows(feed_forward, parallel, tokens)) * width * self.sizes.activation
+        return (
+            (sent + expert_rows(feed_forward, parallel, tokens, self.sizes.imbalance)) * width * self.sizes.activation
+        )
 
     def _logits(self) -> float:
         """Their gradient, computed in the internal format where the vocabulary is shared out."""
         tp = self.plan.parallel.tp
         size = self.sizes.activation if tp == 1 else self.sizes.internal
         return float(self.sizes.inner * (self.plan.model.vocab_size // tp) * size)
+
+    def _visiting(self, rank: int) -> float:
+        """State that waits on the host between updates and comes for one: all of it, or two chunks at a time."""
+        offload = self.plan.optimizer.offload
+        if offload.host_steps or not offload.fraction:
+            return 0.0
+        everything = replace(self.plan, memory=MemorySpec())
+        whole = state_bytes(everything, self.held(rank), Held())
+        away = (whole.master + whole.moments) * offload.fraction
+        return min(away, 2.0 * offload.chunk_bytes) if offload.chunk_bytes else away
 
     def _transfers(self) -> float:
         """One hidden state on its way in and one on its way out, in either direction."""

@@ -40,9 +40,11 @@ class Choice:
 
     def destinations(self, num_parts: int) -> Spread:
         """Parts (ranks, nodes) on which a token has experts; each part holds E / num_parts neighbouring experts."""
-        hit = [1 - self._missed([part], num_parts) for part in range(num_parts)]
+        alike = self._alike(num_parts)
+        hit = [1 - self._missed([part], num_parts) for part in range(1 if alike else num_parts)]
+        hit *= num_parts // len(hit)
         mean, both = sum(hit), 0.0
-        firsts = [0] if self._alike(num_parts) else range(num_parts)
+        firsts = [0] if alike else range(num_parts)
         for first in firsts:
             for second in range(num_parts):
                 if first != second:

@@ -3,6 +3,7 @@
 Everything that counts parameters or activations of a whole layer then counts a rank's share of it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from megatron_moe.specs.attention import AttentionSpec, MLASpec
@@ -22,6 +23,9 @@ class Held:
 
     def __add__(self, other: "Held") -> "Held":
         return Held(attention=self.attention + other.attention, expert=self.expert + other.expert)
+
+    def __mul__(self, times: int) -> "Held":
+        return Held(attention=self.attention * times, expert=self.expert * times)
 
     @property
     def total(self) -> int:
@@ -69,7 +73,8 @@ def _whole_norms(layer: LayerSpec, parallel: ParallelSpec) -> int:
 
 def held_by_stage(model: ModelSpec, stage: StageSpec, parallel: ParallelSpec) -> Held:
     """Parameters of one rank's share of a stage, with the embedding where tokens enter."""
-    held = sum((held_by_layer(model.layers[index], parallel) for index in stage.layers), Held())
+    layers = Counter(model.layers[index] for index in stage.layers)
+    held = sum((held_by_layer(layer, parallel) * count for layer, count in layers.items()), Held())
     hidden, rows = model.hidden_size, model.vocab_size // parallel.tp
     own = held_by_embedding(model, parallel) if stage.embedding else 0
     own += count_norm(model.norm, hidden) if stage.final_norm else 0

@@ -5,8 +5,9 @@ each rank) send N (n - 1) / n, an all-reduce twice that, whatever the algorithm.
 docs/volumes.md.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec
 from megatron_moe.specs.costs.activations import Sizes, num_bytes
@@ -75,11 +76,32 @@ class ExpertTraffic:
     """The same of a row in FP8, with its scales."""
 
 
-def expert_traffic(spec: MoESpec, num_ranks: int, num_domains: int, sizes: Sizes, *, block: int = 128) -> ExpertTraffic:
+class Destinations:
+    """On how many ranks a token has experts; remembered, since many plans ask the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Choice, int], Spread] = {}
+
+    def of(self, choice: Choice, num_parts: int) -> Spread:
+        """`Choice.destinations`."""
+        if (choice, num_parts) not in self._known:
+            self._known[choice, num_parts] = choice.destinations(num_parts)
+        return self._known[choice, num_parts]
+
+
+def expert_traffic(
+    spec: MoESpec,
+    num_ranks: int,
+    num_domains: int,
+    sizes: Sizes,
+    *,
+    block: int = 128,
+    destinations: Destinations | None = None,
+) -> ExpertTraffic:
     """Of a router under which all experts are equally likely. `block`: channels of a row that share a scale, of 4 bytes
     (1 x 128 blocks), or of 1 byte for the 32 of MXFP8."""
-    choice, tokens = Choice.of(spec.router), sizes.residual
-    ranks, domains = choice.destinations(num_ranks), choice.destinations(num_domains)
+    choice, tokens, known = Choice.of(spec.router), sizes.residual, destinations or Destinations()
+    ranks, domains = known.of(choice, num_ranks), known.of(choice, num_domains)
     width = spec.experts.hidden_size
     scale = 4 if block == 128 else 1
     other = (num_ranks - 1) / num_ranks
@@ -103,6 +125,7 @@ class Communication:
     placements: dict[str, Placement]
     """By name of a group."""
     num_microbatches: int
+    destinations: Destinations = field(default_factory=Destinations)
 
     def of_rank(self, rank: int) -> list[Traffic]:
         """Everything that a rank of pipeline rank `rank` sends in a step."""
@@ -119,7 +142,14 @@ class Communication:
         """Of one layer and microbatch."""
         placement = self.placements["ep"]
         block = 32 if self.plan.precision.low == "mxfp8" else 128
-        return expert_traffic(spec, placement.size, placement.domains[1], self._sizes, block=block)
+        return expert_traffic(
+            spec,
+            placement.size,
+            placement.domains[1],
+            self._sizes,
+            block=block,
+            destinations=self.destinations,
+        )
 
     @property
     def _sizes(self) -> Sizes:
@@ -127,13 +157,13 @@ class Communication:
         return Sizes.of(plan.parallel, plan.precision, micro=plan.batch.micro, seq_length=plan.data.seq_length)
 
     def _layers(self, rank: int) -> Iterator[Traffic]:
-        model = self.plan.model
-        for stage in self.plan.layout.chunks(rank):
-            layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * stage.num_mtp
-            for layer in dict.fromkeys(layers):
-                times = layers.count(layer) * self.num_microbatches
-                for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
-                    yield replace(each, bytes=each.bytes * times, far=each.far * times)
+        model, stages = self.plan.model, self.plan.layout.chunks(rank)
+        layers = [model.layers[index] for stage in stages for index in stage.layers]
+        layers += [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
+        for layer, count in Counter(layers).items():
+            times = count * self.num_microbatches
+            for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
+                yield replace(each, bytes=each.bytes * times, far=each.far * times)
 
     def _tensor_parallel(self, layer: LayerSpec) -> Iterator[Traffic]:
         """Into a matrix cut by columns: all-gather, in the backward once more and a reduce-scatter. Out of one cut by

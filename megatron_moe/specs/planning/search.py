@@ -1,0 +1,185 @@
+"""The fastest plans that fit, by the cost model of `estimate.py`, among all layouts and sets of memory switches.
+
+Phase 1 asks what fits, phase 2 which layout is best, phase 3 which switches are cheapest. All three are one search here
+(best first): grids, and then their layouts, come in the order of a time that they cannot beat, each layout takes the
+cheapest switches with which it fits, and the search ends when nothing that is left can be better than what is found.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain, combinations
+from itertools import count as count_up
+
+from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, heaviest
+from megatron_moe.specs.costs.facts import RESERVE_GIB
+from megatron_moe.specs.costs.hardware import GIB, Gpu, Placement, place
+from megatron_moe.specs.costs.volumes import Destinations
+from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, Grid, attention_grid, expert_grid
+from megatron_moe.specs.planning.estimate import Estimator, StepEstimate
+from megatron_moe.specs.planning.layouts import Degrees, Layouts, overlapped
+from megatron_moe.specs.planning.switches import (
+    modules_of,
+    moments_in_bf16,
+    moving,
+    optimizer_on_host,
+    recomputing,
+    whole_layers,
+    without_switches,
+)
+from megatron_moe.specs.run import RunPlan
+
+_MOVED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
+_SAFETY = 0.97
+"""Savings of single switches add up but for what is at work: sets this much below the need are not tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan that fits."""
+
+    plan: RunPlan
+    step: StepEstimate
+    memory: RankBytes
+    """Of its heaviest pipeline rank."""
+    plain_bytes: float
+    """What it would need there without switches."""
+
+
+class Planner:
+    """Plans on one kind of GPU. `imbalance`: rows of the fullest rank's experts, as a multiple of the mean."""
+
+    def __init__(self, gpu: Gpu, imbalance: float = 1.0) -> None:
+        self.gpu = gpu
+        self.imbalance = imbalance
+        self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
+        self._placements: dict[tuple[tuple[str, int], ...], Placement] = {}
+        self._destinations = Destinations()
+
+    def best(self, plan: RunPlan, count: int = 10) -> list[Found]:
+        """The fastest `count` plans of the model, precision and global batch of `plan` on its number of GPUs."""
+        layouts = Layouts(plan, self.gpu)
+        order = count_up()
+        waiting: list[tuple[float, int, Degrees | RunPlan]] = []
+        for grid in layouts.grids():
+            simple = layouts.of(grid)
+            if simple is not None and RankMemory(simple).state_of_rank(grid.pp // 2).total < self.room:
+                heappush(waiting, (self._at_least(overlapped(simple)), next(order), grid))
+        found: list[Found] = []
+        while waiting:
+            at_least, _, each = heappop(waiting)
+            if len(found) == count and at_least >= found[-1].step.total:
+                break
+            if isinstance(each, Degrees):
+                for option in layouts.of_grid(each):
+                    heappush(waiting, (self._at_least(option), next(order), option))
+                continue
+            fitting = self.fit(each)
+            if fitting is not None:
+                found = sorted([*found, fitting], key=lambda one: one.step.total)[:count]
+        return found
+
+    def _at_least(self, plan: RunPlan) -> float:
+        """Seconds that no schedule and no switch can go below."""
+        return self.estimator(plan).without_bubble().total
+
+    def estimator(self, plan: RunPlan) -> Estimator:
+        """The cost model of a plan."""
+        parallel = plan.parallel
+        placements = {name: self._place(attention_grid(parallel), axes) for name, axes in ATTENTION_GROUPS}
+        placements |= {name: self._place(expert_grid(parallel), axes) for name, axes in EXPERT_GROUPS}
+        return Estimator(plan, self.gpu, placements, self._destinations)
+
+    def _place(self, grid: Grid, members: Sequence[str]) -> Placement:
+        """Where groups over some axes stand. It depends on the sizes of neighbouring axes inside and outside alone."""
+        runs: list[tuple[str, int]] = []
+        for axis, size in grid.axes:
+            side = "inside" if axis in members else "outside"
+            if size > 1:
+                runs.append((side, size * runs.pop()[1] if runs and runs[-1][0] == side else size))
+        key = tuple((f"{side} {index}", size) for index, (side, size) in enumerate(runs))
+        if key not in self._placements:
+            inside = [axis for axis, _ in key if axis.startswith("inside")]
+            self._placements[key] = place(Grid(key).groups(inside), self.gpu, grid.world_size)
+        return self._placements[key]
+
+    def as_it_is(self, plan: RunPlan) -> Found:
+        """A plan with its own switches, whether it fits or not."""
+        plain = self.heaviest(without_switches(plan))
+        return Found(plan=plan, step=self.estimator(plan).step(), memory=self.heaviest(plan), plain_bytes=plain.total)
+
+    def fits(self, memory: RankBytes) -> bool:
+        """Is enough left for CUDA, NCCL, workspaces and fragmentation?"""
+        return memory.total <= self.room
+
+    def heaviest(self, plan: RunPlan) -> RankBytes:
+        """The pipeline rank that needs most."""
+        return heaviest(RankMemory(plan, self.imbalance).all_ranks(_microbatches(plan)))
+
+    def fit_at_any_price(self, plan: RunPlan) -> Found | None:
+        """As `fit`; where activations are not enough, with moments in bf16, the optimizer on the host, or both."""
+        narrow = moments_in_bf16(plan)
+        for each in (plan, narrow, optimizer_on_host(plan), optimizer_on_host(narrow)):
+            found = self.fit(each)
+            if found is not None:
+                return found
+        return None
+
+    def fit(self, plan: RunPlan) -> Found | None:
+        """The plan with the cheapest recompute and offload of activations with which it fits, whatever it has now; None
+        when none are enough."""
+        plain, count = without_switches(plan), _microbatches(plan)
+        memory = RankMemory(plain, self.imbalance)
+        before = heaviest(memory.all_ranks(count))
+        for changed in self._ways(plain, memory, before):
+            counted = memory.with_switches(changed.memory)
+            if self.fits(counted.of_rank(before.rank, count)):
+                after = heaviest(counted.all_ranks(count))
+                if self.fits(after):
+                    step = self.estimator(changed).step()
+                    return Found(plan=changed, step=step, memory=after, plain_bytes=before.total)
+        return None
+
+    def _ways(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
+        """Plans with sets of switches that may be enough, the cheapest first."""
+        need = before.total - self.room
+        if need <= 0:
+            yield plain
+            return
+        base = self._at_least(plain)
+        singles = [recomputing(plain, [name]) for name in modules_of(plain.model)]
+        moves = [moving(plain, names) for names in _MOVED if names]
+        gains: dict[object, tuple[float, float]] = {(): (0.0, 0.0)}
+        for each in (*singles, *moves):
+            after = memory.with_switches(each.memory).of_rank(before.rank, _microbatches(plain))
+            seconds = self._at_least(each) - base
+            key = each.memory.offload.modules or each.memory.recompute.modules[0]
+            gains[key] = before.total - after.total, seconds
+        hopeful: list[tuple[float, int, RunPlan]] = []
+        for index, each in enumerate(self._sets(plain)):
+            recompute, moved = each.memory.recompute, each.memory.offload.modules
+            parts = [gains[name] for name in recompute.modules] + [gains[moved]]
+            hope, seconds = sum(gain for gain, _ in parts), sum(cost for _, cost in parts)
+            if recompute.granularity == "full":  # its default modules mean nothing
+                hope, seconds = need, self._at_least(each) - base
+            if hope >= _SAFETY * need:
+                hopeful.append((seconds, index, each))
+        yield from (each for _, _, each in sorted(hopeful, key=lambda way: way[:2]))
+
+    def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
+        """Selective modules and moved inputs in every combination that makes sense, and whole layers."""
+        modules = [name for name in modules_of(plain.model) if name != "moe"]
+        sets = chain.from_iterable(combinations(modules, count) for count in range(len(modules) + 1))
+        for names in sets:
+            for moved in _MOVED:
+                if names or moved:
+                    yield moving(recomputing(plain, names), moved)
+        if not plain.pipeline.overlap:
+            dense = [name for name in modules if name not in ("moe_act", "shared_experts")]
+            yield recomputing(plain, ["moe"])
+            yield recomputing(plain, [*dense, "moe"])
+            yield whole_layers(plain)
+
+
+def _microbatches(plan: RunPlan) -> int:
+    return plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)

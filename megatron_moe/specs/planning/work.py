@@ -1,0 +1,153 @@
+"""Seconds that one microbatch takes in the layers of one rank, forward and backward, by kind of work."""
+
+from dataclasses import dataclass, fields, replace
+
+from megatron_moe.specs.attention import MLASpec
+from megatron_moe.specs.costs.activations import Kept, Sizes, layer_tensors, num_bytes
+from megatron_moe.specs.costs.shards import held_by_layer
+from megatron_moe.specs.count_flops import FlopCount, count_layer_flops
+from megatron_moe.specs.model import LayerSpec
+from megatron_moe.specs.moe import MoESpec
+from megatron_moe.specs.pipeline.layout import StageSpec
+from megatron_moe.specs.planning.rates import LOGIT_PASSES, LOW_PASSES, PASSES, PASSES_AGAIN, Rates
+from megatron_moe.specs.run import RunPlan
+
+_FORWARD = 1 / 3
+"""Of a layer's operations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds."""
+
+    dense: float = 0.0
+    """Matrices outside the experts, head included."""
+    core_attention: float = 0.0
+    experts: float = 0.0
+    bandwidth: float = 0.0
+    """Kernels that do little more than move data."""
+    again: float = 0.0
+    """Computed a second time, in the backward."""
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(**{each.name: getattr(self, each.name) * times for each in fields(self)})
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.core_attention + self.experts + self.bandwidth + self.again
+
+
+class LayerWork:
+    """Work of the layers of a plan."""
+
+    def __init__(self, plan: RunPlan, rates: Rates) -> None:
+        self.plan = plan
+        self.rates = rates
+        self.sizes = Sizes.of(plan.parallel, plan.precision, micro=plan.batch.micro, seq_length=plan.data.seq_length)
+        self._share = plan.batch.micro / (plan.parallel.tp * plan.parallel.cp)
+        """Of the operations of one sequence: those of a rank for one microbatch."""
+        self._plain: dict[LayerSpec, Work] = {}
+        self._tensors: dict[LayerSpec, list[Kept]] = {}
+        self._again: dict[tuple[LayerSpec, tuple[str, ...]], float] = {}
+
+    def of_stage(self, stage: StageSpec) -> Work:
+        """One microbatch in one stage, with what its recompute adds."""
+        model, work = self.plan.model, Work()
+        for place, index in enumerate(stage.layers):
+            layer = model.layers[index]
+            work += self.of_layer(layer) + Work(again=self.again(layer, place))
+        depths = model.mtp.num_layers if model.mtp and stage.num_mtp else 0
+        if depths:
+            layer = model.layers[-1]
+            joined = 6 * 2 * model.hidden_size**2 * self.plan.data.seq_length * self._share / self.rates.dense
+            work += (self.of_layer(layer) + Work(again=self.again(layer, 0), dense=joined)) * depths
+        return work + self._head() if stage.loss else work
+
+    def of_layer(self, layer: LayerSpec) -> Work:
+        """Without anything computed again."""
+        if layer not in self._plain:
+            self._plain[layer] = self._of_layer(layer)
+        return self._plain[layer]
+
+    def _of_layer(self, layer: LayerSpec) -> Work:
+        rates, flops = self.rates, count_layer_flops(layer, self.plan.data.seq_length)
+        tensors = self.tensors(layer)
+        moved = PASSES * sum(each.bytes for each in tensors)
+        if self.plan.precision.low:
+            moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
+        return Work(
+            dense=(flops.attention + flops.dense_mlp + flops.shared) * self._share / rates.dense,
+            core_attention=flops.core_attention * self._share / rates.core_attention,
+            experts=flops.experts * self._share / rates.experts + self._weights_of_experts(layer) / rates.memory,
+            bandwidth=moved / rates.memory,
+        )
+
+    def _weights_of_experts(self, layer: LayerSpec) -> float:
+        """Bytes: read forward and backward; the gradient read and written. A few rows per expert do not hide them."""
+        precision = self.plan.precision
+        weight = 1 if precision.low else num_bytes(precision.params)
+        return held_by_layer(layer, self.plan.parallel).expert * (2.0 * weight + 2 * num_bytes(precision.grads))
+
+    def _head(self) -> Work:
+        """Logits and loss, once per depth of multi-token prediction too; in the parameters' format."""
+        plan, model = self.plan, self.plan.model
+        times = 1 + (model.mtp.num_layers if model.mtp else 0)
+        rank = self.sizes.inner * (model.vocab_size // plan.parallel.tp) * times
+        return Work(
+            dense=6 * model.hidden_size * rank / self.rates.head,
+            bandwidth=LOGIT_PASSES * rank * self.sizes.activation / self.rates.memory,
+        )
+
+    def tensors(self, layer: LayerSpec) -> list[Kept]:
+        """What a layer keeps when nothing is recomputed."""
+        if layer not in self._tensors:
+            self._tensors[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
+        return self._tensors[layer]
+
+    def again(self, layer: LayerSpec, place: int) -> float:
+        """Seconds to compute again what recompute made the forward forget; `place` of the layer in its stage."""
+        recompute = self.plan.memory.recompute
+        if recompute.granularity == "none":
+            return 0.0
+        if recompute.granularity == "full":
+            whole = recompute.method == "uniform" or place < recompute.num_layers
+            return _FORWARD * self.of_layer(layer).total if whole else 0.0
+        if (layer, recompute.modules) not in self._again:
+            self._again[layer, recompute.modules] = self._of_modules(layer, recompute.modules)
+        return self._again[layer, recompute.modules]
+
+    def _of_modules(self, layer: LayerSpec, modules: tuple[str, ...]) -> float:
+        """Seconds to compute modules of a layer again: their matrices, and passes over what they had freed."""
+        wanted = set(modules)
+        freed = sum(each.bytes for each in self.tensors(layer) if wanted & set(each.forgotten))
+        if "moe" in wanted and isinstance(layer.feed_forward, MoESpec):
+            wanted -= {"moe_act", "shared_experts"}
+        flops, share = self._forward_of(layer, wanted), self._share
+        seconds = (flops.attention + flops.dense_mlp + flops.shared) * share / self.rates.dense
+        seconds += flops.core_attention * share / self.rates.core_attention
+        seconds += flops.experts * share / self.rates.experts
+        return seconds + PASSES_AGAIN * freed / self.rates.memory
+
+    def _forward_of(self, layer: LayerSpec, modules: set[str]) -> FlopCount:
+        """Operations of the matrices of modules, forward alone, of one sequence."""
+        whole = count_layer_flops(layer, self.plan.data.seq_length)
+        none = FlopCount()
+        third = {each.name: getattr(whole, each.name) // 3 for each in fields(whole)}
+        forward, moe = replace(none, **third), "moe" in modules
+        return FlopCount(
+            attention=self._up_projections(layer) if "mla_up_proj" in modules else 0,
+            core_attention=forward.core_attention if "core_attn" in modules else 0,
+            dense_mlp=forward.dense_mlp if "mlp" in modules else 0,
+            experts=forward.experts if moe else 0,
+            shared=forward.shared if moe or "shared_experts" in modules else 0,
+        )
+
+    def _up_projections(self, layer: LayerSpec) -> int:
+        spec, seq = layer.mixer, self.plan.data.seq_length
+        if not isinstance(spec, MLASpec):
+            return 0
+        query = (spec.q_lora_rank or 0) * spec.num_heads * spec.q_head_dim
+        return 2 * seq * (query + spec.kv_lora_rank * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim))
