@@ -83,8 +83,8 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # the model, its optimizer, its data
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels, reporter.timers)
-    for strike in build.build_faults(plan, context, model, reporter):
-        deadlines.then(strike)
+    for listener in build.build_listeners(plan, context, model, reporter, goodbye):
+        deadlines.then(listener)
     datasets = build.build_data(plan, context)
     loader = build.build_train_loader(plan, context, datasets)
     if loader:

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from arguments import derive
 from arguments.flags import Flags
 from arguments.groups.checkpoint import CheckpointFlags
+from arguments.groups.logging import LoggingFlags
 from arguments.resolve_model import model_spec
 from megatron_moe.specs.faults import parse_fault
 from megatron_moe.specs.graphs import GraphModule, GraphSpec
@@ -17,6 +18,7 @@ from megatron_moe.specs.pipeline.auto import flop_costs
 from megatron_moe.specs.pipeline.layout import PipelineLayout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
+from megatron_moe.specs.profile import ProfileSpec
 from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import (
     OTHER_TOKENIZER_NAMES,
@@ -54,6 +56,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         loop=loop,
         checkpoint=_checkpoint(flags),
         logging=_logging(flags),
+        profile=_profile(flags.logging),
         resilience=_resilience(flags),
         kernels=_kernels(flags),
         graphs=_graphs(flags, model),
@@ -306,6 +309,7 @@ def _loop(flags: Flags, batch: BatchSpec) -> LoopSpec:
         iterations_to_skip=training.iterations_to_skip,
         manual_gc=training.manual_gc,
         manual_gc_interval=training.manual_gc_interval,
+        manual_gc_eval=training.manual_gc_eval,
     )
 
 
@@ -432,6 +436,22 @@ def _logging(flags: Flags) -> LoggingSpec:
         timing_option=logging.timing_log_option,
         per_layer_moe=flags.moe.moe_per_layer_logging,
         plots=logging.plots,
+    )
+
+
+def _profile(logging: LoggingFlags) -> ProfileSpec:
+    tool: Literal["none", "cuda", "torch"] = "none"
+    if logging.profile:
+        tool = "torch" if logging.use_pytorch_profiler else "cuda"
+    return ProfileSpec(
+        tool=tool,
+        after=logging.profile_step_start,
+        last=logging.profile_step_end,
+        ranks=logging.profile_ranks,
+        shapes=logging.pytorch_profiler_collect_shapes,
+        stacks=logging.pytorch_profiler_collect_callstack,
+        marks=logging.nvtx_ranges,
+        memory_snapshot=logging.memory_snapshot_path if logging.record_memory_history else None,
     )
 
 

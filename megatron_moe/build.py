@@ -1,6 +1,7 @@
 """The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.kernels.choose import choose
+from megatron_moe.logs.profile import StepProfile, mark_parts
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
@@ -30,6 +32,7 @@ from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.specs.count import count_expert_elements, count_parameters
 from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.garbage import Garbage
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
 from megatron_moe.watch import packages
@@ -112,14 +115,20 @@ def record_steps(trainer: Trainer, recorder: Recorder) -> None:
         trainer.pipeline.flights = Flights(recorder, spec.warmup_steps)
 
 
-def build_faults(
-    plan: RunPlan, context: ParallelContext, model: GPT, reporter: Reporter
+def build_listeners(
+    plan: RunPlan, context: ParallelContext, model: GPT, reporter: Reporter, goodbye: ExitStack
 ) -> list[Callable[[str, int], None]]:
-    """What is to be told of every phase and iteration: nobody, but with `--inject`."""
+    """Who is to be told of every phase and iteration. `goodbye` ends what they began."""
+    garbage = goodbye.enter_context(Garbage(plan.loop))
+    profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
+    goodbye.callback(profile.close)
+    if plan.profile.marks:
+        mark_parts(model, context.device)
     faults = plan.resilience.faults
     for fault in faults:
         reporter.note(f"--inject: {fault}")
-    return [Faults(faults, context.rank, model).strike] if faults else []
+    strikes = [Faults(faults, context.rank, model).strike] if faults else []
+    return [garbage.enter, profile.enter, *strikes]
 
 
 def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:

@@ -1,4 +1,4 @@
-"""Command lines that ask for recordings which cannot be made, and ones that barely can."""
+"""Command lines that ask for recordings or profiles which cannot be made, and ones that barely can."""
 
 from tests.rules_of_ranks import EIGHT_RANKS, EP2, PP2, TP2, Case
 
@@ -67,5 +67,18 @@ GRAPH_CASES = (
         f"{GRAPHS} --delay-wgrad-compute",
         "with --delay-wgrad-compute",
         "--delay-wgrad-compute",
+    ),
+    Case(
+        "profiles_have_an_end",
+        "--profile --profile-step-start 12",
+        "behind iteration 12 to 12 profiles nothing",
+        "--profile --profile-step-start 11",
+    ),
+    Case(
+        "profiles_have_a_folder",
+        "--profile --use-pytorch-profiler",
+        "without a run folder",
+        "--profile",
+        without="--run-dir --save-interval",
     ),
 )

@@ -75,7 +75,33 @@ def faults_are_known(inject: tuple[str, ...], world_size: int) -> Complaint:
     return None
 
 
+def profiles_have_an_end(profile: bool, profile_step_start: int, profile_step_end: int) -> Complaint:
+    """The first profiled iteration comes after the start, and the last one is the end."""
+    if not profile or profile_step_end > profile_step_start:
+        return None
+    return (
+        f"--profile from behind iteration {profile_step_start} to {profile_step_end} profiles nothing",
+        f"give --profile-step-end {profile_step_start + 1} or more",
+    )
+
+
+def profiles_have_a_folder(
+    profile: bool, use_pytorch_profiler: bool, record_memory_history: bool, run_dir: str | None
+) -> Complaint:
+    """Traces and snapshots are files of a run."""
+    writes = {
+        "--profile --use-pytorch-profiler": profile and use_pytorch_profiler,
+        "--record-memory-history": record_memory_history,
+    }
+    given = [name for name, there in writes.items() if there]
+    if run_dir is not None or not given:
+        return None
+    return f"{' and '.join(given)} without a run folder", "give --run-dir"
+
+
 RULES = (
+    profiles_have_an_end,
+    profiles_have_a_folder,
     faults_are_known,
     saving_has_a_rhythm,
     step_belongs_to_a_folder,

@@ -77,33 +77,26 @@ class LoggingFlags:
     wandb_save_dir: str | None = flag(None)
     """Folder for W&B's files. Not set: the run folder."""
 
-    profile: bool = flag(False, status="not yet", harmless=True, note="start the program below an external profiler")
-    """Profile chosen iterations."""
-    profile_step_start: int = flag(10, status="no effect", note="belongs to --profile")
-    """First profiled iteration."""
-    profile_step_end: int = flag(12, status="no effect", note="belongs to --profile")
-    """Iteration at which profiling ends."""
-    profile_ranks: tuple[int, ...] = flag((), status="no effect", note="belongs to --profile")
-    """Profiled ranks."""
-    use_pytorch_profiler: bool = flag(False, status="no effect", note="belongs to --profile")
-    """torch's profiler instead of an external one."""
-    record_memory_history: bool = flag(
-        False, status="not yet", harmless=True, note="--log-memory-interval logs what the allocator holds"
-    )
-    """Record allocations."""
-    memory_snapshot_path: str = flag("snapshot.pickle", status="no effect", note="belongs to --record-memory-history")
-    """File for recorded allocations."""
-    nvtx_ranges: bool = flag(
-        False,
-        status="not yet",
-        harmless=True,
-        note="the parts of a step have no marks; --timing-log-level 2 times them",
-    )
-    """Name the parts of a step in profiles."""
-    pytorch_profiler_collect_shapes: bool = flag(False, status="no effect", note="belongs to --profile")
-    """Shapes in the profile."""
-    pytorch_profiler_collect_callstack: bool = flag(False, status="no effect", note="belongs to --profile")
-    """Call stacks in the profile."""
+    profile: bool = flag(False)
+    """Profile chosen iterations: mark them for an external profiler, or write a trace."""
+    profile_step_start: int = flag(10, least=0)
+    """Iterations before the first profiled one."""
+    profile_step_end: int = flag(12, least=1)
+    """Last profiled iteration."""
+    profile_ranks: tuple[int, ...] = flag(())
+    """Profiled ranks. Not set: all."""
+    use_pytorch_profiler: bool = flag(False, status="close", note="traces go to profile/ in the run folder")
+    """Write a trace with torch's profiler."""
+    record_memory_history: bool = flag(False, status="close", note="snapshots go to profile/ in the run folder")
+    """Record what the device's allocator does; a snapshot at every log interval and at the end, whatever ended it."""
+    memory_snapshot_path: str = flag("snapshot.pickle")
+    """File for recorded allocations; the number of the rank is added to its name."""
+    nvtx_ranges: bool = flag(False, status="close", note="the forwards of the model's parts have marks")
+    """Name the parts of the model in profiles."""
+    pytorch_profiler_collect_shapes: bool = flag(False)
+    """Shapes in the trace."""
+    pytorch_profiler_collect_callstack: bool = flag(False)
+    """Call stacks in the trace."""
     save_tokens_per_expert_interval: int | None = flag(
         None,
         status="not yet",

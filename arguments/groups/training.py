@@ -48,7 +48,7 @@ class TrainingFlags:
     """Collect Python's garbage at chosen iterations only."""
     manual_gc_interval: int = flag(0, least=0)
     """Iterations between collections."""
-    manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",), status="no effect", note="concerns speed")
+    manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",))
     """Collect around evaluations."""
     empty_unused_memory_level: Literal[0, 1, 2] = flag(0, status="no effect", note="concerns memory")
     """Give unused device memory back in every step."""

@@ -12,6 +12,7 @@ from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout
 from megatron_moe.specs.pipeline.schedule import ScheduleSpec
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.profile import ProfileSpec
 from megatron_moe.specs.train import (
     BatchSpec,
     CheckpointSpec,
@@ -53,6 +54,7 @@ class RunPlan:
     pipeline: PipelineSpec = PipelineSpec()
     memory: MemorySpec = MemorySpec()
     graphs: GraphSpec = GraphSpec()
+    profile: ProfileSpec = ProfileSpec()
     resilience: ResilienceSpec = ResilienceSpec()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     environment: tuple[tuple[str, str], ...] = ()

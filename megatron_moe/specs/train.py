@@ -282,3 +282,4 @@ class LoopSpec:
     """Iterations, counted from 1, whose samples are passed over."""
     manual_gc: bool = False
     manual_gc_interval: int = 0
+    manual_gc_eval: bool = True
