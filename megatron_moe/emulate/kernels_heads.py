@@ -55,7 +55,7 @@ class _QueryKeyValue(torch.autograd.Function):
         qkv_SBGC, q_weight, k_weight, *_ = ctx.saved_tensors
         strided = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
         grad_qkv = torch.empty_like(qkv_SBGC)
-        num_programs = max(min(qkv_SBGC.shape[0] * qkv_SBGC.shape[1], MOST_PROGRAMS), 1)
+        num_programs = max(min(qkv_SBGC.shape[0] * qkv_SBGC.shape[1], 2 * MOST_PROGRAMS), 1)
         shares_P2D = torch.zeros(num_programs, 2, ctx.width, device=qkv_SBGC.device, dtype=torch.float32)
         del strided
         if q_weight is None or k_weight is None:

@@ -115,6 +115,29 @@ def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: t
     compare(op, inputs, dtype)
 
 
+@pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (64, 64), (192, 128)])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("window", [None, (127, 0), (300, 0)], ids=["all", "near", "far"])
+@pytest.mark.parametrize("documents", [False, True], ids=["one", "documents"])
+def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
+    documents: bool, window: tuple[int, int] | None, sinks: bool, qk_dim: int, v_dim: int
+) -> None:
+    seq = 645
+    spec = CoreAttentionSpec(softmax_scale=qk_dim**-0.5, window=window)
+    segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if documents else None
+    inputs = [draw(seq, 2, 4, qk_dim), draw(seq, 2, 2, qk_dim, seed=1), draw(seq, 2, 2, v_dim, seed=2)]
+    inputs += [draw(4, seed=3)] if sinks else []
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            here = None if segments is None else segments.to(q.device)
+            return kernels.attention(q, k, v, spec, sinks, here, None)
+
+        return call
+
+    compare(op, inputs, BF16)
+
+
 @DTYPES
 def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> None:
     for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"):

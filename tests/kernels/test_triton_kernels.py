@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.ops import Operand
+from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
 from tests import kernel_comparison
 from tests.kernel_comparison import BARS, REFERENCE, draw
@@ -120,6 +121,36 @@ def test_latent_keys_and_values_are_the_reference(
     # a gradient that comes with its heads far apart, as attention gives it
     compare(
         lambda k: lambda kv, s: torch.cat(k.latent_key_value(kv, s, key), dim=-1).permute(1, 2, 0, 3), inputs, dtype
+    )
+
+
+WINDOWS = {
+    "sinks": (CoreAttentionSpec(softmax_scale=0.3), True, False),
+    "window": (CoreAttentionSpec(softmax_scale=0.3, window=(20, 0)), False, False),
+    "far window": (CoreAttentionSpec(softmax_scale=0.3, window=(150, 0)), True, False),
+    "both sides": (CoreAttentionSpec(softmax_scale=0.3, window=(90, 140), causal=False), False, False),
+    "off by one": (CoreAttentionSpec(softmax_scale=0.3, off_by_one=True, causal=False), False, False),
+    "documents": (CoreAttentionSpec(softmax_scale=0.3), False, True),
+    "everything": (CoreAttentionSpec(softmax_scale=0.3, window=(30, 0)), True, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("seq", "groups", "per_group", "width", "value"), [(200, 1, 2, 8, 8), (65, 2, 1, 24, 12), (1, 1, 1, 4, 4)]
+)
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_attention_with_windows_sinks_and_documents_is_the_reference(
+    kind: str, seq: int, groups: int, per_group: int, width: int, value: int
+) -> None:
+    spec, sinks, documents = WINDOWS[kind]
+    segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if documents else None
+    heads = groups * per_group
+    inputs = [draw(seq, 2, heads, width), draw(seq, 2, groups, width, seed=1), draw(seq, 2, groups, value, seed=2)]
+    inputs += [draw(heads, seed=3)] if sinks else []
+    compare(
+        lambda k: lambda q, key, v, *s: k.attention(q, key, v, spec, *(s or (None,)), segments, None),
+        inputs,
+        torch.float32,
     )
 
 

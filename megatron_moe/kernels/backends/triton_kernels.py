@@ -8,6 +8,7 @@ import torch
 import triton
 
 from megatron_moe.kernels.backends.triton.activation import activation as activation
+from megatron_moe.kernels.backends.triton.attention.forward import attention as attention
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
@@ -37,6 +38,7 @@ PROVIDES = (
     "rope",
     "query_key_value",
     "latent_key_value",
+    "attention",
     "activation",
     "cross_entropy",
     "select_experts",
@@ -62,6 +64,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
     if op == "grouped_weight_grad" and dtype is torch.float32:
         return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
     reasons = {
+        "attention": "windows, sinks and documents tile by tile; without them torch's",
         "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
         "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
 
-TILE = 4096
+FORWARD_TILE, BACKWARD_TILE = 4096, 2048
 """Elements that one program holds at a time."""
+PROGRAMS = 8
+"""Programs of the backward per multiprocessor."""
 
 
 def query_key_value(
@@ -51,7 +53,7 @@ class _QueryKeyValue(torch.autograd.Function):
                 k_SBGD, batch, groups, heads_per_group, width, cos_SBD.shape[-1], eps, cos_SBD.stride(0),
                 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
                 NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved,
-                **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
+                **_tiles(FORWARD_TILE, groups, heads_per_group, width, cos_SBD.shape[-1]),
             )  # fmt: skip
         ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD)
         ctx.settings = (eps, zero_centered, interleaved, heads_per_group)
@@ -67,7 +69,7 @@ class _QueryKeyValue(torch.autograd.Function):
         normed = q_weight is not None
         grad_qkv = torch.empty_like(qkv_SBGC)
         # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
-        num_programs = max(min(length * batch, 4 * num_multiprocessors(qkv_SBGC.device)), 1)
+        num_programs = max(min(length * batch, PROGRAMS * num_multiprocessors(qkv_SBGC.device)), 1)
         shares_P2D = torch.zeros(num_programs, 2, width, device=qkv_SBGC.device, dtype=torch.float32)
         if qkv_SBGC.numel():
             _turn_heads_back[(num_programs,)](
@@ -76,7 +78,7 @@ class _QueryKeyValue(torch.autograd.Function):
                 cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
                 cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
                 NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width),
-                **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
+                **_tiles(BACKWARD_TILE, groups, heads_per_group, width, cos_SBD.shape[-1]),
             )  # fmt: skip
         if not normed:
             return grad_qkv, None, None, None
@@ -84,10 +86,10 @@ class _QueryKeyValue(torch.autograd.Function):
         return grad_qkv, grad_weights[0].to(q_weight.dtype), grad_weights[1].to(k_weight.dtype), None
 
 
-def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
+def _tiles(elements: int, groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    most = max(TILE // power_of_two(2 * pairs + rest), 1)
+    most = max(elements // power_of_two(2 * pairs + rest), 1)
     return {
         "PAIRS": pairs,
         "REST": rest,
@@ -205,14 +207,14 @@ def _turn_back(
             squares += tl.sum(n3 * n3, axis=1)
         scale = (1.0 / tl.sqrt(squares / width + eps))[:, None]
         n1, n2 = n1 * scale, n2 * scale
-        share1 += tl.sum(g1 * n1, axis=0)
-        share2 += tl.sum(g2 * n2, axis=0)
+        share1 += g1 * n1
+        share2 += g2 * n2
         g1 *= _factor(weight_ptr, first, paired, ZERO_CENTERED)
         g2 *= _factor(weight_ptr, second, paired, ZERO_CENTERED)
         total = tl.sum(g1 * n1 + g2 * n2, axis=1)
         if HAS_REST:
             n3 *= scale
-            share3 += tl.sum(g3 * n3, axis=0)
+            share3 += g3 * n3
             g3 *= _factor(weight_ptr, rest, rest < width, ZERO_CENTERED)
             total += tl.sum(g3 * n3, axis=1)
         mean = (total / width)[:, None]
@@ -232,9 +234,9 @@ def _store_shares(
 ):  # fmt: skip
     first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
     rest = turned + tl.arange(0, REST)
-    tl.store(place + first, share1, mask=paired)
-    tl.store(place + second, share2, mask=paired)
-    tl.store(place + rest, share3, mask=rest < width)
+    tl.store(place + first, tl.sum(share1, axis=0), mask=paired)
+    tl.store(place + second, tl.sum(share2, axis=0), mask=paired)
+    tl.store(place + rest, tl.sum(share3, axis=0), mask=rest < width)
 
 
 @triton.jit
@@ -248,9 +250,10 @@ def _turn_heads_back(
     paired = tl.arange(0, PAIRS) < turned // 2
     dims = tl.arange(0, WIDTH)[None, :]
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
-    q1, q2 = tl.zeros((PAIRS,), dtype=tl.float32), tl.zeros((PAIRS,), dtype=tl.float32)
-    k1, k2 = tl.zeros((PAIRS,), dtype=tl.float32), tl.zeros((PAIRS,), dtype=tl.float32)
-    q3, k3 = tl.zeros((REST,), dtype=tl.float32), tl.zeros((REST,), dtype=tl.float32)
+    # shares of the weights' gradients: added up over heads at the end, for sums over a tile cost barriers
+    q1, q2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
+    k1, k2 = tl.zeros((GROUPS, PAIRS), dtype=tl.float32), tl.zeros((GROUPS, PAIRS), dtype=tl.float32)
+    q3, k3 = tl.zeros((HEADS, REST), dtype=tl.float32), tl.zeros((GROUPS, REST), dtype=tl.float32)
     for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         token = tl.cast(number, tl.int64)
         s, b = token // batch, token % batch

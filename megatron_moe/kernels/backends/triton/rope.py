@@ -74,17 +74,22 @@ def _rotate_heads(
     sin = tl.load(sin_ptr + angle, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     if BACKWARD:
         sin = -sin
-    if INTERLEAVED:
-        first, second = begin + 2 * pairs, begin + 2 * pairs + 1
-    else:
-        first, second = begin + pairs, begin + pairs + half
-    held = (heads < num_heads)[:, None] & (pairs < half)[None, :]
     from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
     to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
-    x1 = tl.load(from_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
-    x2 = tl.load(from_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
-    tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=held)
-    tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=held)
+    if INTERLEAVED:  # neighbours in memory: read and written together, parted in registers
+        turning = tl.arange(0, 2 * PAIRS)
+        held = (heads < num_heads)[:, None] & (turning < turned)[None, :]
+        x = tl.load(from_ptr + begin + turning[None, :], mask=held, other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, (HEADS, PAIRS, 2)))
+        y = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), (HEADS, 2 * PAIRS))
+        tl.store(to_ptr + begin + turning[None, :], y.to(out_ptr.dtype.element_ty), mask=held)
+    else:
+        first, second = begin + pairs, begin + pairs + half
+        held = (heads < num_heads)[:, None] & (pairs < half)[None, :]
+        x1 = tl.load(from_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
+        x2 = tl.load(from_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
+        tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=held)
+        tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=held)
     if HAS_REST:
         # what is not turned: the dims before, then those behind
         rest = tl.arange(0, REST)

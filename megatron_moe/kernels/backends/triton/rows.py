@@ -17,8 +17,8 @@ from megatron_moe.kernels.row_copies import RowCopies
 
 SORT_TILE = 8192
 """Choices times experts that one program of the sort compares at a time."""
-COPY_TILE = 4096
-"""Elements that one program copies at a time."""
+COPY_TILE = 2048
+"""Elements of a row that one program copies."""
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
@@ -97,15 +97,18 @@ def _pick(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    """[T, H] -> [R, H], zeros in rows that hold nothing."""
+    """[T, H] -> [R, H], zeros in rows that hold nothing. A program reads a token once and writes all its rows."""
+    assert index.rows_TK is not None, "a dense form has no rows per choice"
     tokens_TH = rows_of(tokens_TH)
-    num_rows, width = len(index.token_R), tokens_TH.shape[1]
+    num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
     rows_RH = torch.empty(num_rows, width, device=tokens_TH.device, dtype=tokens_TH.dtype)
     if rows_RH.numel():
-        rows, columns = _copy_tile(width)
-        _gather_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-            tokens_TH, index.token_R, rows_RH, num_rows, width, tokens_TH.stride(0), ROWS=rows, COLUMNS=columns
-        )
+        columns = min(power_of_two(width), COPY_TILE)
+        num_programs = max(num_tokens, 1)
+        _copy_tokens[(num_programs, triton.cdiv(width, columns))](
+            tokens_TH, index.rows_TK.contiguous(), index.token_R, rows_RH, num_tokens, num_rows, width,
+            tokens_TH.stride(0), triton.cdiv(num_rows, num_programs), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
+        )  # fmt: skip
     return rows_RH
 
 
@@ -117,16 +120,11 @@ def _sum(rows_RH: Tensor, index: RowIndex) -> Tensor:
     width = rows_RH.shape[1]
     tokens_TH = torch.empty(num_tokens, width, device=rows_RH.device, dtype=rows_RH.dtype)
     if tokens_TH.numel():
-        columns = min(power_of_two(width), 2048)
+        columns = min(power_of_two(width), COPY_TILE)
         _sum_choices[(num_tokens, triton.cdiv(width, columns))](
             rows_RH, index.rows_TK.contiguous(), tokens_TH, topk, width, rows_RH.stride(0), COLUMNS=columns
         )
     return tokens_TH
-
-
-def _copy_tile(width: int) -> tuple[int, int]:
-    columns = min(power_of_two(width), 2048)
-    return max(COPY_TILE // columns, 1), columns
 
 
 @triton.jit
@@ -167,16 +165,23 @@ def _pick_values(values_ptr, places_ptr, out_ptr, num, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gather_rows(
-    tokens_ptr, token_ptr, rows_ptr, num_rows, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _copy_tokens(
+    tokens_ptr, places_ptr, token_ptr, rows_ptr, num_tokens, num_rows, width, stride, rows_each,
+    TOPK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    tokens = tl.load(token_ptr + rows, mask=rows < num_rows, other=-1)
-    inside = (columns < width)[None, :]
-    held = (tokens >= 0)[:, None] & inside
-    values = tl.load(tokens_ptr + tokens[:, None] * stride + columns[None, :], mask=held, other=0.0)
-    tl.store(rows_ptr + rows[:, None] * width + columns[None, :], values, mask=(rows < num_rows)[:, None] & inside)
+    inside = columns < width
+    if token < num_tokens:
+        values = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
+        for choice in tl.static_range(TOPK):
+            row = tl.load(places_ptr + token * TOPK + choice)
+            tl.store(rows_ptr + row * width + columns, values, mask=inside & (row >= 0))
+    # every row is also looked at once by some program: if no token goes there, it gets zeros
+    for number in range(rows_each):
+        row = token * rows_each + number
+        if tl.load(token_ptr + row, mask=row < num_rows, other=0) < 0:
+            tl.store(rows_ptr + row * width + columns, tl.zeros((COLUMNS,), rows_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
