@@ -210,6 +210,7 @@ def _memory(flags: Flags) -> MemorySpec:
             method=recompute.recompute_method or "uniform",
             num_layers=recompute.recompute_num_layers or 1,
             modules=recompute.recompute_modules or ("core_attn",),
+            distribute=recompute.distribute_saved_activations,
         ),
         offload=OffloadSpec(
             modules=offload.offload_modules if offload.fine_grained_activation_offloading else (),

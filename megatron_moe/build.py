@@ -77,7 +77,7 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
 
 def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout."""
-    keeping = Keeping(plan.memory.recompute)
+    keeping = Keeping(plan.memory.recompute, tp=context.group("tp"))
     model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
     if context.assumed_load is None:  # without peers values have no meaning
         init_parameters(model, plan.loop.seed, plan.model.init)

@@ -11,6 +11,8 @@ LAYOUT = "--pipeline-model-parallel-layout"
 STAGES_INSIDE = "--use-tp-pp-dp-mapping"
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32"
 SHARED = "--moe-shared-expert-intermediate-size 64"
+WHOLE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+CHOSEN = "--recompute-granularity selective --recompute-modules"
 
 
 class Case(NamedTuple):
@@ -294,6 +296,20 @@ RANK_CASES = (
         f"--recompute-num-layers 1",
         "runs layers node by node, and whole layers are to be recomputed",
         f"{EP2} --overlap-moe-expert-parallel-comm",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "overlapped_shared_experts_are_kept",
+        f"{EP2} {SHARED} --moe-shared-expert-overlap {CHOSEN} shared_experts",
+        "shared_experts with --moe-shared-expert-overlap",
+        f"{EP2} {SHARED} {CHOSEN} shared_experts",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "saved_inputs_can_be_spread",
+        f"{TP2} --distribute-saved-activations {WHOLE}",
+        "with --sequence-parallel, whose ranks keep different parts already",
+        f"{TP2} {WHOLE}",
         environ=EIGHT_RANKS,
     ),
     Case(

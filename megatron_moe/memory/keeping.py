@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.memory.forgotten import Forgotten, Packed, unpack
 from megatron_moe.memory.recompute import run_twice
+from megatron_moe.parallel.context import Group
 from megatron_moe.specs.memory import RecomputeSpec
 
 Scope = AbstractContextManager[object]
@@ -31,9 +32,11 @@ class Keeping:
     """The wishes of one run. Scopes may stand in each other: the innermost is asked first, and what it does not take is
     the next one's."""
 
-    def __init__(self, recompute: RecomputeSpec | None = None) -> None:
-        """`recompute`: None: nothing runs twice."""
+    def __init__(self, recompute: RecomputeSpec | None = None, *, tp: Group | None = None) -> None:
+        """`recompute`: None: nothing runs twice. `tp`: who shares out the inputs of recomputed layers, where that is
+        wished."""
         self._recompute = recompute or RecomputeSpec()
+        self._spread = tp if self._recompute.distribute else None
         self._policies: list[Policy] = []
 
     def twice(self, module: str) -> bool:
@@ -46,7 +49,14 @@ class Keeping:
 
     def run_with_meta(self, module: str, run: Callable[..., Tensor], *tensors: Tensor, meta: TokenMeta) -> Tensor:
         """The same of `run(*tensors, meta)`. Metrics are recorded the first time."""
-        return again_with_meta(run, *tensors, meta=meta) if self.twice(module) else run(*tensors, meta)
+        return self.again(run, *tensors, meta=meta) if self.twice(module) else run(*tensors, meta)
+
+    def again(self, run: Callable[..., Tensor], *tensors: Tensor, meta: TokenMeta) -> Tensor:
+        """`run(*tensors, meta)`, run again in the backward, without the tally then."""
+        unrecorded = replace(meta, tally=None)
+        return run_twice(
+            lambda *given: run(*given, meta), lambda *given: run(*given, unrecorded), *tensors, spread=self._spread
+        )
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
         """How the layers of a stage are run: (how many in one go, are they run again in the backward?), in order.
@@ -101,9 +111,3 @@ class _Scope(AbstractContextManager[None]):
     def __exit__(self, *raised: object) -> None:
         self._hooks.__exit__(*raised)
         self._policies.pop()
-
-
-def again_with_meta(run: Callable[..., Tensor], *tensors: Tensor, meta: TokenMeta) -> Tensor:
-    """`run(*tensors, meta)`, run again in the backward, without the tally then."""
-    unrecorded = replace(meta, tally=None)
-    return run_twice(lambda *given: run(*given, meta), lambda *given: run(*given, unrecorded), *tensors)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.keeping import Keeping, again_with_meta
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.model.block import Block, make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.head import Head
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         layers = iter(self.chunks[chunk].layers)
         for number, twice in self.keeping.layers(len(self.chunks[chunk].layers)):
             run = partial(self._run, [next(layers) for _ in range(number)])
-            hidden_SBH = again_with_meta(run, hidden_SBH, meta=meta) if twice else run(hidden_SBH, meta)
+            hidden_SBH = self.keeping.again(run, hidden_SBH, meta=meta) if twice else run(hidden_SBH, meta)
         if self.final_layernorm is not None and self.chunks[chunk].final_norm:
             hidden_SBH = self.final_layernorm(hidden_SBH)
         return hidden_SBH

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.keeping import Keeping, again_with_meta
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.model.block import make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.norm import Norm
@@ -88,7 +88,7 @@ class MTP(nn.Module):
         for depth, target in zip(self._depths(batch), targets(batch, self.spec.num_layers), strict=True):
             inputs, ((_, twice),) = self._inputs(hidden_SBH, depth, embedding), self.keeping.layers(1, ahead=True)
             hidden_SBH = (
-                again_with_meta(depth.layer, *inputs, meta=depth.meta) if twice else depth.layer(*inputs, depth.meta)
+                self.keeping.again(depth.layer, *inputs, meta=depth.meta) if twice else depth.layer(*inputs, depth.meta)
             )
             yield Ahead(hidden_SBH, *target)
 

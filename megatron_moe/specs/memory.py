@@ -14,6 +14,8 @@ class RecomputeSpec:
     num_layers: int = 1
     modules: tuple[str, ...] = ()
     """Of "selective"."""
+    distribute: bool = False
+    """Of "full": tensor parallel ranks without sequence parallelism share out the inputs of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

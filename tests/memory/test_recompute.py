@@ -1,13 +1,15 @@
 """What runs again in the backward changes no bit of a step, and what is forgotten is really gone until then."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_moe.data.batch import MicroBatch
+from megatron_moe.kernels import reference
 from megatron_moe.kernels.choose import choose
 from megatron_moe.logs.tally import Tally
 from megatron_moe.memory.keeping import Keeping
@@ -18,10 +20,13 @@ from megatron_moe.specs.attention import AttentionSpec, MLASpec
 from megatron_moe.specs.memory import MemorySpec, RecomputeSpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import MoESpec, SharedExpertsSpec
+from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import KernelSpec
 from tests import tiny
 from tests.memory.alive import Alive
 from tests.pipelines import train
+from tests.ranks import on_threads
 from tests.tiny_models import HIDDEN, build, gradients, microbatch, mla_spec, mlp_spec, randn
 from tests.tolerances import EXACT
 
@@ -252,3 +257,48 @@ def test_parameters_inside_get_gradients_where_no_input_has_one():
     weight = randn(3).requires_grad_()
     run_twice(lambda x: x * weight, lambda x: x * weight, randn(3)).sum().backward()
     EXACT.check(weight.grad, randn(3), "gradient of the weight")
+
+
+def test_ranks_that_hold_the_same_keep_a_part_each():
+    """Tensor parallelism without sequence parallelism: the residual stream is the same on every rank."""
+
+    def kept_and_gradient(context: ParallelContext, tp: str | None) -> tuple[int, Tensor]:
+        group = None if tp is None else context.group(tp)
+        keeping = Keeping(replace(full("uniform", 1), distribute=tp is not None), tp=group)
+        x, meta = randn(SEQ, BATCH, HIDDEN).requires_grad_(), batch().meta
+        with Alive() as alive:
+            out = keeping.again(lambda hidden, meta: (hidden * 2).sin(), x * 3, meta=meta)
+            kept = alive.bytes() - out.nbytes
+            out.sum().backward()
+        return kept, x.grad
+
+    spec = ParallelSpec(world_size=2, tp=2)
+    whole, parts = (on_threads(spec, partial(kept_and_gradient, tp=tp)) for tp in (None, "tp"))
+    for (kept, gradient), (kept_part, gradient_from_parts) in zip(whole, parts, strict=True):
+        EXACT.check(gradient_from_parts, gradient, "gradient")
+        assert 0 < kept_part == kept // 2
+
+
+def test_an_overlapped_chain_recomputes_its_nodes():
+    """Layers run node by node beside another microbatch: the norm's note travels from node to node."""
+    spec = models()["GQA"]
+    plain, again = (
+        tiny.plan(
+            model=spec,
+            memory=MemorySpec(recompute=recompute),
+            pipeline=PipelineSpec(overlap=True, split_backward=True),
+        )
+        for recompute in (RecomputeSpec(), WAYS["small ones together"])
+    )
+    alone = ParallelContext.single()
+    EXACT.check_all(train(again, alone, steps=1), train(plain, alone, steps=1), "overlapped")
+
+
+def test_fake_tensors_are_recomputed_too():
+    """Emulation runs the same code without memory behind it. Dense layers: reference experts read their counts."""
+    spec = tiny.model(layers=layers(mla_spec())[:1] * 3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for way in ("small ones together", "uniform, two at a time"):
+            net = GPT(spec, ParallelContext.single(), reference.bundle(), keeping=Keeping(WAYS[way]))
+            losses_of(net, microbatch(BATCH, SEQ)).loss_BS.sum().backward()
+            assert all(gradient.shape == net.get_parameter(name).shape for name, gradient in gradients(net).items())
