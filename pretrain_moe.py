@@ -48,6 +48,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     os.environ.update(plan.environment)
     from megatron_moe import build
     from megatron_moe.logs.reporter import Reporter
+    from megatron_moe.parallel.agreement import check_agreement
     from megatron_moe.train.checkpoints import Checkpoints
     from megatron_moe.train.leave import Leave
     from megatron_moe.train.progress import Progress
@@ -75,6 +76,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     deadlines.reports_to(status)
     world_size = plan.launch.world_size
     goodbye.enter_context(Peers(plan.logging.run_dir, status, rank=context.rank, world_size=world_size))
+    check_agreement(plan.resolved_yaml, context)
     saver = build.build_saver(plan, context, reporter)
     if saver:
         goodbye.callback(saver.close)

@@ -24,8 +24,8 @@ from megatron_moe.checkpoint.folder import list_checkpoints
 from megatron_moe.checkpoint.verify import verify
 from megatron_moe.specs.exitcodes import ExitCode
 from tests.end_to_end.tiny_run import arguments, losses, make_data
+from tests.forked_ranks import Ranks
 from tests.soak_faults import FAULTS, Fault, damage
-from tests.soak_ranks import Ranks
 from tests.stored import store
 
 RANKS = 4
@@ -121,7 +121,7 @@ class Soak:
             kind, _, phase = fault.inject.partition(":")
             rank = self.random.randrange(RANKS)
             inject = ["--inject", f"{kind}@{rank}:{soon}" + (f":{phase}" if phase else "")]
-        ranks = Ranks(arguments(self.data, self.run, *FLAGS, *inject), RANKS, self.folder / "said")
+        ranks = Ranks([arguments(self.data, self.run, *FLAGS, *inject)] * RANKS, self.folder / "said")
         if fault.signal is not None:
             ranks.wait_until_trained(self.run, 0 if fault.anywhere else before + 1)
             ranks.sleep(self.random.uniform(0.0, 2.0))
@@ -145,7 +145,7 @@ class Soak:
         flags = [*FLAGS, "--exit-interval", str(end)]
         if run != self.run:
             flags += ["--save-interval", "1000000"]
-        ranks = Ranks(arguments(self.data, run, *flags), RANKS, self.folder / "said")
+        ranks = Ranks([arguments(self.data, run, *flags)] * RANKS, self.folder / "said")
         codes = ranks.wait(patience=600)
         if codes != [0] * RANKS:
             self.problems.append(f"a start that nobody disturbed ended with {codes}: {ranks.said()[-1500:]}")

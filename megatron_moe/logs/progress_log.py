@@ -23,12 +23,14 @@ class ProgressLog:
     """Appends to `folder`/progress.txt from one rank; None writes nothing. A line that cannot be written is left out.
 
     Args:
-        environ: names the job.
+        environ: names the job; None: that of this process.
     """
 
-    def __init__(self, folder: Path | None, num_ranks: int, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, folder: Path | None, num_ranks: int, environ: Mapping[str, str] | None = None) -> None:
         self._path = None if folder is None else folder / PROGRESS
-        self._prefix = f"Job ID: {environ.get('SLURM_JOB_ID', '')}\t# GPUs: {num_ranks}"
+        self._prefix = (
+            f"Job ID: {(os.environ if environ is None else environ).get('SLURM_JOB_ID', '')}\t# GPUs: {num_ranks}"
+        )
         self._num_ranks = num_ranks
         self._begun = time.monotonic()
         self._first: Standing | None = None

@@ -59,6 +59,8 @@ class Deadlines:
         self._thread = threading.Thread(target=self._watch, name="deadlines", daemon=True)
 
     def __enter__(self) -> "Deadlines":
+        if sys.__stderr__ is not None and not faulthandler.is_enabled():
+            faulthandler.enable(sys.__stderr__)  # a crash in C code prints the stacks of Python
         if self._seconds:
             self.enter("start")
             self._thread.start()

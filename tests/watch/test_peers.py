@@ -1,0 +1,55 @@
+"""Errors of broken connections, and whom they are blamed on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.specs.exitcodes import DataProblem, ExitCode, OtherRankProblem
+from megatron_moe.watch.peers import Peers, is_broken_connection
+from megatron_moe.watch.status import Status
+
+BROKEN = RuntimeError(
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:19044"
+)
+
+
+def blamed(run_dir: Path | None, error: BaseException, *, rank: int = 0, world_size: int = 3) -> BaseException:
+    """What leaves a rank whose connection broke."""
+    status = Status(run_dir, rank=rank)
+    with pytest.raises(BaseException) as raised, status:
+        with Peers(run_dir, status, rank=rank, world_size=world_size, seconds=0.1):
+            raise error
+    return raised.value
+
+
+def test_connections_break_in_several_words() -> None:
+    assert is_broken_connection(BROKEN) and is_broken_connection(RuntimeError("NCCL error: remote process exited"))
+    assert not is_broken_connection(RuntimeError("shape mismatch")) and not is_broken_connection(DataProblem("gloo"))
+
+
+def test_a_rank_that_left_no_report_is_the_first(tmp_path: Path) -> None:
+    """P8, fault 3."""
+    Status(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
+    problem = blamed(tmp_path, BROKEN)
+    assert isinstance(problem, OtherRankProblem) and problem.rank == 2 and "rank 2 vanished" in str(problem)
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["code"], found["rank"], found["host"]) == (11, 2, None)
+
+
+def test_a_rank_that_told_why_it_failed_is_quoted(tmp_path: Path) -> None:
+    """P8, fault 31."""
+    Status(tmp_path, rank=1).fail(ExitCode.DATA, "no data")
+    problem = blamed(tmp_path, BROKEN)
+    assert str(problem) == "rank 1 failed first, code 4: no data"
+    assert json.loads((tmp_path / "status.json").read_text())["rank"] == 1
+
+
+def test_without_a_run_folder_nobody_is_named() -> None:
+    problem = blamed(None, BROKEN)
+    assert isinstance(problem, OtherRankProblem) and problem.rank is None and "--run-dir" in str(problem)
+
+
+@pytest.mark.parametrize(("error", "world_size"), [(DataProblem("x"), 3), (RuntimeError("x"), 3), (BROKEN, 1)])
+def test_all_other_errors_pass(tmp_path: Path, error: Exception, world_size: int) -> None:
+    assert blamed(tmp_path, error, world_size=world_size) is error
