@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from arguments.flag import flag
 
 _ACTIVATIONS_STAY = "activations stay on the device; smaller microbatches or more ranks need less memory"
-_STATE_STAYS = "optimizer state stays on the device; --use-distributed-optimizer spreads it over ranks"
 _NO_STASH = "activations of experts stay on the device, in tensors of their own"
 
 
@@ -29,19 +28,23 @@ class OffloadFlags:
     """Keep activations of whole layers in host memory."""
     cpu_offloading_num_layers: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """How many layers."""
-    optimizer_cpu_offload: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
+    optimizer_cpu_offload: bool = flag(False)
     """Keep optimizer state in host memory and step there."""
-    optimizer_offload_fraction: float = flag(1.0, status="not yet", harmless=True, note=_STATE_STAYS)
+    optimizer_offload_fraction: float = flag(
+        1.0, least=0, status="close", note="the first elements of every flat buffer, in blocks of 128"
+    )
     """Share of the state."""
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False)
     """Copy while the host steps."""
-    use_torch_optimizer_for_cpu_offload: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
+    use_torch_optimizer_for_cpu_offload: bool = flag(False)
     """torch's optimizer on the host."""
-    chunked_optimizer_state_offload: bool = flag(False, status="not yet", harmless=True, note=_STATE_STAYS)
+    chunked_optimizer_state_offload: bool = flag(False)
     """Park optimizer state in host memory between steps."""
-    optimizer_state_offload_chunk_size_mb: int = flag(0, status="not yet", harmless=True, note=_STATE_STAYS)
+    optimizer_state_offload_chunk_size_mb: int = flag(
+        0, least=0, status="close", note="0: a whole flat buffer at a time"
+    )
     """Size of the pieces that come back, in MiB."""
-    optimizer_state_offload_fraction: float = flag(1.0, status="not yet", harmless=True, note=_STATE_STAYS)
+    optimizer_state_offload_fraction: float = flag(1.0, least=0)
     """Share of the state."""
     moe_paged_stash: bool = flag(False, status="not yet", harmless=True, note=_NO_STASH)
     """Keep activations of experts in pages of a common buffer."""
@@ -55,7 +58,7 @@ class OffloadFlags:
     """How much less a later pipeline stage moves."""
     activation_offload_fraction: float = flag(1.0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Share of the modules' inputs that move."""
-    pin_cpu_grads: bool = flag(True, status="no effect", note="belongs to --optimizer-cpu-offload")
+    pin_cpu_grads: bool = flag(True)
     """Gradients in pinned host memory."""
-    pin_cpu_params: bool = flag(True, status="no effect", note="belongs to --optimizer-cpu-offload")
+    pin_cpu_params: bool = flag(True)
     """Parameters in pinned host memory."""

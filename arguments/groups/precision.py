@@ -5,6 +5,8 @@ from typing import Literal
 
 from arguments.flag import flag
 
+_BLOCKS = "fp16 and fp8 have a scale for 128 elements"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionFlags:
@@ -65,22 +67,22 @@ class PrecisionFlags:
     """Keep and gather weights in FP4."""
 
     use_precision_aware_optimizer: bool = flag(
-        False, status="no effect", note="the formats below decide what the optimizer keeps"
+        False, status="close", note="with or without --use-distributed-optimizer; see docs/optimizer-memory.md"
     )
     """Optimizer state in chosen formats, and master weights of bf16 parameters as 16-bit remainders."""
-    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", status="not yet", note="gradients are kept in fp32")
+    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32")
     """Format of gradients in the optimizer."""
-    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", status="not yet", note="master weights are kept in fp32")
+    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", status="close", note=_BLOCKS)
     """Format of master weights."""
-    store_param_remainders: bool = flag(True, status="no effect", note="master weights are kept in fp32")
+    store_param_remainders: bool = flag(True, status="ours")
     """With --use-precision-aware-optimizer, bf16 and fp32 master weights: keep of a master weight only the 16 bits that
     its parameter does not have. Changes no number."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
-        "fp32", status="not yet", note="moments are kept in fp32"
+        "fp32", status="close", note=f"{_BLOCKS}; fp8 rounds at random"
     )
     """Format of Adam's first moment."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
-        "fp32", status="not yet", note="moments are kept in fp32"
+        "fp32", status="close", note=f"{_BLOCKS}, and keep the square root; fp8 rounds at random"
     )
     """Format of Adam's second moment."""
     fp8_output_proj: bool = flag(False, status="not yet", note="the head is computed in the parameters' format")

@@ -4,6 +4,7 @@ On a GPU there is a stream for each direction, and whoever needs what a copy bri
 without the host, or the host. On a CPU a copy is done when it is asked for, and all of this is nothing.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -49,9 +50,16 @@ class CudaTransfers(Transfers):
 
     def __init__(self, device: torch.device) -> None:
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._locked: list[Tensor] = []
+        weakref.finalize(self, _unlock, self._locked)
 
     def room(self, size: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=pinned)
+        memory = torch.zeros(size, dtype=dtype)
+        if pinned and size:  # torch's own pinned memory would be rounded up to a power of two
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+            if int(status) == 0:
+                self._locked.append(memory)
+        return memory
 
     def mark(self) -> Mark:
         return torch.cuda.current_stream().record_event()
@@ -79,6 +87,12 @@ class CudaTransfers(Transfers):
     def settle(self) -> None:
         self._down.synchronize()
         self._up.synchronize()
+
+
+def _unlock(memory: list[Tensor]) -> None:
+    for each in memory:
+        torch.cuda.cudart().cudaHostUnregister(each.data_ptr())  # type: ignore[no-untyped-call]
+    memory.clear()
 
 
 def transfers_of(device: torch.device) -> Transfers:

@@ -103,7 +103,7 @@ def test_recompute_offload_and_formats_change_the_bytes():
     plain = facts(line)["memory"]
     recomputed = facts(f"{line} --recompute-granularity selective --recompute-modules moe_act layernorm")["memory"]
     offloaded = facts(f"{line} --fine-grained-activation-offloading --offload-modules expert_fc1")["memory"]
-    lean = facts(f"{line} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")["memory"]
+    lean = facts(f"{line} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")["memory"]
     assert recomputed["total_gib"] < plain["total_gib"]
     assert offloaded["host_gib"] > 1 and offloaded["total_gib"] < plain["total_gib"]
     assert lean["heaviest"]["gib"]["moments"] == plain["heaviest"]["gib"]["moments"] / 2

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from arguments.checks import hints
-from tests.arguments.test_checks import CASES, HINT_CASES
+from tests.arguments.test_checks import ALL_CASES, HINT_CASES
 from tests.command_lines import plan_of, texts_of
-from tests.rules_of_ranks import FOLD_CASES, RANK_CASES
 
 CHECKS = Path(hints.__file__).parent
 NOT_RULES = ("run.py", "hints.py")
@@ -64,7 +63,7 @@ def written() -> dict[str, str]:
 @cache
 def said() -> tuple[str, ...]:
     """Every sentence that the cases of the rules bring about."""
-    cases = (*CASES, *RANK_CASES, *FOLD_CASES)
+    cases = ALL_CASES
     return tuple(text for case in cases for text in texts_of(case.bad, case.without, case.environ))
 
 

@@ -35,13 +35,14 @@ AWAY = {
     "parked": StateOffloadSpec(fraction=1.0),
     "half parked, in chunks": StateOffloadSpec(fraction=0.5, chunk_bytes=2048),
 }
+RESIDENT = StateOffloadSpec()
 SPEC = OptimizerSpec(beta1=0.9, beta2=0.95, eps=1e-6)
 
 
 class Rig:
     """Parameters of all kinds, enough of them for several blocks, with their optimizer."""
 
-    def __init__(self, precision: PrecisionSpec, offload: StateOffloadSpec = StateOffloadSpec(), backend="reference"):
+    def __init__(self, precision: PrecisionSpec, offload: StateOffloadSpec = RESIDENT, backend: str = "reference"):
         dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision.params]
         self.parameters = make_parameters(dtype)
         kernels: Bundle = choose(KernelSpec(backend=backend), torch.device("cpu"), dtype)
@@ -107,7 +108,7 @@ def test_in_double_precision_too(away: str) -> None:
 @pytest.mark.parametrize("precision", [REMAINDERS, *NARROW.values()], ids=["remainders", *NARROW])
 @pytest.mark.parametrize("away", [None, *AWAY])
 def test_a_refused_step_keeps_every_bit(precision, away: str | None) -> None:
-    rig = Rig(precision, AWAY[away] if away else StateOffloadSpec()).steps(1, 2)
+    rig = Rig(precision, AWAY[away] if away else RESIDENT).steps(1, 2)
     before = rig.bits()
     rig.step(3, proceed=False)
     EXACT.check_all(rig.bits(), before, "bits")
@@ -116,7 +117,7 @@ def test_a_refused_step_keeps_every_bit(precision, away: str | None) -> None:
 @pytest.mark.parametrize("precision", [REMAINDERS, *NARROW.values()], ids=["remainders", *NARROW])
 @pytest.mark.parametrize("away", [None, *AWAY])
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(precision, away: str | None) -> None:
-    offload = AWAY[away] if away else StateOffloadSpec()
+    offload = AWAY[away] if away else RESIDENT
     straight, resumed = Rig(precision, offload).steps(1, 3), Rig(precision, offload)
     take(straight, resumed)
     EXACT.check_all(resumed.saved(), straight.saved(), "after loading")
@@ -159,7 +160,7 @@ def test_torchs_kernel_on_the_host_moves_weights_as_the_reference_does() -> None
 def test_shards_hold_the_same_state_as_one_rank(away: str | None) -> None:
     """ZeRO-1 on both grids, tensor and pipeline parallelism; sums of gradients are exact here."""
     layout = ParallelSpec(world_size=8, tp=2, pp=2, ep=2)
-    spec = replace(optim_ranks.SPEC, offload=AWAY[away] if away else StateOffloadSpec())
+    spec = replace(optim_ranks.SPEC, offload=AWAY[away] if away else RESIDENT)
     zero = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
 
     def train(context: ParallelContext, precision: PrecisionSpec, optimizer: OptimizerSpec) -> optim_ranks.Run:
