@@ -27,6 +27,8 @@ from megatron_moe.specs.moe import (
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Context length that Llama 3's stretching starts from; Megatron has no flag for it."""
+_LOSS_CHUNK = 1024
+"""Tokens of one product of a fused head: enough of them to fill a GPU."""
 
 
 def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
@@ -47,6 +49,7 @@ def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
         position_embedding=rotation.get(model.position_embedding_type, model.position_embedding_type),  # type: ignore[arg-type]
         max_positions=model.max_position_embeddings,
         tied_embeddings=not model.untie_embeddings_and_output_weights,
+        loss_chunk=_LOSS_CHUNK if _fuses_the_head(flags) else None,
         embedding_dropout=model.hidden_dropout,
         mtp=_mtp(flags),
         init=InitSpec(
@@ -56,6 +59,10 @@ def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
             method="xavier_uniform" if model.init_method_xavier_uniform else model.init_method,
         ),
     )
+
+
+def _fuses_the_head(flags: Flags) -> bool:
+    return flags.kernels.cross_entropy_loss_fusion and flags.kernels.cross_entropy_fusion_impl == "linear"
 
 
 def _layers(flags: Flags) -> tuple[LayerSpec, ...]:

@@ -88,7 +88,7 @@ class _Embedding(torch.autograd.Function):
         def compute(out: Tensor, accumulate: bool) -> None:
             kernels.embedding_grad(grad_TH, ids_T, out, accumulate)
 
-        return None, None, _give(ctx.weight, compute) if ctx.needs_input_grad[2] else None
+        return None, None, give(ctx.weight, compute) if ctx.needs_input_grad[2] else None
 
 
 class _Linear(torch.autograd.Function):
@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.linear_weight_grad(Operand(data=grad), Operand(data=x), out, accumulate)
 
-            grad_weight = _give(weight, compute)
+            grad_weight = give(weight, compute)
         if ctx.needs_input_grad[3]:
             wide = internal_dtype(grad.dtype)
             grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(ctx.bias_dtype)
@@ -146,11 +146,11 @@ class _GroupedLinear(torch.autograd.Function):
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.grouped_weight_grad(Operand(data=grad), Operand(data=rows), offsets_e, out, accumulate)
 
-            grad_weight = _give(weight, compute)
+            grad_weight = give(weight, compute)
         return None, grad_rows, grad_weight, None, None, None
 
 
-def _give(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
+def give(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
     """Hands the computation of a weight gradient to the weight's sink; without one, computes it for autograd."""
     sink: GradSink | None = getattr(weight, "sink", None)
     if sink is not None:

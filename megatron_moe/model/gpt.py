@@ -182,7 +182,7 @@ class GPT(nn.Module):
     def logits(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
         meta = self.rotations.attach(meta)
-        logits_SBV = self._logits(self._hidden(tokens_BS, meta, hidden_SBH, len(self.chunks) - 1))
+        logits_SBV = self._head(self._hidden(tokens_BS, meta, hidden_SBH, len(self.chunks) - 1), self._tied_VH)
         # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 
@@ -199,12 +199,13 @@ class GPT(nn.Module):
         embedded_SBH: Tensor = self.embedding(tokens_BS, meta.positions_BS, meta)
         return embedded_SBH
 
-    def _logits(self, hidden_SBH: Tensor, *, detach: bool = False) -> Tensor:
-        tied_VH = self.embedding.word_embeddings.weight if self.spec.tied_embeddings else None
-        return self._head(hidden_SBH, tied_VH, detach=detach)
+    @property
+    def _tied_VH(self) -> Tensor | None:
+        return self.embedding.word_embeddings.weight if self.spec.tied_embeddings else None
 
     def _loss(self, hidden_SBH: Tensor, labels_BS: Tensor, *, detach: bool = False) -> Tensor:
-        return self._head.loss(self._logits(hidden_SBH, detach=detach), labels_BS)
+        loss_BS: Tensor = self._head(hidden_SBH, self._tied_VH, labels_BS=labels_BS, detach=detach)
+        return loss_BS
 
     def _mtp_loss(self, ahead: Ahead) -> tuple[Tensor, Tensor, Tensor]:
         detach = self.spec.mtp is not None and self.spec.mtp.detach_heads

@@ -61,6 +61,8 @@ class ModelSpec:
     max_positions: int = 4096
     tied_embeddings: bool = True
     head_bias: bool = False
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time; the backward makes them again. None: all of a microbatch, made once."""
     embedding_dropout: float = 0.0
     mtp: MTPSpec | None = None
     init: InitSpec = InitSpec()

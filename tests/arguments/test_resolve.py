@@ -239,6 +239,13 @@ def test_norms_initial_values_and_dropout():
     )
 
 
+def test_a_head_fused_with_the_loss_makes_a_few_logits_at_a_time():
+    linear = "--cross-entropy-fusion-impl linear"
+    assert plan_of(linear).model.loss_chunk is None
+    assert plan_of(f"--cross-entropy-loss-fusion {linear}").model.loss_chunk == 1024
+    assert plan_of("--cross-entropy-loss-fusion").model.loss_chunk is None
+
+
 def test_multi_token_prediction():
     assert plan_of().model.mtp is None
     assert plan_of("--mtp-num-layers 0").model.mtp is None

@@ -6,6 +6,7 @@ import torch
 from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.gpt import GPT
+from megatron_moe.model.head import Head
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part, named_parameters
@@ -144,3 +145,25 @@ def test_initial_values_are_cut_from_those_of_one_rank(layout):
         return sum(p.numel() for p in model.parameters())
 
     assert max(on_threads(layout, on_rank)) < sum(p.numel() for p in expected.values()) / layout.tp * 1.1
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["tp2"], LAYOUTS["tp4"]], ids=["tp2", "tp4"])
+def test_a_loss_a_few_tokens_at_a_time_is_the_loss_of_a_head_that_is_cut(layout):
+    spec, labels_BS = model_spec(loss_chunk=3), microbatch(2, 4).labels_BS
+
+    def losses(ctx, hidden_SBH):
+        head = Head(spec, ctx, KERNELS)
+        init_parameters(head, 5, spec.init)
+        loss_BS = head(hidden_SBH, labels_BS=labels_BS)
+        loss_BS.sum().backward()
+        return loss_BS.detach(), hidden_SBH.grad, head.weight.grad
+
+    def on_rank(ctx):
+        return losses(ctx, randn(4, 2, HIDDEN).requires_grad_())
+
+    expected = losses(ParallelContext.single(dtype=torch.float64), randn(4, 2, HIDDEN).requires_grad_())
+    ranks = on_threads(layout, on_rank)
+    for of_rank in ranks:
+        FP64_LAYOUT.check(of_rank[0], expected[0], "loss")
+        FP64_LAYOUT.check(of_rank[1], expected[1], "hidden")
+    FP64_LAYOUT.check(torch.cat([of_rank[2] for of_rank in ranks]), expected[2], "matrix")

@@ -279,8 +279,9 @@ def _shared(spec: SharedExpertsSpec | None, sizes: Sizes) -> Iterator[Kept]:
 
 
 def _head(model: ModelSpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
-    """The head's input is the final norm's output."""
-    yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
+    """The head's input is the final norm's output. With a chunked loss no logits wait for the backward."""
+    if model.loss_chunk is None:
+        yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)
 
 
