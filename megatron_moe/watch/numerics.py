@@ -43,17 +43,18 @@ class Spikes:
 class SpikeLimit:
     """The same judgement on the device, for a verdict that must not wait for the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._seen = torch.full((_WINDOW,), torch.nan, device=device, dtype=torch.float64)
-        self._places = torch.arange(_WINDOW, device=device)
+    def __init__(self, device: torch.device, window: int = _WINDOW) -> None:
+        self._seen = torch.full((window,), torch.nan, device=device, dtype=torch.float64)
+        self._places = torch.arange(window, device=device)
         self._number = torch.zeros((), device=device, dtype=torch.int64)
 
     def usual(self, value: Tensor) -> Tensor:
         """bool: is the value (a scalar) no spike? Unless it is one, or not finite, later ones are compared with it."""
         value = value.detach().double()
-        spike = (self._number >= _WINDOW) & (value > _FACTOR * self._seen.nan_to_num(nan=0.0).max())
+        window = len(self._seen)
+        spike = (self._number >= window) & (value > _FACTOR * self._seen.nan_to_num(nan=0.0).max())
         counts = torch.isfinite(value) & ~spike
-        here = self._places == self._number % _WINDOW
+        here = self._places == self._number % window
         self._seen = torch.where(here & counts, value, self._seen)
         self._number = self._number + counts
         return ~spike

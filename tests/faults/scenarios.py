@@ -20,7 +20,8 @@ SCENARIOS = {
     "once": ["--inject nan-once@1:3"],
     "again and again": ["--inject nan-grad@1:3", "--inject nan-grad@1:3"],
     "bit": ["--inject bit-flip@1:3 --check-weight-hash-across-dp-replicas-interval 1"],
-    "disk": ["--inject disk-full@2:2:save"],
+    "disk": ["--inject disk-full@0:2:save"],
+    "background": ["--async-save"],
     "slow": ["--inject slow@1:1 --log-straggler --log-progress --rerun-mode report_stats"],
 }
 """name -> flags of one start after the other."""

@@ -94,6 +94,14 @@ def test_a_full_disk_costs_one_checkpoint_and_a_sentence(folder: Path) -> None:
     assert "the checkpoint of iteration 2 could not be saved" in found["said"][0]
 
 
+def test_a_run_that_ends_while_it_saves_completes_the_checkpoint(folder: Path) -> None:
+    """Fault 13."""
+    assert outcome(folder, "background")["codes"] == [0] * NUM_RANKS
+    checkpoints = sorted((folder / "background" / "checkpoints").glob("iter_*"))
+    assert [path.name for path in checkpoints] == ["iter_0000002", "iter_0000004"]
+    assert [verify(path) for path in checkpoints] == [[], []]
+
+
 def test_a_slow_rank_is_named_and_steps_are_computed_twice_alike(folder: Path) -> None:
     found = outcome(folder, "slow")
     assert found["codes"] == [0] * NUM_RANKS

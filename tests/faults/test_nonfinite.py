@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron_moe.specs.train import LoggingSpec, ResilienceSpec
 from megatron_moe.train.progress import Progress
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
+from megatron_moe.watch.numerics import SpikeLimit
 from tests import tiny
 from tests.ranks import on_threads
 from tests.tolerances import EXACT
@@ -182,3 +184,28 @@ def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
     plan = tiny.plan(resilience=replace(SKIP, most_skips=2))
     with pytest.raises(NumericsProblem, match="iteration 3: .* iteration 2 in a row to be left out"):
         train(plan, ParallelContext.single(), spoil, steps=8)
+
+
+@pytest.mark.parametrize("policy", ["report", "skip", "stop"])
+def test_a_spike_is_told_left_out_or_ends_the_run(policy: Literal["report", "skip", "stop"]) -> None:
+    """Fault 41: a loss a thousand times as large, after three usual ones."""
+    seen: list[dict[str, Tensor]] = []
+
+    def spoil(trainer: Trainer, iteration: int) -> None:
+        seen.append(weights(trainer))
+        if iteration == 1:
+            spoiled_output(trainer.model.decoder, lambda: len(seen) >= 5, lambda output: output * 1e3)
+            if policy != "report":
+                trainer._limits = (SpikeLimit(trainer.context.device, window=3), None)
+
+    spec = ResilienceSpec(report_spiky_loss=True, on_spike=policy, most_skips=3)
+    plan = tiny.plan(resilience=spec)
+    if policy == "stop":
+        with pytest.raises(NumericsProblem, match="iteration 5: .*: a spike, .* computed again it is the same"):
+            train(plan, ParallelContext.single(), spoil, steps=7)
+    else:
+        _, _, said = train(plan, ParallelContext.single(), spoil, steps=6)
+        skipped = [line for line in said if "a spike; the iteration is left out" in line]
+        assert len(skipped) == (2 if policy == "skip" else 0)
+    kept = all(torch.equal(seen[4][name], seen[5][name]) for name in seen[4])
+    assert kept == (policy != "report")

@@ -2,7 +2,9 @@
 
 import math
 
-from megatron_moe.watch.numerics import Finding, Spikes
+import torch
+
+from megatron_moe.watch.numerics import Finding, SpikeLimit, Spikes
 
 
 def test_a_spike_is_told_after_a_hundred_values() -> None:
@@ -32,3 +34,12 @@ def test_findings_read_well() -> None:
     assert str(Finding(kind="gradient", name="a.weight", experts=(3,))) == "the gradient of a.weight (expert 3)"
     assert str(Finding(kind="gradient", name="a.weight", experts=tuple(range(10)))).endswith("6, 7 and 2 more)")
     assert str(Finding(kind="activation", name="a")) == "the output of a"
+
+
+def test_a_limit_on_the_device_judges_as_the_host_does() -> None:
+    """Fault 41."""
+    values = [1.0, 2.0, 3.0, 31.0, 29.0, math.nan, 300.0, 290.0, 1.0, 1.0, 1.0, 11.0, 9.0]
+    limit = SpikeLimit(torch.device("cpu"), window=3)
+    usual = [bool(limit.usual(torch.tensor(value))) for value in values]
+    # what is ten times the largest of three; neither it nor what is not finite counts among the three
+    assert [value for value, fine in zip(values, usual, strict=True) if not fine] == [31.0, 300.0, 11.0]
