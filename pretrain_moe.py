@@ -47,27 +47,21 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # torch comes in only here, after the variables it reads; --help and refused command lines answer without it
     os.environ.update(plan.environment)
     from megatron_moe import build
+    from megatron_moe.emulate.rehearse import rehearse
     from megatron_moe.logs.reporter import Reporter
     from megatron_moe.parallel.agreement import check_agreement
     from megatron_moe.train.checkpoints import Checkpoints
     from megatron_moe.train.leave import Leave
     from megatron_moe.train.progress import Progress
     from megatron_moe.train.validate import Validation
-    from megatron_moe.watch.hang import Deadlines
     from megatron_moe.watch.peers import Peers
     from megatron_moe.watch.signals import Signals
     from megatron_moe.watch.status import Status
 
     # who we are, where we report, what we compute with
     signals = goodbye.enter_context(Signals(plan.resilience.exit_signals))
-    deadlines = goodbye.enter_context(
-        Deadlines(
-            dict(plan.resilience.deadlines),
-            plan.logging.run_dir,
-            rank=plan.launch.rank,
-            world_size=plan.launch.world_size,
-        )
-    )
+    deadlines = goodbye.enter_context(build.build_deadlines(plan))
+    compiled = rehearse(plan, deadlines)
     context = build.build_context(plan)
     goodbye.callback(context.stop)
     reporter = Reporter(plan, context)
@@ -85,14 +79,14 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # the model, its optimizer, its data
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels, reporter.timers)
-    for listener in build.build_listeners(plan, context, model, reporter, goodbye):
+    for listener in build.build_listeners(plan, context, trainer, reporter, goodbye):
         deadlines.then(listener)
     datasets = build.build_data(plan, context)
     loader = build.build_train_loader(plan, context, datasets)
     if loader:
         goodbye.callback(loader.close)
     validation = Validation(plan, trainer.pipeline, build.build_eval_loaders(plan, context, datasets), reporter)
-    for line in build.introduction(plan, context, kernels, model, datasets):
+    for line in (*build.introduction(plan, context, kernels, model, datasets), compiled):
         reporter.note(line)
 
     # where the run left off, or its beginning

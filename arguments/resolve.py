@@ -483,4 +483,10 @@ def _all_graph_modules(flags: Flags, model: ModelSpec) -> tuple[GraphModule, ...
 
 def _kernels(flags: Flags) -> KernelSpec:
     wishes = tuple((op, backend) for op, _, backend in (wish.partition("=") for wish in flags.kernels.kernel_per_op))
-    return KernelSpec(backend=flags.kernels.kernel_backend, per_op=wishes)
+    folder = flags.kernels.kernel_cache_dir
+    return KernelSpec(
+        backend=flags.kernels.kernel_backend,
+        per_op=wishes,
+        cache_dir=None if folder is None else Path(folder),
+        compile_first=flags.kernels.compile_first,
+    )

@@ -18,7 +18,7 @@ from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.flights import Flights
 from megatron_moe.memory.keeping import Keeping
-from megatron_moe.memory.recorder import CudaRecorder, Recorder
+from megatron_moe.memory.recorder import CudaRecorder, Recorder, RecordingReport
 from megatron_moe.memory.whole_step import WholeStep
 from megatron_moe.model.captured import capture_parts
 from megatron_moe.model.gpt import GPT
@@ -36,7 +36,14 @@ from megatron_moe.train.garbage import Garbage
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
 from megatron_moe.watch import packages
+from megatron_moe.watch.hang import Deadlines
 from megatron_moe.watch.inject import Faults
+
+
+def build_deadlines(plan: RunPlan) -> Deadlines:
+    launch = plan.launch
+    seconds, run_dir = dict(plan.resilience.deadlines), plan.logging.run_dir
+    return Deadlines(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
 
 
 def build_context(plan: RunPlan) -> ParallelContext:
@@ -116,19 +123,21 @@ def record_steps(trainer: Trainer, recorder: Recorder) -> None:
 
 
 def build_listeners(
-    plan: RunPlan, context: ParallelContext, model: GPT, reporter: Reporter, goodbye: ExitStack
+    plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, goodbye: ExitStack
 ) -> list[Callable[[str, int], None]]:
     """Who is to be told of every phase and iteration. `goodbye` ends what they began."""
     garbage = goodbye.enter_context(Garbage(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     goodbye.callback(profile.close)
     if plan.profile.marks:
-        mark_parts(model, context.device)
+        mark_parts(trainer.model, context.device)
     faults = plan.resilience.faults
     for fault in faults:
         reporter.note(f"--inject: {fault}")
-    strikes = [Faults(faults, context.rank, model).strike] if faults else []
-    return [garbage.enter, profile.enter, *strikes]
+    strikes = [Faults(faults, context.rank, trainer.model).strike] if faults else []
+    recorded = trainer.whole_step or trainer.pipeline.flights
+    reports = [RecordingReport(recorded, reporter.note).enter] if recorded is not None else []
+    return [garbage.enter, profile.enter, *reports, *strikes]
 
 
 def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
@@ -160,6 +169,8 @@ def introduction(
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes
+    if context.device.type == "cpu" and (plan.graphs.whole_step or plan.graphs.modules):
+        yield "--cuda-graph-impl: nothing is recorded on a CPU, every step is computed"
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"

@@ -19,6 +19,11 @@ class KernelFlags:
     kernel_per_op: tuple[str, ...] = flag((), status="ours")
     """Backends of single kernels, written OP=BACKEND."""
 
+    kernel_cache_dir: str | None = flag(None, status="ours")
+    """Folder for compiled kernels, with a folder per node in it. Not set: megatron_moe in the user's cache."""
+    compile_first: bool = flag(True, status="ours")
+    """On a GPU compile kernels and make the plans of libraries before ranks meet, on one layer of every kind."""
+
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
         "transformer_engine", status="no effect", note="see --kernel-backend"
     )

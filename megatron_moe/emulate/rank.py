@@ -73,8 +73,9 @@ def take_steps(plan: RunPlan, context: ParallelContext, kernels: Bundle, num_mic
         trainer = _trainer(plan, context, kernels, tracker)
         mark_state(trainer, tracker)
         state = TrainState()
-        for is_last in (False, True):
-            batches = _batches(plan, context, num_microbatches)
+        fewest = min(plan.schedule(num_microbatches).group, num_microbatches)
+        for is_last, number in ((False, fewest), (True, num_microbatches)):
+            batches = make_batches(plan, context, number)
             if is_last:
                 tracker.begin()
                 _reset_peak(context.device)
@@ -124,7 +125,8 @@ def _trainer(plan: RunPlan, context: ParallelContext, kernels: Bundle, tracker: 
     return trainer
 
 
-def _batches(plan: RunPlan, context: ParallelContext, number: int) -> list[MicroBatch]:
+def make_batches(plan: RunPlan, context: ParallelContext, number: int) -> list[MicroBatch]:
+    """This rank's part of so many microbatches, whose tokens mean nothing."""
     return [split_sequence(_batch(plan, context.device), context) for _ in range(number)]
 
 

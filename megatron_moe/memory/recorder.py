@@ -117,3 +117,31 @@ class _Repetition:
         with torch.no_grad():
             for kept, tensor in zip(self.made, made, strict=True):
                 kept.copy_(tensor)
+
+
+class Recorded(Protocol):
+    """Parts of steps, or whole ones, that are recorded when the time comes."""
+
+    @property
+    def has_recorded(self) -> bool:
+        """The first step that records is over."""
+        ...
+
+    def summary(self) -> str:
+        """How many recordings there are, and what they cost."""
+        ...
+
+
+class RecordingReport:
+    """Says once what was recorded. Told of every phase of the run (`watch.hang.Deadlines.then`)."""
+
+    def __init__(self, recorded: Recorded, say: Callable[[str], None]) -> None:
+        self._recorded = recorded
+        self._say = say
+        self._told = False
+
+    def enter(self, phase: str, iteration: int) -> None:
+        """A phase of the run begins."""
+        if not self._told and self._recorded.has_recorded:
+            self._told = True
+            self._say(self._recorded.summary())

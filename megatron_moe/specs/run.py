@@ -1,6 +1,7 @@
 """The RunPlan: everything a run was asked to do, resolved and frozen. Made only in `arguments/resolve.py`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megatron_moe.specs.emulation import EmulationSpec
@@ -32,6 +33,10 @@ class KernelSpec:
     backend: str = "auto"
     per_op: tuple[tuple[str, str], ...] = ()
     """(op, backend) wishes that override `backend`."""
+    cache_dir: Path | None = None
+    """Where compiled kernels are kept, a folder per node in it; None: in the user's cache."""
+    compile_first: bool = True
+    """Before the run begins, on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,131 @@
+"""A rehearsal on a GPU before a run begins: kernels are compiled and plans of libraries are made.
+
+One layer of every kind, the embedding, the head and the optimizer take a small step of the run's own program at this
+rank's sizes, in a world without peers. So no rank waits in a collective, or in a timed step, for another that compiles.
+What was compiled stays in a folder of the node. The ranks of a node do not compile the same thing twice: the first one
+holds a lock meanwhile, and the others find its work.
+"""
+
+import fcntl
+import gc
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_moe import build
+from megatron_moe.emulate.rank import make_batches, with_assumed_choices
+from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.graphs import GraphSpec
+from megatron_moe.specs.pipeline.spec import PipelineSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.state import TrainState
+from megatron_moe.watch.hang import Deadlines
+
+_VARIABLE = "TRITON_CACHE_DIR"
+_NUM_MICROBATCHES = 2
+"""The first stores its gradients, the second adds them."""
+
+
+def rehearse(plan: RunPlan, deadlines: Deadlines) -> str:
+    """Rehearses where kernels are compiled, and says what that took; no deadline runs meanwhile.
+
+    Raises EnvironmentProblem when the folder cannot be written.
+    """
+    if not plan.kernels.compile_first or plan.device == "cpu" or not torch.cuda.is_available():
+        return "kernels are compiled when they are first needed"
+    deadlines.enter("compilation")
+    begin = time.monotonic()
+    folder = cache_folder(plan)
+    device = torch.device("cuda", plan.launch.local_rank)
+    torch.cuda.set_device(device)
+    before = _num_compiled(folder)
+    with taking_turns(folder, plan):
+        take_step(plan, device)
+    torch.cuda.empty_cache()
+    deadlines.enter("start")
+    seconds, compiled = time.monotonic() - begin, _num_compiled(folder) - before
+    return f"kernels: {compiled} compiled into {folder}, and plans made, in {seconds:.1f} s before the ranks meet"
+
+
+def cache_folder(plan: RunPlan) -> Path:
+    """Where compiled kernels of this node are kept; it is made, and Triton is told."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    ours = plan.kernels.cache_dir or Path(home) / "megatron_moe" / "kernels"
+    folder = Path(os.environ.setdefault(_VARIABLE, str(ours / socket.gethostname())))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"compiled kernels cannot be kept in {folder}: {error}; --kernel-cache-dir names another folder"
+        ) from error
+    return folder
+
+
+@contextmanager
+def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
+    """The first rank of a node to rehearse a plan does so alone; the others wait for it, and then go all at once."""
+    done = folder / f"rehearsed-{_fingerprint(plan)}"
+    with open(folder / "rehearsal.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists():
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
+        done.touch()
+
+
+def take_step(plan: RunPlan, device: torch.device) -> None:
+    """One step of the rehearsed plan, forwards, backwards and update, with weights that mean nothing."""
+    small = rehearsed(plan)
+    context = ParallelContext.fake(
+        small.parallel,
+        plan.launch.rank % small.parallel.world_size,
+        dtype=torch_dtype(plan.precision.params),
+        device=device,
+    )
+    try:
+        kernels = with_assumed_choices(build.build_kernels(small, context), context)
+        model = build.build_model(small, context, kernels)
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.02)
+        trainer = build.build_trainer(small, context, model, kernels)
+        trainer.step(make_batches(small, context, _NUM_MICROBATCHES), TrainState())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    finally:
+        context.stop()
+    del trainer, model
+    gc.collect()
+
+
+def rehearsed(plan: RunPlan) -> RunPlan:
+    """The plan with one layer of every kind, on one pipeline stage, and two microbatches; the sizes of a rank stay."""
+    parallel = plan.parallel
+    return replace(
+        plan,
+        model=replace(plan.model, layers=tuple(dict.fromkeys(plan.model.layers))),
+        parallel=replace(
+            parallel, world_size=parallel.world_size // parallel.pp, pp=1, virtual_stages=1, embedding_ranks=(0,)
+        ),
+        pipeline=PipelineSpec(),
+        batch=replace(plan.batch, global_size=_NUM_MICROBATCHES * plan.batch.micro * parallel.dp, rampup=None),
+        graphs=GraphSpec(),
+    )
+
+
+def _fingerprint(plan: RunPlan) -> str:
+    """Tells apart what is compiled for: sizes, formats, wishes, versions."""
+    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, plan.batch.micro, plan.data.seq_length
+    text = repr((made_of, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _num_compiled(folder: Path) -> int:
+    return sum(1 for _ in folder.glob("*/*.cubin"))
