@@ -42,11 +42,19 @@ SPEC = OptimizerSpec(beta1=0.9, beta2=0.95, eps=1e-6)
 class Rig:
     """Parameters of all kinds, enough of them for several blocks, with their optimizer."""
 
-    def __init__(self, precision: PrecisionSpec, offload: StateOffloadSpec = RESIDENT, backend: str = "reference"):
+    def __init__(
+        self,
+        precision: PrecisionSpec,
+        offload: StateOffloadSpec = RESIDENT,
+        backend: str = "reference",
+        device: str = "cpu",
+    ) -> None:
         dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision.params]
         self.parameters = make_parameters(dtype)
-        kernels: Bundle = choose(KernelSpec(backend=backend), torch.device("cpu"), dtype)
-        context, spec = ParallelContext.single(), replace(SPEC, offload=offload)
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(device)
+        kernels: Bundle = choose(KernelSpec(backend=backend), torch.device(device), dtype)
+        context, spec = ParallelContext.single(device=device), replace(SPEC, offload=offload)
         self.buffers = GradBuffers(self.parameters.items(), precision, context, kernels, optimizer=spec)
         self.optimizer = Optimizer(self.buffers, precision)
 
@@ -54,8 +62,9 @@ class Rig:
         give(self.buffers, make_gradients(number))
         if not proceed:
             self.buffers.buffers[0].grads.fill_(torch.nan)
-        scale = clip_coefficient(gradient_norms(self.buffers, ParallelContext.single())["all"], 1.0)
-        self.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=scale, proceed=torch.tensor(proceed))
+        scale = clip_coefficient(gradient_norms(self.buffers, self.buffers.context)["all"], 1.0)
+        verdict = torch.full((), proceed, device=self.buffers.device)
+        self.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=scale, proceed=verdict)
 
     def steps(self, first: int, last: int) -> "Rig":
         for number in range(first, last + 1):
@@ -69,8 +78,8 @@ class Rig:
         """What a checkpoint holds."""
         found = dict(self.weights())
         for each in self.optimizer.named_state():
-            key = f"{each.kind} {each.name}"
-            found[key] = torch.cat([found[key], each.data]) if key in found else each.data.clone()
+            key, data = f"{each.kind} {each.name}", each.data.to(self.buffers.device, copy=True)
+            found[key] = torch.cat([found[key], data]) if key in found else data
         return found
 
     def bits(self) -> dict[str, Tensor]:

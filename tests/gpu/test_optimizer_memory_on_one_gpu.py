@@ -1,0 +1,116 @@
+"""Narrow optimizer state on one GPU: the compiled kernel against the CPU's numbers; state that lives in host memory."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.packed import Packed, unpack
+from tests.kernels.test_triton_packed import FORMATS, make
+from tests.optim.test_state_formats import AWAY, NARROW, REMAINDERS, Rig
+from tests.optim_parameters import BF16, FP32, give, make_gradients
+from tests.tolerances import EXACT, FP32_REF
+
+pytestmark = pytest.mark.gpu1
+SIZE = 100_003
+State = dict[str, Packed | Tensor]
+
+
+def on_gpu(state: State) -> State:
+    def moved(each: Packed | Tensor) -> Packed | Tensor:
+        if isinstance(each, Tensor):
+            return each.cuda()
+        exponents = None if each.exponents is None else each.exponents.cuda()
+        return Packed(each.format, each.data.cuda(), exponents, each.root)
+
+    return {name: moved(each) for name, each in state.items()}
+
+
+def step(ops, state: State, number: int, *, proceed: bool = True) -> None:
+    device = state["weights"].device
+    grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(number)).to(device)
+    ops.adamw_packed_(
+        **state, grad=grad, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+        step=torch.tensor(number, device=device), grad_scale=torch.tensor(0.5, device=device),
+        proceed=torch.tensor(proceed, device=device), first=300,
+    )  # fmt: skip
+
+
+def numbers(state: State) -> dict[str, Tensor]:
+    weights = state["weights"]
+    found = {name: unpack(each, weights) if isinstance(each, Packed) else each for name, each in state.items()}
+    return {name: each.cpu() for name, each in found.items()}
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_a_compiled_step_is_the_reference_of_the_cpu(formats: tuple[str, str, str]) -> None:
+    theirs = make(formats, SIZE)
+    mine = on_gpu(theirs)
+    step(triton_kernels, mine, 7)
+    step(reference, theirs, 7)
+    got, expected = numbers(mine), numbers(theirs)
+    for name, kind in zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True):
+        if kind in ("fp16", "fp8"):  # a last digit may push a number to the other side of a rounding
+            differ = float((got[name] != expected[name]).float().mean())
+            assert differ < 0.01, f"{name}: {differ} of all differ"
+            assert bool(((got[name] - expected[name]).abs() <= 0.13 * expected[name].abs() + 1e-6).all()), name
+        else:
+            FP32_REF.check(got[name], expected[name], name)
+
+
+def test_remainders_and_whole_masters_move_alike_bit_for_bit() -> None:
+    packed = on_gpu(make(("remainder", "plain", "plain"), SIZE))
+    plain = on_gpu(make(("plain", "plain", "plain"), SIZE))
+    plain["master"].data.copy_(unpack(packed["master"], packed["weights"]))
+    for number in range(1, 21):
+        step(triton_kernels, packed, number)
+        step(triton_kernels, plain, number)
+    EXACT.check_all(numbers(packed), numbers(plain), "state")
+    before = {name: [part.clone() for part in each.parts] for name, each in packed.items() if isinstance(each, Packed)}
+    step(triton_kernels, packed, 21, proceed=False)
+    for name, parts in before.items():
+        for part, old in zip(packed[name].parts, parts, strict=True):
+            EXACT.check(part.cpu(), old.cpu(), name)
+
+
+def cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("away", AWAY)
+@pytest.mark.parametrize("precision", [FP32, BF16, REMAINDERS, *NARROW.values()], ids=["fp32", "bf16", "rest", *NARROW])
+def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> None:
+    resident = Rig(precision, backend="triton", device="cuda").steps(1, 5)
+    other = Rig(precision, AWAY[away], backend="triton", device="cuda").steps(1, 5)
+    here, there = cpu(resident.saved()), cpu(other.saved())
+    if not AWAY[away].host_steps:
+        EXACT.check_all(there, here, "weights and state")
+        return
+    for name, value in here.items():
+        off = float((there[name].float() - value.float()).abs().max() / value.float().abs().max())
+        # a bf16 weight, or a number of few bits, may fall on the other side of a rounding
+        bound = 2e-6 if value.dtype is torch.float32 and precision in (FP32, BF16, REMAINDERS) else 0.13
+        assert off <= bound, f"{name}: {off}"
+
+
+def test_the_update_of_parked_state_never_waits_for_the_host() -> None:
+    rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
+    give(rig.buffers, make_gradients(3))
+    one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rig.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=verdict)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("away", AWAY)
+def test_a_refused_step_keeps_every_bit(away: str) -> None:
+    rig = Rig(NARROW["fp8 moments"], AWAY[away], backend="triton", device="cuda").steps(1, 2)
+    torch.cuda.synchronize()
+    before = cpu(rig.bits())
+    rig.step(3, proceed=False)
+    torch.cuda.synchronize()
+    EXACT.check_all(cpu(rig.bits()), before, "bits")
