@@ -40,7 +40,8 @@ class Piece:
     state: str = ""
     """Kind of what stays from step to step; empty: it does not."""
     died: int | None = None
-    died_in: Phase | None = None
+    outlived: bool = False
+    """Autograd was at work between its birth and its death."""
 
     @property
     def category(self) -> str:
@@ -51,7 +52,7 @@ class Piece:
             return "other"
         if self.died is None:
             return "other"
-        if self.phase == "forward" and self.died_in == "backward":
+        if self.phase == "forward" and self.outlived:
             return "activations"
         return "dispatch" if self.label == "dispatch" else "workspace"
 
@@ -162,10 +163,19 @@ class Tracker(TorchDispatchMode):
         """By address of the storage."""
         self._phases: list[Phase] = []
         self._phase: Phase = "setup"
+        self._last_backward = -1
+        """The latest event while autograd was at work."""
         self._labels: list[str] = []
         self._begin = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in args:  # what was made of numbers on the host comes out of no operation
+            if isinstance(argument, Tensor):
+                self._see(argument)
+            elif isinstance(argument, tuple | list):
+                for each in argument:
+                    if isinstance(each, Tensor):
+                        self._see(each)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self._see(result)
@@ -237,15 +247,22 @@ class Tracker(TorchDispatchMode):
     def _end(self, key: int) -> None:
         piece = self._alive.pop(key, None)
         if piece is not None:
-            piece.died, piece.died_in = self._event(), self.phase
+            self._die(piece)
 
     def _resized(self, key: int, piece: Piece, size: int) -> None:
         """A storage that grew or shrank in place is the end of one piece and perhaps the beginning of another."""
-        piece.died, piece.died_in = self._event(), self.phase
+        self._die(piece)
         del self._alive[key]
         if size:
             self._new(key, size, piece.phase, piece.label, piece.state)
 
+    def _die(self, piece: Piece) -> None:
+        piece.died = self._event()
+        piece.outlived = self._last_backward > piece.born
+
     def _event(self) -> int:
-        self._phases.append(self.phase)
+        phase = self.phase
+        self._phases.append(phase)
+        if phase == "backward":
+            self._last_backward = len(self._phases) - 1
         return len(self._phases) - 1

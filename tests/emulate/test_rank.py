@@ -1,0 +1,181 @@
+"""A rank that is played on tensors without data takes what the same rank takes with real ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.emulate import kernels as emulated
+from megatron_moe.emulate.rank import Played, assumed_ids, enough_microbatches, play, take_steps, with_assumed_choices
+from megatron_moe.emulate.tracker import CATEGORIES
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.bundle import OPS, Bundle
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.specs.emulation import EmulationSpec, RoutedLoad
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.pipeline.layout import even_layout
+from megatron_moe.specs.pipeline.spec import PipelineSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.run import KernelSpec, RunPlan
+from megatron_moe.specs.train import BatchSpec
+from tests import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+META = torch.device("meta")
+MODEL = tiny.model(num_layers=4, moe_spec=tiny.moe(dispatcher="alltoall"))
+
+
+def plan(*, pp: int = 1, vpp: int = 1, ep: int = 1, imbalance: float = 1.0, **changes) -> RunPlan:
+    """bf16 with ZeRO-1 on pp * ep ranks, 16 microbatches of 2 sequences."""
+    layout = even_layout(4, pp=pp, vpp=vpp)
+    spec = tiny.plan(
+        model=MODEL,
+        parallel=ParallelSpec(world_size=pp * ep, pp=pp, ep=ep, virtual_stages=vpp),
+        pipeline=PipelineSpec(layout=layout),
+        precision=PrecisionSpec(params="bf16"),
+        kernels=KernelSpec(),
+        data_parallel=DataParallelSpec(sharded_optimizer=True),
+        batch=BatchSpec(micro=2, global_size=32 * ep),
+        emulation=EmulationSpec(imbalance=imbalance),
+    )
+    return replace(spec, **changes)
+
+
+OVERLAPPED = replace(plan(pp=2, vpp=2, ep=2).pipeline, overlap=True)
+PLANS = {
+    "one rank": plan(),
+    "expert parallel": plan(ep=2),
+    "stages": plan(pp=2),
+    "interleaved stages with experts": plan(pp=2, vpp=2, ep=2),
+    "overlapped": plan(pp=2, vpp=2, ep=2, pipeline=OVERLAPPED),
+    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, split_backward=True)),
+    "reduction and gather beside other work": plan(
+        pp=2,
+        ep=2,
+        data_parallel=DataParallelSpec(sharded_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    ),
+    "tensor parallel": plan(parallel=ParallelSpec(world_size=4, tp=2, ep=2, sequence_parallel=True)),
+    "context parallel": plan(parallel=ParallelSpec(world_size=4, cp=2, ep=2)),
+}
+
+
+def without_host_reads() -> Bundle:
+    """Plain torch, but for products whose sizes it reads on the host; for tensors with and without data alike."""
+    products = {op: getattr(emulated, op) for op in ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")}
+    plain = reference.bundle()
+    return Bundle.of({op: getattr(plain, op) for op in OPS} | products, plain.choices)
+
+
+def on(device: torch.device, spec: RunPlan, rank: int, kernels: Kernels | None = None, number: int = 0) -> Played:
+    """A rank on tensors of this device, with its choices as assumed."""
+    context = ParallelContext.fake(spec.parallel, rank, dtype=torch_dtype(spec.precision.params), device=device)
+    try:
+        bundle = with_assumed_choices(without_host_reads() if kernels is None else kernels, context)
+        return take_steps(spec, context, bundle, number or enough_microbatches(spec))
+    finally:
+        context.stop()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_tensors_without_data_take_exactly_what_real_ones_take(name: str) -> None:
+    spec = PLANS[name]
+    rank = spec.parallel.world_size - 1
+    free, real = (on(torch.device(kind), spec, rank, number=2 * spec.parallel.pp).timeline for kind in ("meta", "cpu"))
+    assert free.totals()[free.begin :] == real.totals()[real.begin :]
+    assert free.peak().categories == real.peak().categories
+
+
+def test_a_run_that_has_no_peers_takes_exactly_what_was_emulated() -> None:
+    """No world is played here: the context of a real run of one process, and its initial weights."""
+    spec = plan()
+    context = ParallelContext.single(dtype=torch.bfloat16)
+    real = take_steps(spec, context, without_host_reads(), 4).timeline.peak()
+    free = on(META, spec, 0, number=4).timeline.peak()
+    assert (real.total, real.categories) == (free.total, free.categories)
+
+
+def test_categories_add_up_to_the_total_on_every_rank() -> None:
+    spec = PLANS["interleaved stages with experts"]
+    for rank in range(spec.parallel.world_size):
+        timeline = play(spec, rank, META).timeline
+        peak = timeline.peak()
+        assert tuple(peak.categories) == CATEGORIES
+        assert sum(peak.categories.values()) == sum(peak.modules.values()) == peak.total
+        assert peak.total == max(timeline.totals()[timeline.begin :])
+        _, curves = timeline.curves(100)
+        assert max(map(sum, zip(*curves.values(), strict=True))) == peak.total
+
+
+def test_state_is_that_of_the_buffers_and_of_the_optimizer() -> None:
+    spec = plan(ep=2)
+    categories = play(spec, 0, META).timeline.peak().categories
+    # bf16 weights, fp32 gradients, masters and two moments; a half of the experts, which nobody copies
+    assert categories["gradients"] == 2 * categories["weights"]
+    assert categories["moments"] == 2 * categories["master weights"]
+    assert categories["weights"] < categories["master weights"] < categories["gradients"]
+
+
+@pytest.mark.parametrize("name", ["stages", "interleaved stages with experts"])
+def test_warm_up_and_two_more_rounds_are_enough(name: str) -> None:
+    spec = PLANS[name]
+    number = enough_microbatches(spec)
+    assert number < 12
+    short, long = (play(spec, 0, META, num_microbatches=each).timeline.peak() for each in (number, 12))
+    # the microbatches themselves are on the device: ids, labels, weights in the loss, positions
+    batches = 3 * (12 - number) * 4 * 512
+    assert 0 < long.total - short.total <= batches
+    assert long.categories["activations"] == short.categories["activations"]
+
+
+def test_the_first_stage_keeps_more_than_the_last() -> None:
+    first, last = (play(PLANS["stages"], rank, META).timeline.peak() for rank in (0, 1))
+    assert first.categories["activations"] > last.categories["activations"] > 0
+
+
+def test_rows_of_the_played_ranks_experts_follow_the_assumed_load() -> None:
+    even, heavy, light = (
+        play(plan(ep=2, imbalance=factor), 1, META).timeline.peak().categories for factor in (1.0, 1.5, 0.5)
+    )
+    assert light["activations"] < even["activations"] < heavy["activations"]
+    assert even["weights"] == heavy["weights"]
+
+
+@pytest.mark.parametrize(("num_ranks", "hot", "imbalance"), [(1, 0, 1.0), (4, 2, 1.0), (4, 3, 2.5), (4, 0, 0.0)])
+def test_the_assumed_load_counts_every_choice_once(num_ranks: int, hot: int, imbalance: float) -> None:
+    load = RoutedLoad(num_ranks, hot, imbalance)
+    router = tiny.router()
+    counts = load.counts(8, 70)
+    assert sum(counts) == 70 and len(counts) == 8
+    mine = counts[hot * 8 // num_ranks : (hot + 1) * 8 // num_ranks]
+    assert sum(mine) == round(70 * imbalance / num_ranks)
+    ids_TK = assumed_ids(load, router, 35, torch.device("cpu"))
+    assert ids_TK.flatten().bincount(minlength=8).tolist() == list(counts)
+    assert all(len(set(row)) == len(row) for row in ids_TK.tolist())
+
+
+def test_an_activation_that_is_kept_twice_is_seen() -> None:
+    """The planted error: a norm that keeps a copy of its input besides the input."""
+    spec, sound = plan(), emulated.emulated_bundle(KernelSpec(), torch.bfloat16)
+
+    def wasteful(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        return sound.rms_norm(_Twice.apply(x), weight, eps, zero_centered)
+
+    functions = {op: getattr(sound, op) for op in OPS} | {"rms_norm": wasteful}
+    before, after = (on(META, spec, 0, each).timeline.peak() for each in (sound, Bundle.of(functions, sound.choices)))
+    tokens = 2 * tiny.SEQ * tiny.HIDDEN * 2
+    # the norms of the layers' inputs and the final one; sums are normed by another op
+    assert after.categories["activations"] - before.categories["activations"] == 5 * tokens
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.clone())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
