@@ -33,8 +33,8 @@ from arguments.proxy.machine import NEEDLESS
 from arguments.proxy.shrink import proxied, wish_of
 from arguments.recipes.find import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_spec
-from megatron_moe.specs.faults import ALLOWED
 from megatron_moe.specs.parallel import Launch
+from megatron_moe.specs.resilience.faults import ALLOWED
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import TokenizerSpec
 

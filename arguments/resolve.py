@@ -9,7 +9,6 @@ from arguments.flags import Flags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.logging import LoggingFlags
 from arguments.resolve_model import model_spec
-from megatron_moe.specs.faults import parse_fault
 from megatron_moe.specs.graphs import GraphModule, GraphSpec
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import ModelSpec
@@ -19,6 +18,7 @@ from megatron_moe.specs.pipeline.layout import PipelineLayout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
 from megatron_moe.specs.profile import ProfileSpec
+from megatron_moe.specs.resilience.faults import parse_fault
 from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import (
     OTHER_TOKENIZER_NAMES,

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_moe.specs.faults import ALLOWED
+from megatron_moe.specs.resilience.faults import ALLOWED
 from pretrain_moe import main
 from tests.ranks import free_port
 

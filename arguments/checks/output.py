@@ -1,7 +1,7 @@
 """Rules about checkpoints, logs and kernels."""
 
 from arguments.checks.complaint import Complaint
-from megatron_moe.specs.faults import parse_fault
+from megatron_moe.specs.resilience.faults import parse_fault
 
 
 def saving_has_a_rhythm(save: str | None, save_interval: int | None) -> Complaint:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from megatron_moe.specs.faults import Fault
+from megatron_moe.specs.resilience.faults import Fault
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.specs.faults import Fault
+from megatron_moe.specs.resilience.faults import Fault
 
 _PAUSE_SECONDS = 0.2
 _FILE_BYTES = 4096

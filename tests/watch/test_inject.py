@@ -3,7 +3,7 @@
 import pytest
 
 from arguments.errors import FlagErrors
-from megatron_moe.specs.faults import ALLOWED, KINDS, parse_fault
+from megatron_moe.specs.resilience.faults import ALLOWED, KINDS, parse_fault
 from tests.command_lines import plan_of, texts_of
 
 
