@@ -1,5 +1,6 @@
 """Floating-point operations of a training step, counted from the model spec, and what a device could do at best."""
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -47,7 +48,10 @@ def count_flops(model: ModelSpec, num_sequences: int, seq_length: int, conventio
     embedding lookup, padding or recompute; half of S^2 per attention. It differs where Megatron counts what is not
     computed: keys outside a sliding window.
     """
-    count = sum((count_layer_flops(layer, seq_length, convention) for layer in model.layers), FlopCount())
+    count = FlopCount()
+    for layer, times in Counter(model.layers).items():
+        of_layer = count_layer_flops(layer, seq_length, convention)
+        count += FlopCount(**{f.name: times * getattr(of_layer, f.name) for f in fields(FlopCount)})
     depths = model.mtp.num_layers if model.mtp else 0
     head = seq_length * model.hidden_size * model.vocab_size * (1 + depths) * _PER_MULTIPLY_ADD
     count += FlopCount(head=head, mtp=depths * _mtp_depth(model, seq_length, convention))

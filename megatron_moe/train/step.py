@@ -28,8 +28,8 @@ from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.lanes import Lanes
-from megatron_moe.specs.exitcodes import MemoryProblem
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.train.out_of_memory import device_memory, out_of_memory
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.state import TrainState
 from megatron_moe.watch.drift import check_replicas
@@ -124,10 +124,9 @@ class Trainer:
         try:
             return self._step(batches, state)
         except torch.OutOfMemoryError as error:
-            raise MemoryProblem(
-                f"out of memory in iteration {state.iteration + 1} on {self.context.device}: {error}; use a smaller "
-                f"--micro-batch-size or --seq-length, or more GPUs"
-            ) from error
+            device, stage = self.context.device, self.context.group("pp").rank
+            found = device_memory(device) if device.type == "cuda" else None
+            raise out_of_memory(self.plan, stage, state.iteration + 1, error, found) from error
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)

@@ -3,8 +3,10 @@
 Not in it: the CUDA context, NCCL's own buffers, cuBLAS workspaces and what the allocator cannot use.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import mul
 
 from megatron_moe.specs.costs.activations import Kept, Sizes, expert_rows, layer_tensors, num_bytes, stage_tensors
 from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements, share_of_layer
@@ -160,12 +162,13 @@ class RankMemory:
         micro, seq = plan.batch.micro, plan.data.seq_length
         self.sizes = Sizes.of(plan.parallel, plan.precision, micro=micro, seq_length=seq, imbalance=imbalance)
         self._layers: dict[LayerSpec, list[Kept]] = {}
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, tuple[Held, Held]] = {}
+        self._in_flight: dict[tuple[int, int], list[tuple[int, ...]]] = {}
 
     def with_switches(self, memory: MemorySpec) -> "RankMemory":
         """Of the same plan with other trades of memory against time; what they do not change is not counted again."""
         other = RankMemory(replace(self.plan, memory=memory), self.sizes.imbalance)
-        other._layers, other._held = self._layers, self._held
+        other._layers, other._held, other._in_flight = self._layers, self._held, self._in_flight
         return other
 
     def all_ranks(self, num_microbatches: int) -> list[RankBytes]:
@@ -174,15 +177,10 @@ class RankMemory:
 
     def of_rank(self, rank: int, num_microbatches: int) -> RankBytes:
         """One pipeline rank."""
-        plan, layout = self.plan, self.plan.layout
-        stages = layout.chunks(rank)
-        layers = [plan.model.layers[index] for stage in stages for index in stage.layers]
-        layers += [plan.model.layers[-1]] * sum(stage.num_mtp for stage in stages)
+        layout = self.plan.layout
+        stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
-        # no more are ever in flight than a few groups: the rest of a long step repeats itself
-        several = min(num_microbatches, _FEW_GROUPS * plan.schedule(num_microbatches).group)
-        entries = computations(plan.schedule(several), rank)
-        fullest, in_flight = _fullest(entries, [chunk.total for chunk in chunks])
+        fullest, in_flight = _fullest(self._moments(rank, num_microbatches), [chunk.total for chunk in chunks])
         modules: dict[str, float] = {}
         for count, chunk in zip(fullest, chunks, strict=True):
             for module, size in chunk.modules.items():
@@ -201,21 +199,37 @@ class RankMemory:
             on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
         )
 
+    def _moments(self, rank: int, num_microbatches: int) -> list[tuple[int, ...]]:
+        """Of a few groups of microbatches: the rest of a long step repeats itself."""
+        several = min(num_microbatches, _FEW_GROUPS * self.plan.schedule(num_microbatches).group)
+        if (rank, several) not in self._in_flight:
+            entries = computations(self.plan.schedule(several), rank)
+            self._in_flight[rank, several] = _moments_of(entries, self.plan.layout.vpp)
+        return self._in_flight[rank, several]
+
     def state_of_rank(self, rank: int) -> StateBytes:
         """Weights, gradients and optimizer of one pipeline rank."""
-        plan, stages = self.plan, self.plan.layout.chunks(rank)
-        layers = [plan.model.layers[index] for stage in stages for index in stage.layers]
-        layers += [plan.model.layers[-1]] * sum(stage.num_mtp for stage in stages)
-        low = Held()
-        if plan.precision.low and plan.precision.low_params:
-            low = sum((low_elements(layer, plan.parallel) for layer in layers), low)
-        return state_bytes(plan, self.held(rank), low)
+        return state_bytes(self.plan, *self._held_of(rank))
 
     def held(self, rank: int) -> Held:
         """Parameters of one pipeline rank."""
+        return self._held_of(rank)[0]
+
+    def _held_of(self, rank: int) -> tuple[Held, Held]:
+        """(all parameters, those in a low format)."""
         if rank not in self._held:
-            self._held[rank] = held_by_rank(self.plan.model, self.plan.layout, rank, self.plan.parallel)
+            plan, low = self.plan, Held()
+            if plan.precision.low and plan.precision.low_params:
+                kinds = Counter(self._layers_of(rank)).items()
+                low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), low)
+            self._held[rank] = held_by_rank(plan.model, plan.layout, rank, plan.parallel), low
         return self._held[rank]
+
+    def _layers_of(self, rank: int) -> list[LayerSpec]:
+        """With those of multi-token prediction."""
+        stages, model = self.plan.layout.chunks(rank), self.plan.model
+        layers = [model.layers[index] for stage in stages for index in stage.layers]
+        return layers + [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
 
     def moved_per_microbatch(self, rank: int) -> float:
         """Bytes of activations that travel to host memory, of all chunks of a pipeline rank."""
@@ -323,21 +337,23 @@ def _moves(kept: Kept, offload: OffloadSpec) -> bool:
     return kept.moves in offload.modules and kept.elements >= offload.min_elements
 
 
-def _fullest(entries: Iterable[Entry], chunks: Sequence[float]) -> tuple[list[int], int]:
-    """(microbatches in flight by chunk, all of them) at the moment at which their activations are largest."""
-    now, fullest = [0] * len(chunks), [0] * len(chunks)
-    size = most = 0.0
+def _moments_of(entries: Iterable[Entry], num_chunks: int) -> list[tuple[int, ...]]:
+    """Microbatches in flight by chunk after every forward, in order, each set of numbers once."""
+    now, found = [0] * num_chunks, {}
     for entry in entries:
         for action in parts(entry):
             if action.kind == "forward":
                 now[action.chunk] += 1
-                size += chunks[action.chunk]
-                if size > most:
-                    most, fullest = size, list(now)
+                found[tuple(now)] = None
         for action in parts(entry):
             if action.kind in ("backward", "backward_weight"):
                 now[action.chunk] -= 1
-                size -= chunks[action.chunk]
+    return list(found)
+
+
+def _fullest(moments: Iterable[tuple[int, ...]], chunks: Sequence[float]) -> tuple[tuple[int, ...], int]:
+    """(microbatches in flight by chunk, all of them) at the moment at which their activations are largest."""
+    fullest = max(moments, key=lambda counts: sum(map(mul, counts, chunks)))
     return fullest, sum(fullest)
 
 

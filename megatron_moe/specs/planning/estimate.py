@@ -86,8 +86,7 @@ class Estimator:
         self.num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
         self.rank = plan.layout.pp // 2
         """The pipeline rank whose communication counts."""
-        layers = LayerWork(plan, self.rates)
-        self.stages = [layers.of_stage(stage) for stage in plan.layout.stages]
+        self.stages = LayerWork(plan, self.rates).of_stages()
         known = destinations or Destinations()
         self.traffic = Communication(plan, placements, self.num_microbatches, known).of_rank(self.rank)
         chunks = plan.layout.chunks(self.rank)

@@ -20,7 +20,7 @@ LONG = 8192
 """Tokens from which a sequence may be split: below, the exchange costs more than it saves (phase 2 of the paper)."""
 MICRO_BATCHES = (1, 2, 4)
 MOST_CP = 64
-CHUNKS = (1, 2, 3, 4, 6, 8, 12)
+CHUNKS = (1, 2, 3, 4, 6, 8)
 """Virtual stages of a pipeline rank."""
 
 

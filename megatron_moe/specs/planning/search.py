@@ -5,11 +5,12 @@ Phase 1 asks what fits, phase 2 which layout is best, phase 3 which switches are
 cheapest switches with which it fits, and the search ends when nothing that is left can be better than what is found.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, combinations
 from itertools import count as count_up
+from math import inf
 
 from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, heaviest
 from megatron_moe.specs.costs.facts import RESERVE_GIB
@@ -47,10 +48,13 @@ class Found:
 
 
 class Planner:
-    """Plans on one kind of GPU. `imbalance`: rows of the fullest rank's experts, as a multiple of the mean."""
+    """Plans on one kind of GPU."""
 
-    def __init__(self, gpu: Gpu, imbalance: float = 1.0) -> None:
+    def __init__(self, gpu: Gpu, imbalance: float = 1.0, *, offload: bool = True) -> None:
+        """`imbalance`: rows of the fullest rank's experts, as a multiple of the mean. `offload`: inputs of modules may
+        wait in host memory."""
         self.gpu = gpu
+        self._moves = _MOVED if offload else _MOVED[:1]
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements: dict[tuple[tuple[str, int], ...], Placement] = {}
@@ -130,55 +134,67 @@ class Planner:
         when none are enough."""
         plain, count = without_switches(plan), _microbatches(plan)
         memory = RankMemory(plain, self.imbalance)
-        before = heaviest(memory.all_ranks(count))
+        # the heaviest are among the first, who have most in flight, or it is the one with the loss
+        likely = sorted({0, min(1, plain.layout.pp - 1), plain.layout.pp - 1})
+        before = heaviest([memory.of_rank(rank, count) for rank in likely])
         for changed in self._ways(plain, memory, before):
             counted = memory.with_switches(changed.memory)
-            if self.fits(counted.of_rank(before.rank, count)):
-                after = heaviest(counted.all_ranks(count))
-                if self.fits(after):
-                    step = self.estimator(changed).step()
-                    return Found(plan=changed, step=step, memory=after, plain_bytes=before.total)
+            if not self.fits(counted.of_rank(before.rank, count)):
+                continue
+            after = heaviest(counted.all_ranks(count))
+            if self.fits(after):
+                step = self.estimator(changed).step()
+                return Found(plan=changed, step=step, memory=after, plain_bytes=before.total)
         return None
 
     def _ways(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
         """Plans with sets of switches that may be enough, the cheapest first."""
         need = before.total - self.room
-        if need <= 0:
-            yield plain
-            return
-        base = self._at_least(plain)
         singles = [recomputing(plain, [name]) for name in modules_of(plain.model)]
-        moves = [moving(plain, names) for names in _MOVED if names]
-        gains: dict[object, tuple[float, float]] = {(): (0.0, 0.0)}
+        moves = [moving(plain, names) for names in self._moves if names]
+        gains: dict[object, float] = {(): 0.0}
         for each in (*singles, *moves):
             after = memory.with_switches(each.memory).of_rank(before.rank, _microbatches(plain))
-            seconds = self._at_least(each) - base
-            key = each.memory.offload.modules or each.memory.recompute.modules[0]
-            gains[key] = before.total - after.total, seconds
-        hopeful: list[tuple[float, int, RunPlan]] = []
-        for index, each in enumerate(self._sets(plain)):
-            recompute, moved = each.memory.recompute, each.memory.offload.modules
-            parts = [gains[name] for name in recompute.modules] + [gains[moved]]
-            hope, seconds = sum(gain for gain, _ in parts), sum(cost for _, cost in parts)
-            if recompute.granularity == "full":  # its default modules mean nothing
-                hope, seconds = need, self._at_least(each) - base
-            if hope >= _SAFETY * need:
-                hopeful.append((seconds, index, each))
-        yield from (each for _, _, each in sorted(hopeful, key=lambda way: way[:2]))
+            gains[_key(each)] = before.total - after.total
+        hopeful = [each for each in self._sets(plain) if _hope(each, gains) >= _SAFETY * need]
+        if hopeful and need > 0:
+            base = self._at_least(plain)
+            costs = {_key(each): self._at_least(each) - base for each in (*singles, *moves)} | {(): 0.0}
+            hopeful.sort(key=lambda each: self._cost(each, base, costs))
+        return iter(hopeful)
+
+    def _cost(self, plan: RunPlan, base: float, costs: Mapping[object, float]) -> float:
+        """Seconds that a set of switches adds."""
+        recompute = plan.memory.recompute
+        if recompute.granularity == "full":
+            return self._at_least(plan) - base
+        return sum(costs[name] for name in recompute.modules) + costs[plan.memory.offload.modules]
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
         """Selective modules and moved inputs in every combination that makes sense, and whole layers."""
         modules = [name for name in modules_of(plain.model) if name != "moe"]
         sets = chain.from_iterable(combinations(modules, count) for count in range(len(modules) + 1))
         for names in sets:
-            for moved in _MOVED:
-                if names or moved:
-                    yield moving(recomputing(plain, names), moved)
+            for moved in self._moves:
+                yield moving(recomputing(plain, names), moved)
         if not plain.pipeline.overlap:
             dense = [name for name in modules if name not in ("moe_act", "shared_experts")]
             yield recomputing(plain, ["moe"])
             yield recomputing(plain, [*dense, "moe"])
             yield whole_layers(plain)
+
+
+def _key(plan: RunPlan) -> object:
+    """Of a plan with one switch."""
+    return plan.memory.offload.modules or plan.memory.recompute.modules[0]
+
+
+def _hope(plan: RunPlan, gains: Mapping[object, float]) -> float:
+    """Bytes that a set of switches saves, as if savings added up."""
+    recompute = plan.memory.recompute
+    if recompute.granularity == "full":
+        return inf
+    return sum(gains[name] for name in recompute.modules) + gains[plan.memory.offload.modules]
 
 
 def _microbatches(plan: RunPlan) -> int:

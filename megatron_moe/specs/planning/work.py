@@ -1,5 +1,7 @@
 """Seconds that one microbatch takes in the layers of one rank, forward and backward, by kind of work."""
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from megatron_moe.specs.attention import MLASpec
@@ -53,17 +55,31 @@ class LayerWork:
         self._tensors: dict[LayerSpec, list[Kept]] = {}
         self._again: dict[tuple[LayerSpec, tuple[str, ...]], float] = {}
 
+    def of_stages(self) -> list[Work]:
+        """One microbatch in every stage, with what its recompute adds."""
+        model, known = self.plan.model, {}
+        kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(model.layers))}
+        of_index = [kinds[layer] for layer in model.layers]
+        found = []
+        for stage in self.plan.layout.stages:
+            key = (tuple(of_index[index] for index in stage.layers), stage.num_mtp, stage.loss)
+            if key not in known:
+                known[key] = self.of_stage(stage)
+            found.append(known[key])
+        return found
+
     def of_stage(self, stage: StageSpec) -> Work:
-        """One microbatch in one stage, with what its recompute adds."""
-        model, work = self.plan.model, Work()
-        for place, index in enumerate(stage.layers):
-            layer = model.layers[index]
-            work += self.of_layer(layer) + Work(again=self.again(layer, place))
+        """One microbatch in one stage."""
+        model, recompute = self.plan.model, self.plan.memory.recompute
+        work = Work()
+        first = recompute.num_layers if recompute.granularity == "full" and recompute.method == "block" else 0
+        for (layer, early), count in Counter(self._places(stage, first)).items():
+            work += (self.of_layer(layer) + Work(again=self.again(layer, early))) * count
         depths = model.mtp.num_layers if model.mtp and stage.num_mtp else 0
         if depths:
             layer = model.layers[-1]
             joined = 6 * 2 * model.hidden_size**2 * self.plan.data.seq_length * self._share / self.rates.dense
-            work += (self.of_layer(layer) + Work(again=self.again(layer, 0), dense=joined)) * depths
+            work += (self.of_layer(layer) + Work(again=self.again(layer, True), dense=joined)) * depths
         return work + self._head() if stage.loss else work
 
     def of_layer(self, layer: LayerSpec) -> Work:
@@ -107,13 +123,19 @@ class LayerWork:
             self._tensors[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
         return self._tensors[layer]
 
-    def again(self, layer: LayerSpec, place: int) -> float:
-        """Seconds to compute again what recompute made the forward forget; `place` of the layer in its stage."""
+    def _places(self, stage: StageSpec, first: int) -> Iterator[tuple[LayerSpec, bool]]:
+        """(layer, is it one of the `first` ones of the stage)."""
+        for place, index in enumerate(stage.layers):
+            yield self.plan.model.layers[index], place < first
+
+    def again(self, layer: LayerSpec, early: bool) -> float:
+        """Seconds to compute again what recompute made the forward forget; `early`: the layer is one of the first that
+        "block" recomputes."""
         recompute = self.plan.memory.recompute
         if recompute.granularity == "none":
             return 0.0
         if recompute.granularity == "full":
-            whole = recompute.method == "uniform" or place < recompute.num_layers
+            whole = recompute.method == "uniform" or early
             return _FORWARD * self.of_layer(layer).total if whole else 0.0
         if (layer, recompute.modules) not in self._again:
             self._again[layer, recompute.modules] = self._of_modules(layer, recompute.modules)

@@ -1,0 +1,196 @@
+"""From a plan that a search found back to flags: a recipe that `pretrain_moe.py` reads, the reasons as comments."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from arguments.checks.run import broken_rules
+from arguments.export import value_text
+from arguments.files import read_files
+from arguments.flags import Registry
+from arguments.huggingface.questions import published_flags
+from arguments.parser import Setting, Settings, settle, split
+from arguments.recipes.find import find_recipe
+from arguments.recipes.table import planned
+from megatron_moe.specs.costs.hardware import GIB, Gpu
+from megatron_moe.specs.parallel import Launch
+from megatron_moe.specs.planning.search import Found
+from megatron_moe.specs.run import RunPlan
+
+_ONE_RANK: Mapping[str, object] = MappingProxyType(
+    {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": False,
+        "micro_batch_size": 1,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "microbatch_group_size_per_virtual_pipeline_stage": None,
+        "hierarchical_context_parallel_sizes": None,
+        "overlap_moe_expert_parallel_comm": False,
+        "delay_wgrad_compute": False,
+        "ep_overlap_early_attn_memory_release": False,
+    }
+)
+"""Everything that a search chooses of a layout."""
+
+
+def settings_of(words: Sequence[str], registry: Registry) -> Settings:
+    """What a command line with `--recipe`, `--config` and `--from-hf-config` says, its files first."""
+    given, problems = split(words)
+    start = settle(registry, [[one for one in given if _starts(one.option, registry)]])
+    name, folder = start.setting("recipe").value, start.setting("from_hf_config").value
+    paths = [path for path in (find_recipe(str(name)) if name else None, *start.setting("config").value) if path]
+    layers = [published_flags(folder, registry)[0]] if folder else []
+    for path in paths:
+        files = read_files(path, registry, {})
+        problems += [problem for file in files for problem in file.problems]
+        layers += [file.flags for file in files]
+    settings = settle(registry, [*layers, given])
+    settings.problems[:0] = problems
+    return settings
+
+
+def _starts(option: str, registry: Registry) -> bool:
+    found = registry.find(option)
+    return found is not None and found[0].group == "start"
+
+
+def to_search(settings: Settings, num_gpus: int) -> RunPlan:
+    """The run with every axis of its layout at one: what a search starts from."""
+    return planned(_with(settings, _ONE_RANK), Launch(world_size=num_gpus))
+
+
+def as_given(settings: Settings, num_gpus: int) -> RunPlan:
+    """The run with the layout that its flags ask for."""
+    return planned(settings, Launch(world_size=num_gpus))
+
+
+def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
+    """The settings with what was found in their place. `layout`: the axes too, and not only the switches."""
+    changes = dict(_switches(plan))
+    if layout:
+        changes = {**_ONE_RANK, **dict(_axes(plan)), **changes}
+    return _with(settings, changes)
+
+
+def _with(settings: Settings, changes: Mapping[str, object]) -> Settings:
+    values = dict(settings.values)
+    for name, value in changes.items():
+        if value == settings.registry.flags[name].default:
+            values.pop(name, None)
+        else:
+            values[name] = Setting(value, "plan")
+    return replace(settings, values=values)
+
+
+def _axes(plan: RunPlan) -> Iterator[tuple[str, object]]:
+    parallel = plan.parallel
+    yield "tensor_model_parallel_size", parallel.tp
+    yield "context_parallel_size", parallel.cp
+    yield "pipeline_model_parallel_size", parallel.pp
+    yield "expert_model_parallel_size", parallel.ep
+    yield "expert_tensor_parallel_size", parallel.etp
+    yield "sequence_parallel", parallel.sequence_parallel
+    yield "micro_batch_size", plan.batch.micro
+    yield "overlap_moe_expert_parallel_comm", plan.pipeline.overlap
+    yield "delay_wgrad_compute", plan.pipeline.split_backward
+    if parallel.pp > 1:
+        yield "pipeline_model_parallel_layout", str(plan.layout)
+
+
+def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
+    recompute, offload, precision = plan.memory.recompute, plan.memory.offload, plan.precision
+    whole = recompute.granularity == "full"
+    yield "recompute_granularity", None if recompute.granularity == "none" else recompute.granularity
+    yield "recompute_modules", recompute.modules if recompute.granularity == "selective" else None
+    yield "recompute_method", recompute.method if whole else None
+    yield "recompute_num_layers", recompute.num_layers if whole else None
+    yield "fine_grained_activation_offloading", bool(offload.modules)
+    yield "offload_modules", offload.modules
+    if plan.optimizer.offload.host_steps:
+        yield from (("optimizer_cpu_offload", True), ("overlap_cpu_optimizer_d2h_h2d", True))
+        yield "use_precision_aware_optimizer", True
+    if precision.exp_avg == precision.exp_avg_sq == "bf16":
+        yield "use_precision_aware_optimizer", True
+        yield from (("exp_avg_dtype", "bf16"), ("exp_avg_sq_dtype", "bf16"))
+
+
+def legal(settings: Settings, num_gpus: int) -> bool:
+    """Does it break no rule?"""
+    return not broken_rules(settings, Launch(world_size=num_gpus))
+
+
+def recipe(settings: Settings, found: Found, gpu: Gpu, title: str) -> str:
+    """A recipe's file."""
+    lines = [f"# {line}" for line in (title, *reasons(found, gpu))]
+    lines += ["about:", f"  gpu: {gpu.kind}", f"  gpus: {found.plan.parallel.world_size}"]
+    for name, flag in settings.registry.flags.items():
+        if name in settings.values and flag.group != "start" and settings.setting(name).value is not None:
+            lines.append(f"{flag.option[2:]}: {value_text(flag, settings.setting(name).value)}")
+    return "\n".join(lines) + "\n"
+
+
+def reasons(found: Found, gpu: Gpu) -> list[str]:
+    """Why this plan: what fits, what the layout costs, and what takes the time."""
+    plan, step, memory = found.plan, found.step, found.memory
+    parallel, total = plan.parallel, step.total
+    state = memory.state
+    switched = switches_text(plan)
+    without = f"; without {switched} it would be {found.plain_bytes / GIB:.1f}" if switched else ""
+    shares = {name: seconds / total for name, seconds in step.parts}
+    lost = [
+        f"{text} {shares[name]:.1%}"
+        for name, text in (
+            ("tensor parallel", f"TP {parallel.tp}"),
+            ("context parallel", f"CP {parallel.cp}"),
+            ("expert parallel", f"EP {parallel.ep} x ETP {parallel.etp}"),
+            ("bubble", f"the bubble of PP {parallel.pp} x {plan.layout.vpp} chunks"),
+            ("data parallel", f"DP {parallel.dp}"),
+            ("recompute", "recompute"),
+            ("offload", "offload"),
+        )
+        if shares.get(name, 0) >= 0.0005
+    ]
+    longest = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in step.parts[:3])
+    lines = [
+        f"memory: {memory.total / GIB:.1f} of {gpu.memory_gib:.1f} GiB on pipeline rank {memory.rank} (weights and "
+        f"gradients {(state.weights + state.gradients) / GIB:.1f}, optimizer "
+        f"{(state.master + state.moments) / GIB:.1f}, activations {memory.kept / GIB:.1f}){without}",
+        f"parallelism: of the step go to {', '.join(lost) or 'nothing that another layout would save'}",
+        f"time: {total * 1e3:,.0f} ms a step, {step.tflops:,.0f} TFLOP/s per GPU by the cost model; most of it "
+        f"{longest}",
+    ]
+    return [part for line in lines for part in textwrap.wrap(line, 112, subsequent_indent="  ")]
+
+
+def switches_text(plan: RunPlan) -> str:
+    """The memory switches of a plan in few words."""
+    recompute, offload, words = plan.memory.recompute, plan.memory.offload, []
+    if recompute.granularity == "full":
+        words.append("recompute of whole layers")
+    elif recompute.granularity == "selective" and recompute.modules:
+        words.append(f"recompute of {' '.join(recompute.modules)}")
+    if offload.modules:
+        words.append(f"offload of {' '.join(offload.modules)}")
+    return " and ".join(words)
+
+
+def layout_text(found: Found) -> str:
+    """One line: axes, microbatch, switches."""
+    plan, parallel = found.plan, found.plan.parallel
+    axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
+    axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro}"]
+    overlap = ", overlap" if plan.pipeline.overlap else ""
+    switched = switches_text(plan)
+    return f"{' '.join(axes)}{overlap}{', ' + switched if switched else ''}"

@@ -1,0 +1,116 @@
+"""Which layout, and which memory switches? `python tools/plan.py --recipe NAME [--gpu KIND] [--gpus N] [FLAGS]`
+
+Searches all layouts, microbatches, recompute and offload that fit the GPU for the model of the flags (a recipe,
+`--config` or `--from-hf-config DIR`), and prints the ten that a cost model finds fastest, with the reasons.
+`--write DIR` leaves each as a recipe that `pretrain_moe.py --config` reads. `--fit` keeps the layout and picks the
+cheapest switches with which it fits. No torch, no GPU; docs/planning.md explains the cost model.
+
+Exit code 0: something fits; 7: nothing does; 2: the flags are wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from arguments.errors import FlagErrors
+from arguments.flags import Registry
+from arguments.parser import Settings
+from arguments.planning import recipes
+from arguments.recipes.find import About, about, find_recipe
+from megatron_moe.specs.costs.hardware import GIB, GPUS, Gpu
+from megatron_moe.specs.exitcodes import ExitCode, RunError
+from megatron_moe.specs.planning.search import Found, Planner
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what was found; returns the exit code."""
+    asked, words = _parser().parse_known_args(argv)
+    try:
+        return int(_fit(asked, words) if asked.fit else _search(asked, words))
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+
+
+def _search(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
+    settings, gpu, num_gpus = _question(asked, words)
+    planner = _planner(asked, settings, gpu)
+    found = planner.best(recipes.to_search(settings, num_gpus), asked.best)
+    choices = [(recipes.settings_for(settings, each.plan), each) for each in found]
+    choices = [(ready, each) for ready, each in choices if recipes.legal(ready, num_gpus)]
+    if not choices:
+        print(
+            f"nothing fits: no layout on {num_gpus} {gpu.name} with any switches. Use more GPUs, or shorter sequences"
+        )
+        return ExitCode.MEMORY
+    print(f"the fastest layouts on {num_gpus:,} {gpu.name} by the cost model (docs/planning.md)")
+    for place, (ready, each) in enumerate(choices, 1):
+        _tell(place, each, gpu)
+        if asked.write:
+            title = f"Plan {place} for {num_gpus} {gpu.name}: {recipes.layout_text(each)}"
+            _write(asked.write, f"plan-{place:02}", recipes.recipe(ready, each, gpu, title))
+    return ExitCode.OK
+
+
+def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
+    settings, gpu, num_gpus = _question(asked, words)
+    planner, plan = _planner(asked, settings, gpu), recipes.as_given(settings, num_gpus)
+    now = planner.as_it_is(plan)
+    verdict = "fits" if planner.fits(now.memory) else "does not fit"
+    print(f"as it is: {recipes.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
+    found = planner.fit_at_any_price(plan)
+    if found is None:
+        print("no set of switches is enough: use a smaller --micro-batch-size, more GPUs, or search without --fit")
+        return ExitCode.MEMORY
+    ready = recipes.settings_for(settings, found.plan, layout=False)
+    _tell(1, found, gpu)
+    title = f"The cheapest switches on {num_gpus} {gpu.name}: {recipes.layout_text(found)}"
+    if asked.write:
+        _write(asked.write, "fit", recipes.recipe(ready, found, gpu, title))
+    return ExitCode.OK
+
+
+def _planner(asked: argparse.Namespace, settings: Settings, gpu: Gpu) -> Planner:
+    """Without offload of activations while it is not available."""
+    offload = settings.registry.flags["fine_grained_activation_offloading"].declaration
+    return Planner(gpu, asked.imbalance, offload=offload.status != "not yet")
+
+
+def _question(asked: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, Gpu, int]:
+    registry = Registry.declared()
+    settings = recipes.settings_of(words, registry)
+    if settings.problems:
+        raise FlagErrors(settings.problems)
+    name = settings.setting("recipe").value
+    said = about(str(name), registry) if name and find_recipe(str(name)) else About()
+    return settings, GPUS[asked.gpu or said.gpu or "h100"], asked.gpus or said.gpus
+
+
+def _tell(place: int, found: Found, gpu: Gpu) -> None:
+    print(f"\n{place:>2}. {recipes.layout_text(found)}")
+    for line in recipes.reasons(found, gpu):
+        print(f"    {line}")
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.yaml"
+    path.write_text(text, encoding="utf-8")
+    print(f"    written: {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False
+    parser.add_argument("--gpu", choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
+    parser.add_argument("--gpus", type=int, help="how many (the recipe's, or 1)")
+    parser.add_argument("--best", type=int, default=10, help="how many layouts to print (10)")
+    parser.add_argument("--imbalance", type=float, default=1.0, help="rows of the fullest rank over the mean (1)")
+    parser.add_argument("--write", type=Path, metavar="DIR", help="leave each as a recipe there")
+    parser.add_argument("--fit", action="store_true", help="keep the layout; pick the cheapest memory switches")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
