@@ -32,7 +32,7 @@ def gradients(
     inputs = q, k, v, grad, lse_BNS, delta_BNS, q if segments_BS is None else segments_BS
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3]
     narrow = max(shape.width, shape.value_width) <= 128
-    rows, keys = (64, 128) if narrow else (32, 64)
+    rows, keys = (32, 128) if narrow else (32, 64)
     options = {
         "SEGMENTS": segments_BS is not None, "WIDEN": INTERPRETED, "WIDTH": tile_width(shape.width), "VALUE": value,
         "num_warps": 8 if narrow else 4, "num_stages": 2,

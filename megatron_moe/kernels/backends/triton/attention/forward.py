@@ -37,8 +37,9 @@ def attention(
     special = spec.window is not None or sinks_N is not None or spec.off_by_one or segments_BS is not None
     drops = spec.dropout > 0.0 and dropout_key is not None
     narrow = max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST and q_SBND.numel() > 0
+    near = all(x.shape[0] * x.stride(0) < 2**31 for x in (q_SBND, k_SBGD, v_SBGE))  # offsets are 32-bit
     slow = q_SBND.dtype is torch.float32 and not INTERPRETED  # matrix units have no fp32
-    if not special or drops or slow or not narrow:
+    if not special or drops or slow or not (narrow and near):
         return torch_native.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
     if spec.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])

@@ -51,9 +51,12 @@ def tile_width(width: int) -> int:
 
 @triton.jit
 def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, WIDTH] of one head; zeros past the last row and the last dim. `MASKED` False: all rows are there."""
+    """[rows, WIDTH] of one head; zeros past the last row and the last dim. `MASKED` False: all rows are there.
+
+    Offsets are 32-bit, which halves the registers that hold them.
+    """
     dims = tl.arange(0, WIDTH)
-    place = base + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    place = base + (rows[:, None] * stride + dims[None, :])
     if MASKED:
         return tl.load(place, mask=(rows < num_rows)[:, None] & (dims < width)[None, :], other=0.0)
     else:
