@@ -8,6 +8,7 @@ the format depends on how the run was laid out over ranks. docs/checkpoint-forma
 
 import json
 import re
+import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 VERSION = 1
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
+SAFETENSORS = ".safetensors"
 
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_HEADER_BYTES = 100_000_000
@@ -185,6 +187,40 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Corrupt(f"{name}: holds {type(body).__name__}, not an object")
     return body
+
+
+Place = tuple[int, str, tuple[int, ...]]
+"""(first byte in the file, element type, shape) of a piece."""
+
+
+def places_by_file(manifest: Manifest) -> dict[str, list[Place]]:
+    """The pieces that have any elements."""
+    places: dict[str, list[Place]] = {}
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            if 0 not in piece.shape:
+                places.setdefault(piece.file, []).append((piece.start, entry.dtype, piece.shape))
+    return places
+
+
+def check_header(name: str, head: bytes, places: Iterable[Place]) -> None:
+    """The header of a safetensors file says of every piece what the manifest says: `places`. Raises Corrupt."""
+    (length,) = struct.unpack_from("<Q", head) if len(head) >= 8 else (0,)
+    if length != len(head) - 8:
+        raise Corrupt(f"{name}: header: its length is {length}, the manifest has room for {len(head) - 8}")
+    table = parse_json(head[8:], name)
+    table.pop("__metadata__", None)
+    theirs = sorted(place for entry in table.values() if 0 not in (place := _place(entry, len(head)))[2])
+    ours = sorted(places)
+    if theirs != ours:
+        raise Corrupt(f"{name}: header: it does not describe the {len(ours)} pieces that the manifest has there")
+
+
+def _place(entry: Any, head: int) -> Place:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int()]}:
+            return head + begin, dtype, tuple(_size(size, "shape") for size in shape)
+    raise Corrupt(f"a header has an entry of another form: {json.dumps(entry)[:80]}")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

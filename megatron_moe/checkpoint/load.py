@@ -17,12 +17,15 @@ from megatron_moe.checkpoint.folder import TRACKER, Candidate, as_checkpoint, li
 from megatron_moe.checkpoint.format import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    SAFETENSORS,
     TRAIN_STATE,
     Corrupt,
     Manifest,
     TooNew,
+    check_header,
     decode,
     parse_json,
+    places_by_file,
 )
 from megatron_moe.checkpoint.shards import (
     FileReader,
@@ -259,8 +262,11 @@ def _attempt(
         problems = _mismatches(wanted, known, manifest, casting)
         if problems:
             return _Refusal(_does_not_fit(candidate.path, problems))
+        places = places_by_file(manifest)
         for name in _used_files(wanted, manifest):
-            reader.head(name)
+            head = reader.head(name)
+            if name.endswith(SAFETENSORS):
+                check_header(name, head, places.get(name, ()))
         state = parse_json(reader.head(TRAIN_STATE), TRAIN_STATE)
         for key, target in wanted.items():
             entry = manifest.tensors[key]
@@ -320,7 +326,8 @@ def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: 
 def _does_not_fit(path: Path, problems: list[str]) -> str:
     return (
         f"checkpoint {path} does not fit this run in {len(problems)} tensors; give the model flags it was saved with, "
-        f"or --no-load-optim when only optimizer state differs:\n  {listed(problems)}"
+        f"--moe-use-upcycling to make experts of a dense model, or --no-load-optim when only optimizer state differs:\n"
+        f"  {listed(problems)}"
     )
 
 

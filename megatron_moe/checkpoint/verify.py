@@ -1,20 +1,26 @@
 """Reads every byte of a checkpoint and says what is wrong with it and where. Bounded memory, nothing is loaded."""
 
-import json
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_moe.checkpoint.folder import as_checkpoint
-from megatron_moe.checkpoint.format import MANIFEST, TRAIN_STATE, Corrupt, Manifest, TooNew, parse_json
+from megatron_moe.checkpoint.format import (
+    MANIFEST,
+    SAFETENSORS,
+    TRAIN_STATE,
+    Corrupt,
+    Manifest,
+    Place,
+    TooNew,
+    check_header,
+    parse_json,
+    places_by_file,
+)
 from megatron_moe.checkpoint.load import read_manifest
 from megatron_moe.checkpoint.shards import FileReader
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
-
-_SAFETENSORS = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,12 @@ def verified(path: Path) -> tuple[Manifest, FileReader]:
 
 def _examine_files(reader: FileReader, manifest: Manifest, problems: list[str]) -> int:
     """Heads and texts. Returns the bytes read."""
+    places = places_by_file(manifest)
     for name, entry in manifest.files.items():
         if not _note(problems, partial(reader.check, name, 0, entry.head, entry.crc32, "head")):
             continue
-        if name.endswith(_SAFETENSORS):
-            _note(problems, partial(_check_header, name, reader, manifest))
+        if name.endswith(SAFETENSORS):
+            _note(problems, partial(_check_header, name, reader, places.get(name, [])))
         elif name == TRAIN_STATE:
             _note(problems, partial(_check_text, name, reader))
     if TRAIN_STATE not in manifest.files:
@@ -95,34 +102,12 @@ def _examine_pieces(reader: FileReader, manifest: Manifest, problems: list[str])
     return num_bytes
 
 
+def _check_header(name: str, reader: FileReader, places: Sequence[Place]) -> None:
+    check_header(name, reader.head(name), places)
+
+
 def _check_text(name: str, reader: FileReader) -> None:
     parse_json(reader.head(name), name)
-
-
-def _check_header(name: str, reader: FileReader, manifest: Manifest) -> None:
-    """The header of a safetensors file says of every piece what the manifest says. Raises Corrupt."""
-    head = reader.head(name)
-    (length,) = struct.unpack_from("<Q", head) if len(head) >= 8 else (0,)
-    if length != len(head) - 8:
-        raise Corrupt(f"{name}: header: its length is {length}, the manifest has room for {len(head) - 8}")
-    table = parse_json(head[8:], name)
-    table.pop("__metadata__", None)
-    theirs = sorted(_place(entry, len(head)) for entry in table.values())
-    ours = sorted(
-        (piece.start, entry.dtype, list(piece.shape))
-        for entry in manifest.tensors.values()
-        for piece in entry.pieces
-        if piece.file == name and 0 not in piece.shape
-    )
-    if [place for place in theirs if 0 not in place[2]] != ours:
-        raise Corrupt(f"{name}: header: it does not describe the {len(ours)} pieces that the manifest has there")
-
-
-def _place(entry: Any, head: int) -> tuple[int, str, list[int]]:
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int()]}:
-            return head + begin, dtype, shape
-    raise Corrupt(f"a header has an entry of another form: {json.dumps(entry)[:80]}")
 
 
 def _note(problems: list[str], look: Callable[[], object]) -> bool:

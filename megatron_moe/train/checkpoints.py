@@ -183,13 +183,27 @@ class Checkpoints:
             for line in differences:
                 say(line)
         if loader is not None:
-            for line in self._data_differences(loaded.train_state, loader):
+            for line in [
+                *self._data_differences(loaded.train_state, loader),
+                *self._batch_differences(loaded.train_state),
+            ]:
                 say(line)
         return TrainState.from_json(loaded.train_state)
 
     def _upcycles(self, source: Source) -> bool:
         """The source is the dense model, and not what an earlier start of this run made of it."""
         return self._plan.checkpoint.upcycle and source.origin != "--save"
+
+    def _batch_differences(self, saved: dict) -> list[str]:
+        """Another batch size is told: steps are counted on, the learning rate goes by samples."""
+        then, length = saved.get("global_batch_size"), self._plan.data.seq_length
+        now = self._plan.batch.size_at(saved["state"]["consumed_samples"])
+        if then is None or then == now:
+            return []
+        return [
+            f"the next step takes {now} sequences ({now * length:,} tokens), at the checkpoint it would have been "
+            f"{then} ({then * length:,} tokens); the learning rate goes on by samples"
+        ]
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> list[str]:
         """What changed in the data since the checkpoint: another sequence length is refused, another order told."""

@@ -51,6 +51,7 @@ class TrainState:
             "seed": plan.loop.seed,
             "data_seed": plan.data.seed,
             "seq_length": plan.data.seq_length,
+            "global_batch_size": plan.batch.size_at(self.consumed_samples),
         }
 
     @classmethod

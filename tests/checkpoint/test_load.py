@@ -272,6 +272,17 @@ def test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown(tmp_pa
     assert "unknown to this run: model.other" in str(problem.value)
 
 
+def test_a_manifest_that_lies_about_an_element_type_is_damage(tmp_path: Path) -> None:
+    """Fault 22: as wide as the true one, with a valid seal, in a load that would cast it."""
+    path = saved_folder(tmp_path, 10) / "iter_0000010"
+    tensors = dict(decode((path / "manifest.json").read_bytes()).tensors)
+    tensors["model.embedding.weight"] = replace(tensors["model.embedding.weight"], dtype="F16")
+    rewrite_manifest(path, tensors=tensors)
+    source = find(CheckpointSpec(load=str(tmp_path), finetune=True), ONE)
+    with pytest.raises(CheckpointProblem, match="header: it does not describe the 3 pieces"):
+        load(source, whole(blank()), ONE)
+
+
 def test_a_train_state_that_is_no_object_is_damage(tmp_path: Path) -> None:
     path = saved_folder(tmp_path, 10) / "iter_0000010"
     (path / "train_state.json").write_bytes(b"[1]")

@@ -1,6 +1,6 @@
 """The list of planted bugs."""
 
-from tests.planted import in_layouts, in_models
+from tests.planted import in_checkpoints, in_layouts, in_models
 from tests.planted.bug import Bug
 
 BUGS: tuple[Bug, ...] = (
@@ -11,4 +11,6 @@ BUGS: tuple[Bug, ...] = (
     *in_models.ATTENTION,
     *in_models.TRAINING,
     *in_models.RESUMING,
+    *in_checkpoints.SAVING,
+    *in_checkpoints.LOADING,
 )

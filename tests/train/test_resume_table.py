@@ -1,0 +1,110 @@
+"""What may change when a run goes on, and what is refused: one test per row of the table in docs/promises.md.
+
+Rows that have tests elsewhere: the same run (`test_main_job.py`), layouts (`test_resharding.py`), sequence length, data
+and learning rate (`test_checkpoints.py`), ranks that do not divide the batch (`tests/arguments/test_checks.py`), and
+versions of the format (`tests/checkpoint/test_load.py`).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.model import ModelSpec
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import BatchSpec
+from tests import tiny
+from tests.tolerances import EXACT, FP64_LAYOUT
+from tests.train.test_checkpoints import Run, plan_of, start
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """Two steps and their checkpoint, then a third step."""
+    folder = tmp_path_factory.mktemp("trained")
+    run = start(plan_of(save=folder))
+    run.train(2)
+    run.checkpoints.save_last(run.state, run.loader)
+    run.train(1)
+    return folder, run
+
+
+def gone_on(plan: RunPlan) -> Run:
+    run = start(plan)
+    run.train(1)
+    return run
+
+
+def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on_at_once(
+    trained: tuple[Path, Run], tmp_path: Path
+) -> None:
+    """Row "nothing" with --async-save; P3."""
+    run = start(plan_of(save=tmp_path / "a", flags={"in_background": True, "save_interval": 2}))
+    run.train(2)
+    run.checkpoints.save_if_due(run.state, run.loader)
+    run.train(1)
+    run.checkpoints.commit_if_written()
+    again_from_two = plan_of(load=tmp_path / "a")
+    run.checkpoints.save_last(run.state, run.loader)
+    from_three = start(again_from_two)
+    EXACT.check_all(from_three.weights(), trained[1].weights(), "of the last checkpoint")
+    from_two = gone_on(replace(again_from_two, checkpoint=replace(again_from_two.checkpoint, ckpt_step=2)))
+    EXACT.check_all(from_two.weights(), trained[1].weights(), "one step after the one in the background")
+
+
+def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained: tuple[Path, Run]) -> None:
+    plain = tiny.model(moe_spec=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
+    first = start(plan_of(load=trained[0], model=plain))
+    other = start(plan_of(load=trained[0], model=plain, batch=BatchSpec(micro=4, global_size=8)))
+    for run in (first, other):
+        run.train(1)
+    FP64_LAYOUT.check_all(other.weights(), first.weights())
+    assert "the next step takes" not in other.said
+
+
+def test_another_global_batch_is_told_and_the_learning_rate_goes_on_by_samples(trained: tuple[Path, Run]) -> None:
+    run = start(plan_of(load=trained[0], batch=BatchSpec(micro=2, global_size=4)))
+    assert (
+        "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)" in run.said
+    )
+    assert (run.state.iteration, run.state.consumed_samples, run.loader.consumed) == (2, 16, 16)
+    run.train(1)
+    assert run.state.consumed_samples == 20
+
+
+def other_models() -> dict[str, ModelSpec]:
+    more_experts = tiny.moe(tiny.router(num_experts=16))
+    dense = tiny.model().layers[0]
+    return {
+        "experts": tiny.model(moe_spec=more_experts),
+        "layers": tiny.model(num_layers=4),
+        "a dense layer": replace(tiny.model(), layers=(dense, dense, tiny.model().layers[2])),
+        "vocabulary": tiny.model(vocab_size=128),
+    }
+
+
+@pytest.mark.parametrize("what", other_models())
+def test_another_model_is_refused_with_every_tensor_and_a_way_on(trained: tuple[Path, Run], what: str) -> None:
+    """Rows "number of experts, layers" and "tokenizer", whose vocabulary sizes the embedding."""
+    with pytest.raises(CheckpointProblem, match=r"does not fit this run in \d+ tensors; .* --moe-use-upcycling"):
+        start(plan_of(load=trained[0], model=other_models()[what]))
+
+
+def test_weights_of_another_type_are_refused_and_taken_over_without_the_optimizer(trained: tuple[Path, Run]) -> None:
+    """Row "precision"."""
+    bf16 = PrecisionSpec(params="bf16", grads="fp32")
+    with pytest.raises(CheckpointProblem, match=r"does not fit this run in \d+ tensors"):
+        start(plan_of(load=trained[0], precision=bf16))
+    run = start(plan_of(load=trained[0], precision=bf16, flags={"load_optim": False}))
+    assert run.state.iteration == 2
+
+
+def test_kernels_and_loops_over_experts_are_no_part_of_the_state(trained: tuple[Path, Run]) -> None:
+    """Row "kernels, loops over experts": silently."""
+    grouped = tiny.moe()
+    looped = replace(grouped, experts=replace(grouped.experts, grouped=False))
+    run = gone_on(plan_of(load=trained[0], model=tiny.model(moe_spec=looped)))
+    FP64_LAYOUT.check_all(run.weights(), trained[1].weights())
+    assert "differ" not in run.said
