@@ -489,6 +489,20 @@ CASES = (
         "rope= is not a pair",
         "--kernel-per-op rms_norm=reference",
     ),
+    Case(
+        "faults_are_known",
+        "--inject sneeze@0:3",
+        "there is no fault 'sneeze'",
+        "--inject kill@0:3",
+        environ={"MEGATRON_MOE_ALLOW_FAULTS": "1"},
+    ),
+    Case(
+        "faults_are_known",
+        "--inject kill@1:3",
+        "kill@1:3 is for rank 1 of 1",
+        "--inject kill@0:3",
+        environ={"MEGATRON_MOE_ALLOW_FAULTS": "1"},
+    ),
 )
 
 

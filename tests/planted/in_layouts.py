@@ -80,8 +80,8 @@ GRADIENTS = (
     Bug(
         name="the loss is divided by the microbatches twice",
         file="megatron_moe/train/step.py",
-        old="return scalar if per_token else scalar / len(batches)",
-        new="return scalar if per_token else scalar / len(batches) ** 2",
+        old="return scalar if per_token else scalar / len(prepared)",
+        new="return scalar if per_token else scalar / len(prepared) ** 2",
         select=("tests/train/test_step.py::test_microbatches_add_up_to_the_whole_batch",),
         reason="the learning rate seems to depend on the number of microbatches",
     ),
