@@ -216,6 +216,8 @@ def _memory(flags: Flags) -> MemorySpec:
             modules=offload.offload_modules if offload.fine_grained_activation_offloading else (),
             fraction=offload.activation_offload_fraction,
             min_elements=offload.min_offloaded_tensor_size,
+            stay_bytes_per_stage=offload.delta_offload_bytes_across_pp_ranks,
+            max_inflight=offload.fine_grained_offloading_max_inflight_offloads,
             optimizer_fraction=max(waiting, parked),
         ),
     )

@@ -18,7 +18,9 @@ from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.flights import Flights
 from megatron_moe.memory.keeping import Keeping
+from megatron_moe.memory.offload import Offload
 from megatron_moe.memory.recorder import CudaRecorder, Recorder, RecordingReport
+from megatron_moe.memory.transfers import transfers_of
 from megatron_moe.memory.whole_step import WholeStep
 from megatron_moe.model.captured import capture_parts
 from megatron_moe.model.gpt import GPT
@@ -84,11 +86,20 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
 
 def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout."""
-    keeping = Keeping(plan.memory.recompute, tp=context.group("tp"))
+    keeping = build_keeping(plan, context)
     model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
     if context.assumed_load is None:  # without peers values have no meaning
         init_parameters(model, plan.loop.seed, plan.model.init)
     return model
+
+
+def build_keeping(plan: RunPlan, context: ParallelContext) -> Keeping:
+    """What waits for the backward in another form, or elsewhere."""
+    spec, offload = plan.memory.offload, None
+    if spec.modules:
+        stay = spec.stay_bytes_per_stage * context.group("pp").rank
+        offload = Offload(spec, transfers_of(context.device), stay_bytes=stay)
+    return Keeping(plan.memory.recompute, offload=offload, tp=context.group("tp"))
 
 
 def build_trainer(

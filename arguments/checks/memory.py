@@ -4,6 +4,9 @@ from arguments.checks.complaint import Complaint
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """Modules of selective recompute."""
+OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+"""Modules whose saved tensors can wait on the host."""
+_MOVED = "--fine-grained-activation-offloading"
 _WHOLE = "--recompute-granularity full"
 _CHOSEN = "--recompute-granularity selective"
 
@@ -89,6 +92,66 @@ def saved_inputs_can_be_spread(
     return None
 
 
+def offloaded_modules_are_named(
+    fine_grained_activation_offloading: bool, offload_modules: tuple[str, ...]
+) -> Complaint:
+    """Modules are chosen where what they save is to move."""
+    if fine_grained_activation_offloading == bool(offload_modules):
+        return None
+    if offload_modules:
+        return f"--offload-modules without {_MOVED}", f"give {_MOVED}, or leave out --offload-modules"
+    return f"{_MOVED} without modules", f"give --offload-modules, such as {' '.join(OFFLOADED[-2:])}"
+
+
+def modules_can_be_offloaded(offload_modules: tuple[str, ...]) -> Complaint:
+    """What can be moved has a name; the last matrix of attention takes what attention itself keeps too."""
+    strange = [name for name in offload_modules if name not in OFFLOADED]
+    if strange:
+        return f"--offload-modules {' '.join(strange)} is no module", f"choose from {', '.join(OFFLOADED)}"
+    if "attn_proj" in offload_modules and "core_attn" not in offload_modules:
+        return (
+            "--offload-modules attn_proj frees nothing: core_attn keeps the same tensor",
+            "give core_attn as well, or leave out attn_proj",
+        )
+    return None
+
+
+def offloaded_modules_are_kept(
+    fine_grained_activation_offloading: bool,
+    offload_modules: tuple[str, ...],
+    recompute_granularity: str | None,
+    recompute_modules: tuple[str, ...] | None,
+) -> Complaint:
+    """Of what runs again in the backward nothing inside is kept that could move."""
+    if not fine_grained_activation_offloading:
+        return None
+    if recompute_granularity == "full":
+        return f"{_MOVED} with {_WHOLE}, of which inputs of layers alone are kept", f"leave out {_MOVED}"
+    inside = [name for name in offload_modules if name in ("expert_fc1", "moe_act")]
+    if recompute_granularity == "selective" and "moe" in (recompute_modules or ()) and inside:
+        return (
+            f"--offload-modules {' '.join(inside)} with --recompute-modules moe, which keeps nothing inside of it",
+            f"leave out {' '.join(inside)}, or recompute moe_act instead of moe",
+        )
+    return None
+
+
+def offloading_and_graphs_exclude_each_other(
+    fine_grained_activation_offloading: bool, cuda_graph_impl: str
+) -> Complaint:
+    """What a replay saves stands at fixed places of the device."""
+    if not fine_grained_activation_offloading or cuda_graph_impl == "none":
+        return None
+    return f"{_MOVED} with --cuda-graph-impl {cuda_graph_impl}", "leave out one of them"
+
+
+def fractions_are_shares(activation_offload_fraction: float) -> Complaint:
+    """A share is at most the whole."""
+    if activation_offload_fraction <= 1:
+        return None
+    return f"--activation-offload-fraction {activation_offload_fraction} is more than all", "use 1.0 or less"
+
+
 RULES = (
     whole_layers_are_counted,
     method_belongs_to_whole_layers,
@@ -96,4 +159,9 @@ RULES = (
     modules_can_be_recomputed,
     overlapped_shared_experts_are_kept,
     saved_inputs_can_be_spread,
+    offloaded_modules_are_named,
+    modules_can_be_offloaded,
+    offloaded_modules_are_kept,
+    offloading_and_graphs_exclude_each_other,
+    fractions_are_shares,
 )

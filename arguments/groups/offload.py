@@ -12,18 +12,18 @@ _NO_STASH = "activations of experts stay on the device, in tensors of their own"
 class OffloadFlags:
     """Activations and optimizer state in host memory: saves device memory, changes no number."""
 
-    fine_grained_activation_offloading: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
-    """Keep inputs of chosen modules in host memory until the backward pass."""
-    offload_modules: tuple[str, ...] = flag((), status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
-    """Those modules."""
-    min_offloaded_tensor_size: int = flag(1048576, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
+    fine_grained_activation_offloading: bool = flag(False)
+    """What chosen modules save for the backward pass waits in host memory."""
+    offload_modules: tuple[str, ...] = flag(
+        (), status="close", note="memory moves once, whichever of the modules save it"
+    )
+    """Those modules: attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act."""
+    min_offloaded_tensor_size: int = flag(1048576, least=0)
     """Smallest tensor that moves, in elements."""
     delay_offload_until_cuda_graph: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Start copies after the replay of a captured part."""
-    fine_grained_offloading_max_inflight_offloads: int | None = flag(
-        None, status="not yet", harmless=True, note=_ACTIVATIONS_STAY
-    )
-    """Copies under way at a time."""
+    fine_grained_offloading_max_inflight_offloads: int | None = flag(None, least=0)
+    """Copies of one module under way at a time."""
     cpu_offloading: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
     """Keep activations of whole layers in host memory."""
     cpu_offloading_num_layers: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
@@ -54,10 +54,10 @@ class OffloadFlags:
     """Size of the device's buffer, as a multiple of the fair share."""
     moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True, note=_NO_STASH)
     """Size of the host's buffer, as a multiple of the fair share."""
-    delta_offload_bytes_across_pp_ranks: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
+    delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
     """How much less a later pipeline stage moves."""
-    activation_offload_fraction: float = flag(1.0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
-    """Share of the modules' inputs that move."""
+    activation_offload_fraction: float = flag(1.0, least=0)
+    """Share of the groups of saved tensors that move, the first ones."""
     pin_cpu_grads: bool = flag(True)
     """Gradients in pinned host memory."""
     pin_cpu_params: bool = flag(True)

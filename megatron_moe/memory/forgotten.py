@@ -49,6 +49,9 @@ class Forgotten:
         self._num_notes += 1
         return _Note(self, number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
+    def close(self) -> None:
+        """One of the scopes of the consumers was left; others may follow."""
+
     def read(self, number: int) -> Tensor:
         """The output for one note. Several are read behind one another; the output is made once for all of them."""
         made = self._made

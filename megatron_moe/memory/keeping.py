@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.memory.forgotten import Forgotten, Packed, unpack
+from megatron_moe.memory.offload import Offload
 from megatron_moe.memory.recompute import run_twice
 from megatron_moe.parallel.context import Group
 from megatron_moe.specs.memory import RecomputeSpec
@@ -27,14 +28,21 @@ class Policy(Protocol):
         """What is kept instead; None: the policy does not take this tensor."""
         ...
 
+    def close(self) -> None:
+        """Its scope was left."""
+        ...
+
 
 class Keeping:
     """The wishes of one run. Scopes may stand in each other: the innermost is asked first, and what it does not take is
     the next one's."""
 
-    def __init__(self, recompute: RecomputeSpec | None = None, *, tp: Group | None = None) -> None:
-        """`recompute`: None: nothing runs twice. `tp`: who shares out the inputs of recomputed layers, where that is
-        wished."""
+    def __init__(
+        self, recompute: RecomputeSpec | None = None, *, offload: Offload | None = None, tp: Group | None = None
+    ) -> None:
+        """`recompute`: None: nothing runs twice. `offload`: None: all stays on the device. `tp`: who shares out the
+        inputs of recomputed layers, where that is wished."""
+        self.offload = offload
         self._recompute = recompute or RecomputeSpec()
         self._spread = tp if self._recompute.distribute else None
         self._policies: list[Policy] = []
@@ -87,6 +95,12 @@ class Keeping:
         kept = [self.pack(tensor.detach()) for tensor in inputs]
         return _Scope(self, self._policies, Forgotten(make, kept, outputs))
 
+    def region(self, module: str) -> Scope:
+        """The scope of one run of a module: what a chosen one saves waits on the host."""
+        if self.offload is None or module not in self.offload.spec.modules or not torch.is_grad_enabled():
+            return nullcontext()
+        return _Scope(self, self._policies, self.offload.open(module))
+
     def pack(self, tensor: Tensor) -> Packed:
         """What the scopes that are open keep of a tensor that is saved for the backward."""
         for policy in reversed(self._policies):
@@ -110,4 +124,4 @@ class _Scope(AbstractContextManager[None]):
 
     def __exit__(self, *raised: object) -> None:
         self._hooks.__exit__(*raised)
-        self._policies.pop()
+        self._policies.pop().close()

@@ -94,17 +94,20 @@ class Attention(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        qkv_SBGC = self.linear_qkv(hidden_SBH).unflatten(-1, (self.num_groups, -1))
+        with self.keeping.region("qkv_linear"):
+            qkv_SBGC = self.linear_qkv(hidden_SBH).unflatten(-1, (self.num_groups, -1))
         gate_SBND = None
         if self._is_one_kernel:
             q_SBND, k_SBGD, v_SBGD = self._in_one(qkv_SBGC, meta)
         else:
             q_SBND, gate_SBND, k_SBGD, v_SBGD = self._apart(qkv_SBGC, meta)
-        context_SBND = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBGD, v_SBGD)
+        with self.keeping.region("core_attn"):
+            context_SBND = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBGD, v_SBGD)
         if gate_SBND is not None:
             wide = internal_dtype(context_SBND.dtype)
             context_SBND = (context_SBND.to(wide) * torch.sigmoid(gate_SBND.to(wide))).to(context_SBND.dtype)
-        return self.linear_proj(context_SBND.flatten(2))
+        with self.keeping.region("attn_proj"):
+            return self.linear_proj(context_SBND.flatten(2))
 
     def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """[S, B, N, D]"""

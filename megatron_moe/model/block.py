@@ -114,11 +114,14 @@ class Block(nn.Module):
 
     def attend(self, hidden_SBH: Tensor, meta: TokenMeta) -> Attended:
         """Attention and its residual connection, and the norm of what follows."""
-        normed_SBH = self.input_layernorm(hidden_SBH)
-        with self._forget(self.input_layernorm, hidden_SBH, normed_SBH):
+        with self.keeping.region("attn_norm"):
+            normed_SBH = self.input_layernorm(hidden_SBH)
+            forget = self._forget(self.input_layernorm, hidden_SBH, normed_SBH)
+        with forget:
             out_SBH = self._dropped(self.self_attention(normed_SBH, meta), "attention", meta)
-        hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual(hidden_SBH, normed_SBH))
-        forget = self._forget(self.pre_mlp_layernorm, hidden_SBH, normed_SBH)
+        with self.keeping.region("mlp_norm"):
+            hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual(hidden_SBH, normed_SBH))
+            forget = self._forget(self.pre_mlp_layernorm, hidden_SBH, normed_SBH)
         return Attended(self._residual(hidden_SBH, normed_SBH), normed_SBH, forget)
 
     def _forget(self, norm: Norm, hidden_SBH: Tensor, normed_SBH: Tensor) -> Scope:

@@ -97,7 +97,7 @@ class GPT(nn.Module):
         keeping: Keeping | None = None,
     ) -> None:
         super().__init__()
-        keeping = keeping or Keeping()
+        self.keeping = keeping = keeping or Keeping()
         self.spec = spec
         self.ctx = ctx
         self.chunks = tuple(chunks) or whole_model(spec)

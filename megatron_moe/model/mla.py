@@ -55,12 +55,15 @@ class MLA(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        latents = self._down(hidden_SBH)
-        up = partial(self._up, meta)
-        q_SBND, k_SBND, v_SBNE = up(*latents)
-        with self.keeping.forget("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE):
+        with self.keeping.region("qkv_linear"):
+            latents = self._down(hidden_SBH)
+            up = partial(self._up, meta)
+            q_SBND, k_SBND, v_SBNE = up(*latents)
+            forget = self.keeping.forget("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
+        with self.keeping.region("core_attn"), forget:
             context_SBNE = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBND, v_SBNE)
-        return self.linear_proj(context_SBNE.flatten(2))
+        with self.keeping.region("attn_proj"):
+            return self.linear_proj(context_SBNE.flatten(2))
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """What q is made of: its latent [S, B, q_lora_rank], or the hidden state; the latent of k and v, with the key

@@ -53,10 +53,13 @@ class Experts(nn.Module):
         probs: Tensor | None = probs_R
         if self.spec.probs_on_input:
             data_RH, probs = _scale(data_RH, probs_R), None
-        ffn_RF = self.linear_fc1(data_RH, offsets_e)
+        with self.keeping.region("expert_fc1"):
+            ffn_RF = self.linear_fc1(data_RH, offsets_e)
         given = (ffn_RF,) if probs is None else (ffn_RF, probs)
-        act_RF = self._activate(*given)
-        with self.keeping.forget("moe_act", self._activate, given, act_RF):
+        with self.keeping.region("moe_act"):
+            act_RF = self._activate(*given)
+            forget = self.keeping.forget("moe_act", self._activate, given, act_RF)
+        with forget:
             out_RH = self.linear_fc2(act_RF, offsets_e, probs)
         return replace(rows, data=Operand(data=out_RH))
 

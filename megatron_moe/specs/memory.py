@@ -28,6 +28,10 @@ class OffloadSpec:
     """Share of those tensors."""
     min_elements: int = 1 << 20
     """Smaller tensors stay."""
+    stay_bytes_per_stage: int = 0
+    """A pipeline rank keeps so many bytes of every microbatch more than the rank before it."""
+    max_inflight: int | None = None
+    """Copies of one module under way at a time; None: any number."""
     optimizer_fraction: float = 0.0
     """Share of master weights and moments that is not on the device during forward and backward."""
 

@@ -15,7 +15,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.lanes import Lanes, lanes_of
 from megatron_moe.parallel.p2p import connect
 from megatron_moe.schedule.run import run_schedule
-from megatron_moe.specs.pipeline.actions import Entry
+from megatron_moe.specs.pipeline.actions import Entry, parts
 from megatron_moe.specs.pipeline.schedule import ScheduleSpec, build_schedule
 from megatron_moe.specs.pipeline.slots import Slot, Step, pair_slots
 from megatron_moe.specs.run import RunPlan
@@ -57,6 +57,9 @@ class Pipeline:
             self._entries[spec] = build_schedule(spec)[self.links.rank]
         if self.flights is not None and gradients is not None:
             self.flights.begin_step()
+        offload = self.model.keeping.offload
+        if offload is not None and gradients is not None:
+            offload.begin_pass(_computations(self._entries[spec]))
         stage = RankStage(self, batches, take_loss, gradients)
         run_schedule(self._entries[spec], stage, self.links, spec.stages, lanes or self._lanes)
 
@@ -75,6 +78,8 @@ class RankStage:
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
         """See `Stage`."""
         batch, model = self._in_flight(microbatch, chunk), self._pipeline.model
+        if self._gradients is not None and model.keeping.offload is not None:
+            model.keeping.offload.begin_forward((microbatch, chunk))
         if self._gradients is not None and self._pipeline.plan.pipeline.overlap:
             steps = model.steps(batch, chunk)
         else:
@@ -140,3 +145,10 @@ class RankStage:
     def _buffers(self) -> GradBuffers:
         assert self._gradients is not None, "a backward in a pass without gradients"
         return self._gradients
+
+
+def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]:
+    """("forward" or "backward", (microbatch, chunk)) in order; a split backward takes what was saved in its first part."""
+    kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
+    actions = (action for entry in entries for action in parts(entry) if action.peer is None)
+    return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

@@ -17,6 +17,7 @@ GQA = "--group-query-attention --num-query-groups"
 ITERS = "--train-iters --lr-warmup-iters"
 UPCYCLE = "--moe-use-upcycling --load dense --moe-upcycling-granularity"
 KINDS = "--moe-router-load-balancing-type"
+MOVED, MODULES = "--fine-grained-activation-offloading", "--offload-modules"
 """Names of flags; behind them a value, or, as `without`, what is left out."""
 
 
@@ -57,6 +58,41 @@ CASES = (
         "--distribute-saved-activations --recompute-activations",
         "without --recompute-granularity full",
         WHOLE,
+    ),
+    Case("offloaded_modules_are_named", MOVED, "without modules", f"{MOVED} {MODULES} moe_act"),
+    Case(
+        "offloaded_modules_are_named", f"{MODULES} moe_act", "--offload-modules without", f"{MOVED} {MODULES} moe_act"
+    ),
+    Case("modules_can_be_offloaded", f"{MOVED} {MODULES} router", "router is no module", f"{MOVED} {MODULES} mlp_norm"),
+    Case(
+        "modules_can_be_offloaded",
+        f"{MOVED} {MODULES} attn_proj",
+        "core_attn keeps the same tensor",
+        f"{MOVED} {MODULES} attn_proj core_attn",
+    ),
+    Case(
+        "offloaded_modules_are_kept",
+        f"{MOVED} {MODULES} moe_act {WHOLE}",
+        "inputs of layers alone are kept",
+        f"{MOVED} {MODULES} moe_act {CHOSEN} moe_act",
+    ),
+    Case(
+        "offloaded_modules_are_kept",
+        f"{MOVED} {MODULES} expert_fc1 {CHOSEN} moe",
+        "which keeps nothing inside of it",
+        f"{MOVED} {MODULES} attn_norm {CHOSEN} moe",
+    ),
+    Case(
+        "offloading_and_graphs_exclude_each_other",
+        f"{MOVED} {MODULES} moe_act --cuda-graph-impl local",
+        "with --cuda-graph-impl local",
+        f"{MOVED} {MODULES} moe_act",
+    ),
+    Case(
+        "fractions_are_shares",
+        "--activation-offload-fraction 1.5",
+        "is more than all",
+        "--activation-offload-fraction 1.0",
     ),
     Case("saved_inputs_can_be_spread", f"--distribute-saved-activations {WHOLE}", "has no ranks", WHOLE),
     Case("one_activation", "--squared-relu", "several activations", "--no-swiglu --squared-relu"),

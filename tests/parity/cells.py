@@ -21,6 +21,7 @@ from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.kernels.choose import choose
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import AttentionSpec, MLASpec
+from megatron_moe.specs.memory import MemorySpec, RecomputeSpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import CapacitySpec, MoESpec, SharedExpertsSpec
 from megatron_moe.specs.parallel import DataParallelSpec
@@ -132,7 +133,22 @@ def plan_of(cell: Cell) -> RunPlan:
         batch=BatchSpec(micro=micro, global_size=GLOBAL_BATCH),
         loop=replace(plan.loop, per_token_loss=cell["loss"] == "token"),
         optimizer=replace(plan.optimizer, eps=STEADY_EPS),
+        memory=MemorySpec(recompute=recompute_of(cell)),
     )
+
+
+def recompute_of(cell: Cell) -> RecomputeSpec:
+    """What runs again in the backward: layers in chunks of two, the whole MoE block, or every smaller module."""
+    match cell["recompute"]:
+        case "none":
+            return RecomputeSpec()
+        case "full":
+            return RecomputeSpec(granularity="full", method="uniform", num_layers=2)
+        case "moe":
+            return RecomputeSpec(granularity="selective", modules=("moe",))
+    small = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp")
+    shared = () if cell["shared"] == "overlap" else ("shared_experts",)
+    return RecomputeSpec(granularity="selective", modules=(*small, *shared))
 
 
 def pipeline_of(cell: Cell) -> PipelineSpec:

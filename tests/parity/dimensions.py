@@ -47,6 +47,7 @@ DIMENSIONS = MappingProxyType(
         "documents": ("whole", "packed"),
         "dropout": ("off", "on"),
         "accumulation": ("1", "2", "4"),
+        "recompute": ("none", "full", "small", "moe"),
     }
 )
 """The first value is the plain one."""
@@ -168,6 +169,9 @@ RULES: tuple[Rule, ...] = (
         ("dp", "balance", "mtp", "documents"),
         lambda c: c["dp"] == "1" or (c["balance"], c["mtp"], c["documents"]) != ("global", "on", "packed"),
     ),
+    # pairs run layers node by node, so that no two nodes can be run again together
+    (("overlap", "recompute"), lambda c: c["overlap"] != "experts" or c["recompute"] not in ("full", "moe")),
+    (("layers", "recompute"), lambda c: c["recompute"] != "moe" or c["layers"] == "moe"),
     # what belongs to experts is nothing to a dense model
     *((("layers", name), partial(_only_in_moe, name)) for name in OF_EXPERTS),
 )
