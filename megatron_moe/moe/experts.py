@@ -37,7 +37,9 @@ class Experts(nn.Module):
         super().__init__()
         self.keeping = keeping or Keeping()
         self.spec = spec
-        self.kernels = kernels if spec.grouped else looped(kernels)
+        # where tensors have no data there are no offsets to read, and one product takes as much as many
+        one_product = spec.grouped or ctx.device.type == "meta"
+        self.kernels = kernels if one_product else looped(kernels)
         fan = spec.activation.fan
         self.linear_fc1 = ExpertStack(
             spec, spec.hidden_size, fan * spec.ffn_hidden_size, ctx, self.kernels, tp_dim=0, splits=fan

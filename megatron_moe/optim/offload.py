@@ -7,6 +7,7 @@ the verdict left of it; the host is not asked.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,22 +43,22 @@ def apply(
 ) -> None:  # fmt: skip
     """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on."""
     key = state.buffer.key
-    numbers = {
+    settings: dict[str, Any] = {
         "lr": update.decoupled_lr if key.decoupled_lr and update.decoupled_lr is not None else update.lr,
         "beta1": spec.beta1,
         "beta2": spec.beta2,
         "eps": spec.eps,
         "weight_decay": update.weight_decay if key.decay else 0.0,
+        "step": update.step,
+        "grad_scale": update.grad_scale,
+        "proceed": update.proceed,
+        "weights": None if kept.master is None else weights,
     }
-    scalars = {"step": update.step, "grad_scale": update.grad_scale, "proceed": update.proceed}
-    rounded = None if kept.master is None else weights
-    master = Packed("plain", weights) if kept.master is None else kept.master
-    if all(each.format == "plain" for each in (master, kept.exp_avg, kept.exp_avg_sq)):
-        tensors = (master.data, grads, kept.exp_avg.data, kept.exp_avg_sq.data)
-        kernels.adamw_(*tensors, **numbers, **scalars, weights=rounded)
+    master, exp_avg, exp_avg_sq = kept.master or Packed("plain", weights), kept.exp_avg, kept.exp_avg_sq
+    if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
+        kernels.adamw_(master.data, grads, exp_avg.data, exp_avg_sq.data, **settings)
     else:
-        moments = (kept.exp_avg, kept.exp_avg_sq)
-        kernels.adamw_packed_(master, grads, *moments, **numbers, **scalars, weights=rounded, first=first)
+        kernels.adamw_packed_(master, grads, exp_avg, exp_avg_sq, **settings, first=first)
 
 
 class HostSteps:
@@ -89,7 +90,7 @@ class HostSteps:
 
     def run(self, update: Update) -> None:
         """Steps everything. When it returns new weights are on their way, and the device waits for them."""
-        if not self._states:
+        if not self._states or self._states[0].weights.is_meta:  # without data there is nothing to wait for
             return
         chunks = list(self._chunks())
         begin = self._transfers.mark()

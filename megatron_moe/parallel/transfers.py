@@ -95,6 +95,15 @@ def _unlock(memory: list[Tensor]) -> None:
     memory.clear()
 
 
+class NoTransfers(Transfers):
+    """Of tensors without data: room in host memory has none either."""
+
+    def room(self, size: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device="meta")
+
+
 def transfers_of(device: torch.device) -> Transfers:
     """The copies of a device, to be made once per run."""
+    if device.type == "meta":
+        return NoTransfers()
     return CudaTransfers(device) if device.type == "cuda" else Transfers()

@@ -1,0 +1,69 @@
+"""`--fake-init-process-group` on the command line: the table, the figures, the picture, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pretrain_moe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+TINY = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall "
+    "--seq-length 32 --max-position-embeddings 32 --vocab-size 96 --micro-batch-size 1 --global-batch-size 32 "
+    "--train-iters 4 --lr 1e-3 --bf16 --use-distributed-optimizer --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --device cpu"
+).split()
+WORLD = [*TINY, *"--world-size 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4".split()]
+PLAYED = [*WORLD, "--fake-init-process-group"]
+
+
+def row(name: str, table: str) -> list[str]:
+    (line,) = (line.strip() for line in table.splitlines() if line.strip().startswith(name))
+    return line.removeprefix(name).split()
+
+
+def test_one_rank_of_every_stage_is_told_as_a_table_as_figures_and_as_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, picture = tmp_path / "memory.json", tmp_path / "memory.png"
+    files = ["--emulate-json", str(figures), "--emulate-plot", str(picture)]
+    assert pretrain_moe.main([*PLAYED, "--emulate-rank", "all", "--gpu", "h200", *files], {}) == 0
+    table = capsys.readouterr().out
+    assert "Emulation of 8 ranks: tensors without data, kernels of H200; even routing" in table
+    assert row("rank of the world", table) == ["0", "4"]
+    assert row("pipeline rank", table) == ["0", "1"]
+    facts = json.loads(figures.read_text())
+    assert [rank["rank"] for rank in facts["ranks"]] == [0, 4]
+    for rank in facts["ranks"]:
+        assert sum(rank["categories"].values()) == rank["peak_bytes"]
+        assert "allocator_peak_bytes" not in rank
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rank_is_that_of_the_launcher_if_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_moe.main(PLAYED, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}) == 0
+    assert row("rank of the world", capsys.readouterr().out) == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([*PLAYED, "--emulate-rank", "8"], "--emulate-rank 8 is no rank of a world of 8"),
+        ([*PLAYED, "--emulate-imbalance", "5"], "get at most 4 times an even share of top-2 choices among 8"),
+        (
+            [*PLAYED, "--moe-expert-capacity-factor", "0.5"],
+            "an emulation does not know what is dropped when experts have a capacity",
+        ),
+        ([*WORLD, "--emulate-rank", "all"], "--emulate-rank without --fake-init-process-group"),
+        ([*PLAYED, "--kernel-backend", "transformer_engine"], "is not known to the emulation on a CPU"),
+        ([*PLAYED, "--emulate-json", "/no/such/folder/x.json"], "the emulation's results could not be written"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain_moe.main(words, {}) != 0
+    assert sentence in capsys.readouterr().err
