@@ -404,6 +404,7 @@ def _resilience(flags: Flags) -> ResilienceSpec:
         most_skips=resilience.max_skipped_iterations,
         report_spiky_loss=resilience.check_for_spiky_loss,
         report_large_grads=resilience.check_for_large_grads,
+        timeout_after_start=resilience.distributed_timeout_seconds_after_init,
         on_spike=resilience.on_spike,
         rerun=resilience.rerun_mode,
         faults=tuple(map(parse_fault, resilience.inject)),

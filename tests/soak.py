@@ -195,7 +195,8 @@ def report(soak: Soak, end: int, minutes: float, command: str) -> str:
             "",
             verdict,
             "",
-            "| fault | times | exit codes of ranks | most iterations lost | longest from the signal, or else the start, to the end of the last rank, s |",
+            "| fault | times | exit codes of ranks | most iterations lost | "
+            "longest from the signal, or else the start, to the end of the last rank, s |",
             "|---|---:|---|---:|---:|",
             *rows,
         ]

@@ -51,8 +51,8 @@ class ResilienceFlags:
     exit_deadline: int = flag(600, least=0, status="ours")
     """Seconds that leaving may take when all is done."""
     distributed_timeout_seconds_after_init: int | None = flag(
-        None, status="not yet", harmless=True, note="--distributed-timeout-minutes holds all the time"
+        None, least=1, status="close", note="from the second step on"
     )
-    """How long a collective may wait after the first iteration."""
+    """How long a collective may wait after the first iteration, in place of --distributed-timeout-minutes."""
     inject: tuple[str, ...] = flag((), status="ours")
     """Faults for tests, as kind@rank:iteration[:phase]. Refused unless MEGATRON_MOE_ALLOW_FAULTS=1 is set."""

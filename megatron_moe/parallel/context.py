@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_moe.parallel.fake import enter_fake_world
 from megatron_moe.parallel.mailbox import Mailbox
@@ -196,6 +197,11 @@ class ParallelContext:
                 if launch.rank in ranks:
                     groups[name] = Group(name, ranks, ranks.index(launch.rank), handle, device)
         return cls(spec, launch, groups, handles, device=device, dtype=dtype, seed=seed, owns_process_group=owns)
+
+    def limit_waiting(self, seconds: float) -> None:
+        """From now on a collective of any group waits so long for its peers."""
+        for handle in dict.fromkeys(self._handles.values()):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), handle)
 
     def stop(self) -> None:
         """Leaves the process group. The context is of no use afterwards."""

@@ -82,10 +82,11 @@ class OtherRankProblem(RunError):
 
     code = ExitCode.OTHER_RANK
 
-    def __init__(self, sentence: str, rank: int | None = None) -> None:
+    def __init__(self, sentence: str, rank: int | None = None, code: ExitCode = ExitCode.OTHER_RANK) -> None:
         """`rank`: the one that ended first, if it is known."""
         super().__init__(sentence)
         self.rank = rank
+        self.code = code
 
 
 class DriftProblem(RunError):

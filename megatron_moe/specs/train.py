@@ -255,6 +255,8 @@ class ResilienceSpec:
     """So many steps skipped in a row end the run."""
     report_spiky_loss: bool = False
     report_large_grads: bool = False
+    timeout_after_start: float | None = None
+    """Seconds that a collective may wait after the first step; None: as long as in it."""
     on_spike: Literal["report", "skip", "stop"] = "report"
     """What follows one of these. Unless it is reported alone, the weights never see it."""
     rerun: Literal["disabled", "validate_results", "report_stats"] = "validate_results"

@@ -27,6 +27,8 @@ class Progress:
         """Steps refused in a row."""
         self._loss_spikes = Spikes("loss") if spec.report_spiky_loss else None
         self._norm_spikes = Spikes("gradient norm") if spec.report_large_grads else None
+        self._waits_differently = spec.timeout_after_start
+        """Seconds that collectives may wait when the first step has been launched; None: as long as before."""
         self._stragglers = self._watch_stragglers() if trainer.plan.logging.log_straggler else None
         self._late = LateReader(trainer.context.device)
         self._recorded = Tally()
@@ -34,6 +36,9 @@ class Progress:
 
     def after(self, outcome: StepOutcome) -> None:
         """Takes the newest step and reports the one before it. Raises NumericsProblem when that one was refused."""
+        if self._waits_differently is not None:
+            self._trainer.context.limit_waiting(self._waits_differently)
+            self._waits_differently = None
         if self._stragglers and self._loader is not None:
             self._stragglers.data_took(self._loader.last_seconds)
         self._handle(self._late.push(outcome))

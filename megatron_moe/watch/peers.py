@@ -26,13 +26,14 @@ _BROKEN = (
     "gloo/transport",
     "nccl error",
     "remote process exited",
+    "timed out waiting",
 )
 """Words, in lower case, of gloo, of NCCL and of the store, for a connection that is not there any more."""
 
 
 class Peers:
-    """While it is entered, the error of a broken connection becomes an OtherRankProblem that names the rank which
-    failed first. All other errors pass.
+    """While it is entered, the error of a connection that broke, or that waited too long, becomes an OtherRankProblem
+    that names the rank which failed first. All other errors pass.
 
     Args:
         run_dir: where ranks leave their reports; None: nobody can be named.
@@ -64,9 +65,9 @@ class Peers:
         """Raises OtherRankProblem in place of a broken connection."""
         if error is not None and self._world_size > 1 and is_broken_connection(error):
             self._status.fail(ExitCode.OTHER_RANK, _BROKE)
-            raise self._problem() from error
+            raise self._problem(waited="timed out" in str(error).lower()) from error
 
-    def _problem(self) -> OtherRankProblem:
+    def _problem(self, *, waited: bool) -> OtherRankProblem:
         if self._run_dir is None:
             return OtherRankProblem(f"{_BROKE}: see what the others printed, or give --run-dir, where each reports")
         reports = self._reports(self._run_dir / "crash")
@@ -78,6 +79,9 @@ class Peers:
         if not silent:
             return OtherRankProblem(f"{_BROKE}, and no report in {self._run_dir}/crash says why")
         named = ", ".join(f"rank {rank}" for rank in silent)
+        if waited:
+            sentence = f"a collective waited too long: {named} did not come, and left no report: stopped or hanging"
+            return OtherRankProblem(sentence, silent[0], ExitCode.HANG)
         sentence = f"{named} vanished without a report: killed, or its node failed; its peers' connections broke"
         return OtherRankProblem(sentence, silent[0])
 

@@ -22,7 +22,10 @@ SCENARIOS = {
     "bit": ["--inject bit-flip@1:3 --check-weight-hash-across-dp-replicas-interval 1"],
     "disk": ["--inject disk-full@0:2:save"],
     "background": ["--async-save"],
-    "slow": ["--inject slow@1:1 --log-straggler --log-progress --rerun-mode report_stats"],
+    "slow": [
+        "--inject slow@1:1 --log-straggler --log-progress --rerun-mode report_stats "
+        "--distributed-timeout-seconds-after-init 60"
+    ],
 }
 """name -> flags of one start after the other."""
 NUM_RANKS = 3

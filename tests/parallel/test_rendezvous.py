@@ -3,11 +3,15 @@
 import socket
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode
 from megatron_moe.specs.parallel import Launch, ParallelSpec
-from tests.ranks import free_port
+from megatron_moe.watch.peers import is_broken_connection
+from tests.ranks import free_port, on_processes
 
 
 def refused(rank: int, port: int) -> EnvironmentProblem:
@@ -33,3 +37,23 @@ def test_a_port_in_use_is_told() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port}" in str(refused(0, port))
+
+
+def wait_in_vain(context: ParallelContext) -> str:
+    """On the first of two ranks: the error of an all-reduce that the second never joins."""
+    context.limit_waiting(1.0)
+    group, store = context.group("dp"), distributed_c10d._get_default_store()
+    all_reduce_(torch.ones(1), group)
+    if context.rank == 1:
+        store.get("the first rank has given up")
+        return ""
+    with pytest.raises(RuntimeError) as problem:
+        all_reduce_(torch.ones(1), group)
+    store.set("the first rank has given up", "")
+    return str(problem.value)
+
+
+def test_waiting_can_be_limited_later() -> None:
+    """P7, fault 30."""
+    said, _ = on_processes(ParallelSpec(world_size=2), wait_in_vain)
+    assert is_broken_connection(RuntimeError(said)) and "1000ms" in said

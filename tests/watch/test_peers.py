@@ -45,6 +45,15 @@ def test_a_rank_that_told_why_it_failed_is_quoted(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "status.json").read_text())["rank"] == 1
 
 
+def test_who_waited_too_long_for_a_rank_ends_with_the_code_of_a_hang(tmp_path: Path) -> None:
+    """P7, fault 30."""
+    Status(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
+    late = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation")
+    problem = blamed(tmp_path, late)
+    assert isinstance(problem, OtherRankProblem) and (problem.code, problem.rank) == (ExitCode.HANG, 2)
+    assert "rank 2 did not come" in json.loads((tmp_path / "status.json").read_text())["sentence"]
+
+
 def test_without_a_run_folder_nobody_is_named() -> None:
     problem = blamed(None, BROKEN)
     assert isinstance(problem, OtherRankProblem) and problem.rank is None and "--run-dir" in str(problem)
