@@ -68,6 +68,8 @@ def _other_hardware(draft: Draft) -> None:
     draft.default("device", "the machine at hand")
     for name in ("kernel_backend", "kernel_per_op"):
         draft.default(name, "kernels for the machine at hand")
+    for name in ("cuda_graph_impl", "cuda_graph_modules"):
+        draft.default(name, "graphs only replay what a proxy computes")
     if draft.value("moe_token_dispatcher_type") == "flex":
         draft.put("moe_token_dispatcher_type", "alltoall", "the libraries behind flex need GPUs")
     if draft.value("fp16"):

@@ -117,8 +117,8 @@ class Flight:
             plain = plain_meta(meta)
             tensors, form = take_apart(plain)
             if form not in self._metas:
-                kept = tuple(map(self.place_for, tensors))
-                self._metas[form] = _StaticMeta(put_together(plain, tensors, kept), kept, form)
+                places = tuple(map(self.place_for, tensors))
+                self._metas[form] = _StaticMeta(put_together(plain, tensors, places), places, form)
             static = self._metas[form]
             for kept, tensor in zip(static.tensors, tensors, strict=True):
                 kept.copy_(tensor)
