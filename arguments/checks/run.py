@@ -25,7 +25,6 @@ from arguments.checks import (
     optimizer,
     output,
     pipeline,
-    sharing,
     tensor,
 )
 from arguments.errors import Problem
@@ -45,7 +44,6 @@ RULES: tuple[Rule, ...] = (
     *moe_router.RULES,
     *tensor.RULES,
     *batch.RULES,
-    *sharing.RULES,
     *context.RULES,
     *pipeline.RULES,
     *memory.RULES,
