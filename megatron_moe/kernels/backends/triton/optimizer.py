@@ -36,8 +36,8 @@ def adamw_(
     weights: Tensor | None = None,
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
-    states = (Packed("plain", state) for state in (master, exp_avg, exp_avg_sq))
-    _launch(*states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0)
+    states = (Packed("plain", master), Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
+    _launch(states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0)
 
 
 def adamw_packed_(
@@ -59,13 +59,11 @@ def adamw_packed_(
 ) -> None:
     """See `Kernels.adamw_packed_`. The gradient keeps its bits."""
     numbers = (lr, beta1, beta2, eps, weight_decay)
-    _launch(master, exp_avg, exp_avg_sq, grad, weights, step, grad_scale, proceed, numbers, first)
+    _launch((master, exp_avg, exp_avg_sq), grad, weights, step, grad_scale, proceed, numbers, first)
 
 
 def _launch(
-    master: Packed,
-    exp_avg: Packed,
-    exp_avg_sq: Packed,
+    states: tuple[Packed, Packed, Packed],
     grad: Tensor,
     weights: Tensor | None,
     step: Tensor,
@@ -74,10 +72,10 @@ def _launch(
     numbers: tuple[float, float, float, float, float],
     first: int,
 ) -> None:
+    master, _, exp_avg_sq = states
     if not master.size:
         return
     lr, beta1, beta2, eps, weight_decay = numbers
-    states = (master, exp_avg, exp_avg_sq)
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
     _adamw[(triton.cdiv(master.size, BLOCK),)](
