@@ -127,8 +127,8 @@ def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
 
 
 def legal(settings: Settings, num_gpus: int) -> bool:
-    """Does it break no rule?"""
-    return not broken_rules(settings, Launch(world_size=num_gpus))
+    """Does it break no rule? What is not available yet does not count."""
+    return all(problem.waits for problem in broken_rules(settings, Launch(world_size=num_gpus)))
 
 
 def recipe(settings: Settings, found: Found, gpu: Gpu, title: str) -> str:

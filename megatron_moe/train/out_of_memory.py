@@ -1,7 +1,7 @@
 """The report of a run that has no more memory: what was allocated, who expected how much of it, and what would help.
 
-Who: by the closed form of this rank's pipeline stage (`specs/costs/bytes.py`), which a dry run tells before. What
-helps: the three switches that would save most of it, each with its price by the cost model (`specs/planning/estimate.py`).
+Who: by the closed form of this rank's pipeline stage (`specs/costs/bytes.py`), as a dry run tells it before. What
+helps: the three switches that would save most of it, each with its price by the cost model of `specs/planning/`.
 """
 
 from collections.abc import Iterator

@@ -1,0 +1,121 @@
+"""The search finds layouts that fit and that the cost model holds to be at least as fast as the published ones."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from arguments.flags import Registry
+from arguments.planning import recipes
+from arguments.read import read_plan
+from megatron_moe.specs.costs.bytes import RankMemory
+from megatron_moe.specs.costs.hardware import GIB, GPUS
+from megatron_moe.specs.memory import MemorySpec
+from megatron_moe.specs.planning.layouts import Layouts
+from megatron_moe.specs.planning.search import Found, Planner
+from megatron_moe.specs.planning.switches import more_switches, saved
+
+REGISTRY = Registry.declared()
+PUBLISHED = (
+    ("deepseek-v3-h100-1024", "h100", 1024),
+    ("deepseek-v3-gb200-256", "gb200", 256),
+    ("qwen3-235b-a22b-h100-256", "h100", 256),
+    ("qwen3-30b-a3b-h100-32", "h100", 32),
+)
+SLOW = {"deepseek-v3-h100-1024", "deepseek-v3-gb200-256", "qwen3-235b-a22b-h100-256"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "num_gpus"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in SLOW else []) for case in PUBLISHED],
+)
+def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, num_gpus):
+    settings, planner = recipes.settings_of(["--recipe", name], REGISTRY), Planner(GPUS[kind])
+    published = planner.as_it_is(recipes.as_given(settings, num_gpus))
+    best = planner.best(recipes.to_search(settings, num_gpus))
+    assert planner.fits(published.memory)
+    assert len(best) == 10 and best == sorted(best, key=lambda each: each.step.total)
+    assert best[0].step.total <= published.step.total
+    for each in best:
+        assert planner.fits(planner.heaviest(each.plan)), recipes.layout_text(each)
+        assert recipes.legal(recipes.settings_for(settings, each.plan), num_gpus), recipes.layout_text(each)
+
+
+def q6() -> tuple[recipes.Settings, Planner]:
+    return recipes.settings_of(["--recipe", "q6"], REGISTRY), Planner(GPUS["h200"])
+
+
+def test_a_written_recipe_is_the_plan_that_was_found(tmp_path):
+    settings = recipes.settings_of(["--recipe", "quickstart"], REGISTRY)
+    planner = Planner(GPUS["h100"])
+    plan = recipes.to_search(settings, 8)
+    layouts = Layouts(plan, planner.gpu)
+    for number, grid in enumerate(islice(layouts.grids(), 0, None, 7)):
+        for each in layouts.of_grid(grid):
+            found = planner.as_it_is(each)
+            ready = recipes.settings_for(settings, each)
+            if not recipes.legal(ready, 8):
+                continue
+            path = tmp_path / f"{number}.yaml"
+            path.write_text(recipes.recipe(ready, found, planner.gpu, "a test"))
+            environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+            read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda spec: 4096)
+            assert (read.parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
+            assert read.pipeline.overlap == each.pipeline.overlap
+            assert read.memory.recompute.granularity == each.memory.recompute.granularity
+            assert read.memory.offload.modules == each.memory.offload.modules
+
+
+def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
+    settings, planner = q6()
+    plan = recipes.as_given(settings, 1)
+    roomy = planner.fit(plan)
+    assert roomy is not None and roomy.plan.memory.recompute.granularity == "none"
+    planner.room = roomy.memory.total - 0.5 * GIB
+    tight = planner.fit(plan)
+    assert tight is not None and tight.memory.total <= planner.room
+    assert tight.step.total > roomy.step.total
+    for switch in more_switches(plan):
+        changed = switch.apply(plan)
+        if planner.fits(planner.heaviest(changed)) and changed.precision == plan.precision:
+            assert tight.step.total <= planner.estimator(changed).step().total, switch.flags
+
+
+def test_the_optimizer_leaves_only_when_activations_are_not_enough():
+    settings, planner = q6()
+    plan = recipes.as_given(settings, 1)
+    planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
+    assert planner.fit(plan) is None
+    found = planner.fit_at_any_price(plan)
+    assert found is not None and found.plan.optimizer.offload.host_steps
+    planner.room = 1 * GIB
+    assert planner.fit_at_any_price(plan) is None
+
+
+def test_the_model_is_within_ten_percent_of_what_an_h200_took():
+    """Milliseconds of benchmarks/2026-11-21-h200-step.md."""
+    planner = Planner(GPUS["h200"])
+    for name, micro, measured in (("q6", 2, 368.4), ("q6", 4, 343.2), ("m8", 2, 498.7), ("m8", 4, 464.8)):
+        plan = recipes.as_given(recipes.settings_of(["--recipe", name], REGISTRY), 1)
+        found = planner.as_it_is(replace(plan, batch=replace(plan.batch, micro=micro)))
+        assert abs(found.step.total * 1e3 / measured - 1) < 0.10, (name, micro, found.step.total)
+
+
+def test_more_work_and_slower_links_take_longer():
+    settings = recipes.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
+    plan, gpu = recipes.as_given(settings, 32), GPUS["h100"]
+    before: Found = Planner(gpu).as_it_is(plan)
+    slow = Planner(replace(gpu, network=gpu.network / 2)).as_it_is(plan)
+    assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
+    spec = replace(plan.memory.recompute, granularity="selective", modules=("moe_act",))
+    again = Planner(gpu).as_it_is(replace(plan, memory=MemorySpec(recompute=spec)))
+    assert again.step.recompute > 0 and again.memory.total < before.memory.total
+    overlapped = Planner(gpu).as_it_is(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))
+    assert overlapped.step.expert_parallel < 0.2 * before.step.expert_parallel
+
+
+def test_a_switch_saves_what_the_two_plans_differ_by():
+    plan = recipes.as_given(recipes.settings_of(["--recipe", "m8"], REGISTRY), 1)
+    for switch in more_switches(plan):
+        if "recompute" in switch.flags or "exp-avg" in switch.flags:
+            assert saved(plan, switch, 0, 4) > 0, switch.flags
