@@ -1,0 +1,25 @@
+"""A real lack of memory on a GPU ends with the report."""
+
+import os
+
+import pytest
+import torch
+
+import pretrain_moe
+from megatron_moe.specs.exitcodes import ExitCode
+
+pytestmark = pytest.mark.gpu1
+
+
+def test_a_run_that_does_not_fit_says_who_took_what(tmp_path, capsys):
+    words = ["--recipe", "q6", "--train-iters", "2", "--log-interval", "1", "--eval-iters", "0", "--no-plots"]
+    torch.cuda.set_per_process_memory_fraction(0.55)
+    try:
+        code = pretrain_moe.main([*words, "--run-dir", str(tmp_path)], dict(os.environ))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    told = capsys.readouterr().err
+    assert code == ExitCode.MEMORY, told
+    assert "out of memory in iteration 1" in told and "expected of pipeline rank 0" in told
+    assert "largest blocks in use" in told and "the switches that would help most" in told
+    assert (tmp_path / "crash" / "out-of-memory-00000.txt").is_file()
