@@ -1,0 +1,155 @@
+"""Twelve pairs of layouts: what one saves, the other loads to the last bit, and goes on with the same numbers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import TORCH_DTYPES, SavedTensor, fill
+from megatron_moe.checkpoint.verify import verified
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import CheckpointSpec
+from megatron_moe.train.checkpoints import saved_tensors
+from megatron_moe.train.state import TrainState
+from megatron_moe.train.step import Trainer
+from tests.parity.cells import plan_of
+from tests.parity.dimensions import cell_of
+from tests.pipelines import make_trainer, run_steps
+from tests.ranks import on_threads
+from tests.tolerances import EXACT, FP64_LAYOUT
+
+MODELS = {
+    "bias, mtp": "balance=bias mtp=on",
+    "tied, shared": "balance=bias head=tied shared=on",
+    "mla, latent": "balance=none attention=mla latent=on",
+}
+MOVED = "dispatcher=alltoall"
+PAIRS = (
+    ("bias, mtp", "plain", f"tp=2 sp=on pp=2 accumulation=2 ep=2 {MOVED}"),
+    ("tied, shared", f"tp=2 sp=on ep=2 {MOVED}", "pp=4 accumulation=4"),
+    ("bias, mtp", "pp=2 vpp=2 accumulation=4", f"dp=4 zero=on ep=4 experts=looped {MOVED}"),
+    ("mla, latent", f"dp=4 zero=on ep=2 {MOVED}", f"tp=2 sp=on dp=2 etp=2 {MOVED}"),
+    ("tied, shared", f"tp=2 sp=on dp=2 etp=2 ep=2 {MOVED}", "cp=2 dp=2 zero=on"),
+    ("bias, mtp", "cp=2 dp=2 zero=on", "pp=2 cp=2 accumulation=2"),
+    ("mla, latent", f"cp=2 ep=2 experts=looped {MOVED}", "plain"),
+    ("tied, shared", "pp=4 accumulation=4", "pp=2 vpp=2 dp=2 accumulation=2 zero=on"),
+    ("mla, latent", f"tp=2 sp=on pp=2 etp=2 zero=on {MOVED}", f"tp=4 sp=on ep=4 {MOVED}"),
+    ("mla, latent", "tp=4 sp=on", "dp=2 zero=on"),
+    ("tied, shared", "pp=2 vpp=2 dp=2 accumulation=2 zero=on", f"cp=4 ep=4 {MOVED}"),
+    ("bias, mtp", f"dp=2 cp=2 ep=2 experts=looped {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
+)
+"""(model, layout that saves, layout that goes on). Every size of every axis saves, and loads what others saved."""
+NUM_IN_CI = 1
+
+
+def plan(model: str, layout: str) -> RunPlan:
+    return plan_of(cell_of(f"{MODELS[model]} {layout}".replace(" plain", "")))
+
+
+def save(trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
+    saver = Saver(folder, context, say=lambda line: None)
+    tensors = saved_tensors(trainer, optimizer=True)
+    assert saver.save(state.iteration, tensors, state.to_json(trainer.plan)) is not None
+    saver.close()
+
+
+def train_and_save(plan: RunPlan, folder: Path) -> None:
+    """Checkpoints after one step and after two."""
+
+    def main(context: ParallelContext) -> None:
+        trainer, state = make_trainer(plan, context), TrainState()
+        for _ in range(2):
+            run_steps(plan, trainer, state, 1)
+            save(trainer, state, folder, context)
+
+    run(plan, main)
+
+
+def go_on(plan: RunPlan, source: Path, folder: Path) -> None:
+    """Loads the checkpoint of one step, saves it at once, makes the second step and saves that."""
+
+    def main(context: ParallelContext) -> None:
+        other_seed = replace(plan, loop=replace(plan.loop, seed=99))
+        trainer = make_trainer(other_seed, context)
+        found = find(CheckpointSpec(load=str(source), ckpt_step=1), context, say=lambda line: None)
+        assert found is not None
+        loaded = load(found, saved_tensors(trainer, optimizer=True), context)
+        trainer.restored(with_optimizer=True)
+        trainer.plan, state = plan, TrainState.from_json(loaded.train_state)
+        save(trainer, state, folder, context)
+        run_steps(plan, trainer, state, 1)
+        save(trainer, state, folder, context)
+
+    run(plan, main)
+
+
+def run(plan: RunPlan, main) -> None:
+    dtype = torch.float64 if plan.precision.params == "fp64" else torch.bfloat16
+    if plan.parallel.world_size == 1:
+        main(ParallelContext.single(dtype=dtype))
+    else:
+        on_threads(plan.parallel, main, dtype=dtype)
+
+
+def whole(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, put together from their pieces."""
+    manifest, reader = verified(path)
+    tensors = {}
+    for key, entry in manifest.tensors.items():
+        tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        read = lambda piece, place, k=key, e=entry: reader.piece(k, e, piece, place)  # noqa: E731
+        fill(SavedTensor.whole(tensors[key]), entry, read)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "model, writer, reader",
+    [
+        pytest.param(*pair, id="{}: {} -> {}".format(*pair), marks=[pytest.mark.slow] if n >= NUM_IN_CI else [])
+        for n, pair in enumerate(PAIRS)
+    ],
+)
+def test_p4_what_one_layout_saves_another_goes_on_from(model: str, writer: str, reader: str, tmp_path: Path) -> None:
+    """P4, fault 23: weights, buffers and optimizer state bit by bit, then one step as without a stop."""
+    train_and_save(plan(model, writer), tmp_path / "a")
+    go_on(plan(model, reader), tmp_path / "a", tmp_path / "b")
+    saved = whole(tmp_path / "a" / "iter_0000001")
+    assert {key.partition(".")[0] for key in saved} == {"model", "exp_avg", "exp_avg_sq", "optimizer"}
+    assert any("mtp" in key or "expert_bias" in key for key in saved) or model == "mla, latent"
+    EXACT.check_all(whole(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
+    straight = whole(tmp_path / "a" / "iter_0000002")
+    FP64_LAYOUT.check_all(whole(tmp_path / "b" / "iter_0000002"), straight, "one step further")
+
+
+@pytest.mark.slow
+def test_p3_the_same_layout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    same = plan("bias, mtp", PAIRS[0][2])
+    train_and_save(same, tmp_path / "a")
+    go_on(same, tmp_path / "a", tmp_path / "b")
+    EXACT.check_all(whole(tmp_path / "b" / "iter_0000002"), whole(tmp_path / "a" / "iter_0000002"))
+
+
+@pytest.mark.slow
+def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> None:
+    """From shards of two ranks to one, and back. Files have them in fp32, whatever they are kept in."""
+    precision = PrecisionSpec(params="bf16", grads="fp32", master="fp32", exp_avg="bf16", exp_avg_sq="bf16")
+    sharded, single = (replace(plan("bias, mtp", name), precision=precision) for name in ("dp=2 zero=on", "plain"))
+    train_and_save(sharded, tmp_path / "a")
+    go_on(single, tmp_path / "a", tmp_path / "b")
+    go_on(sharded, tmp_path / "b", tmp_path / "c")
+    saved = whole(tmp_path / "a" / "iter_0000001")
+    kinds = {key.partition(".")[0]: value.dtype for key, value in saved.items() if "word_embeddings" in key}
+    assert kinds == {
+        "model": torch.bfloat16,
+        "master": torch.float32,
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.float32,
+    }
+    EXACT.check_all(whole(tmp_path / "b" / "iter_0000001"), saved, "on one rank")
+    EXACT.check_all(whole(tmp_path / "c" / "iter_0000001"), saved, "on two again")
