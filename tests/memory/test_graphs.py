@@ -1,61 +1,209 @@
-"""Recorded parts of layers: a replay is the computation, bit for bit, in memory that never moves."""
+"""Recorded parts of layers and whole steps: a replay is the computation, bit for bit, in memory that never moves."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_moe.build import build_model, build_trainer
+from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.kernels import reference
-from megatron_moe.memory.flights import Flights
-from megatron_moe.memory.recorder import Repeater
-from megatron_moe.memory.whole_step import WholeStep
-from megatron_moe.model.captured import capture_parts
+from megatron_moe.memory.recorder import RecordingReport, Repeater
+from megatron_moe.memory.structure import put_together, take_apart
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.graphs import GraphSpec
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.pipeline.actions import Action, parts
+from megatron_moe.specs.pipeline.schedule import build_schedule
+from megatron_moe.specs.train import BatchSpec
 from megatron_moe.train.state import TrainState
-from tests import tiny
-from tests.pipelines import run_steps
+from tests import tiny, tiny_models
+from tests.pipelines import laid_out, run_steps, together
+from tests.ranks import on_threads
 from tests.tolerances import EXACT
 
 KERNELS = reference.bundle()
-MODULES = [
-    ("attn",),
-    ("mlp",),
-    ("moe_router",),
-    ("moe_router", "moe_preprocess"),
-    ("moe",),
-    ("attn", "mlp", "moe_router", "moe_preprocess"),
-    ("attn", "mlp", "moe"),
-]
-BIASED = tiny.router(
-    score_function="sigmoid", expert_bias=True, balancing=("seq_aux_loss",), aux_loss_coeffs=(0.02,), z_loss_coeff=0.1
-)
+WHOLE = GraphSpec(whole_step=True, warmup_steps=1)
+ROUTER = {"score_function": "sigmoid", "expert_bias": True, "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (0.02,)}
 
 
-def figures(plan, modules=(), steps=4, warmup=1):
-    context = ParallelContext.single(dtype=torch.float64)
+def parts_of(*modules: str) -> GraphSpec:
+    return GraphSpec(modules=modules, warmup_steps=1)
+
+
+ALL = parts_of("attn", "mlp", "moe_router", "moe_preprocess")
+SPECS = {
+    "attn": parts_of("attn"),
+    "mlp": parts_of("mlp"),
+    "moe_router": parts_of("moe_router"),
+    "attn+mlp+moe": parts_of("attn", "mlp", "moe"),
+    "all": ALL,
+    "whole step": WHOLE,
+}
+
+
+def the_plan(**changes):
+    """Two microbatches a step: the first stores its weight gradients, the second adds them."""
+    model = changes.pop("model", None) or tiny.model(moe_spec=tiny.moe(tiny.router(**ROUTER, z_loss_coeff=0.1)))
+    return tiny.plan(model=model, batch=BatchSpec(micro=2, global_size=4), **changes)
+
+
+def make_trainer(plan, context=None):
+    context = context or ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-    if modules:
-        assert capture_parts(trainer.model, modules) > 0
-        trainer.pipeline.flights = Flights(Repeater(), warmup)
-    return run_steps(plan, trainer, TrainState(), steps), trainer
+    record_steps(trainer, Repeater())
+    return trainer
 
 
-@pytest.mark.parametrize("modules", MODULES, ids="+".join)
-def test_replayed_steps_are_computed_steps_bit_for_bit(modules):
-    # several microbatches per step: the first one stores its weight gradients, the others add
-    plan = tiny.plan(model=tiny.model(moe_spec=tiny.moe(BIASED)))
-    expected, _ = figures(plan)
-    found, trainer = figures(plan, modules)
-    assert list(trainer.pipeline.flights), "nothing was recorded"
-    EXACT.check_all(found, expected, "+".join(modules))
+def figures(plan, steps=3):
+    return run_steps(plan, make_trainer(plan), TrainState(), steps)
 
 
-def test_replayed_whole_steps_are_computed_steps_bit_for_bit():
-    plan = tiny.plan(model=tiny.model(moe_spec=tiny.moe(BIASED)))
-    expected, _ = figures(plan)
-    context = ParallelContext.single(dtype=torch.float64)
-    trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-    trainer.whole_step = WholeStep(Repeater(), 1, list(trainer.buffers.slots))
-    found = run_steps(plan, trainer, TrainState(), 4)
-    assert trainer.whole_step.has_recorded
-    EXACT.check_all(found, expected, "whole steps")
+@pytest.fixture(scope="module")
+def computed():
+    return figures(the_plan())
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_replayed_steps_are_computed_steps_bit_for_bit(computed, spec):
+    trainer = make_trainer(the_plan(graphs=spec))
+    found = run_steps(trainer.plan, trainer, TrainState(), 3)
+    assert (trainer.whole_step or trainer.pipeline.flights).has_recorded
+    EXACT.check_all(found, computed, str(spec))
+
+
+MODELS = {
+    "latent attention, latent experts, softmax": tiny.model(
+        layers=(
+            tiny_models.layer_spec(tiny_models.mla_spec()),
+            tiny_models.layer_spec(feed_forward=replace(tiny_models.moe_spec(), shared=None)),
+        )
+    ),
+    "forced balance": tiny.model(num_layers=2, moe_spec=tiny.moe(tiny.router(force_balancing=True))),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_other_models_too(model):
+    expected = figures(the_plan(model=model), steps=2)
+    for spec in (parts_of("attn", "mlp", "moe"), WHOLE):
+        EXACT.check_all(figures(the_plan(model=model, graphs=spec), steps=2), expected, str(spec))
+
+
+def test_every_microbatch_in_flight_has_memory_of_its_own():
+    """Four stages on two ranks."""
+    layout, pp = "Et*1|t*1|t*1|t*1L", 2
+    model = tiny.model(num_layers=4)
+    plan = laid_out(tiny.plan(model=model, batch=BatchSpec(micro=1, global_size=6)), layout, pp)
+    recorded = replace(plan, graphs=ALL)
+    schedule = build_schedule(plan.schedule(6))
+
+    def train(context, plan):
+        trainer = make_trainer(plan, context)
+        found = run_steps(plan, trainer, TrainState(), 3)
+        flights, rank = trainer.pipeline.flights, context.group("pp").rank
+        if flights is not None:
+            for chunk in range(plan.layout.vpp):
+                assert len(flights.of(chunk)) == most_in_flight(schedule[rank], chunk)
+        return found
+
+    expected = together(on_threads(plan.parallel, lambda context: train(context, plan)))
+    found = together(on_threads(plan.parallel, lambda context: train(context, recorded)))
+    EXACT.check_all(found, expected, layout)
+
+
+def most_in_flight(entries, chunk: int) -> int:
+    most = now = 0
+    for action in computations(entries):
+        if action.chunk == chunk:
+            now += {"forward": 1, "backward": -1}[action.kind]
+            most = max(most, now)
+    return most
+
+
+def computations(entries) -> Iterator[Action]:
+    for entry in entries:
+        yield from (action for action in parts(entry) if not action.is_transfer)
+
+
+def test_gradients_of_replays_start_reductions():
+    sharing = DataParallelSpec(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+    parallel = ParallelSpec(world_size=2)
+
+    def train(spec):
+        plan = the_plan(data_parallel=sharing, parallel=parallel, graphs=spec)
+        return on_threads(parallel, lambda context: run_steps(plan, make_trainer(plan, context), TrainState(), 4))
+
+    for found, expected in zip(train(ALL), train(GraphSpec()), strict=True):
+        EXACT.check_all(found, expected, "overlapped reductions")
+
+
+def test_nothing_moves_and_nothing_is_recorded_twice():
+    trainer = make_trainer(the_plan(graphs=ALL))
+    run_steps(trainer.plan, trainer, TrainState(), 2)
+    (flight,) = trainer.pipeline.flights
+    number, places = flight.num_recordings, places_of(flight)
+    # a dense layer with two parts and two MoE layers with three; one of these has no weights
+    assert number == 2 * 4 + 2 * (4 + 4 + 2)
+    run_steps(trainer.plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
+    assert tuple(trainer.pipeline.flights) == (flight,)
+    assert flight.num_recordings == number and places_of(flight) == places
+
+
+def places_of(flight) -> set[int]:
+    """Addresses of all that recordings leave and take."""
+    return {*flight._left, *(tensor.data_ptr() for tensor in flight._landings.values())}
+
+
+def test_padding_is_another_form_and_is_recorded_for_itself():
+    def train(spec):
+        trainer = make_trainer(the_plan(graphs=spec))
+        first = run_steps(trainer.plan, trainer, TrainState(), 2)
+        batches = [padded(tiny_models.microbatch(2, tiny.SEQ, seed=seed), seed) for seed in (1, 2)]
+        losses = [trainer.step(batches, TrainState(iteration=2 + i)).loss for i in range(2)]
+        return first | {f"loss {i}": loss for i, loss in enumerate(losses)} | dict(trainer.model.state_dict())
+
+    EXACT.check_all(train(ALL), train(GraphSpec()), "padded microbatches")
+    EXACT.check_all(train(WHOLE), train(GraphSpec()), "padded microbatches, whole steps")
+
+
+def padded(batch, number):
+    valid_BS = torch.arange(tiny.SEQ).repeat(2, 1) < tiny.SEQ - number
+    return replace(batch, loss_mask_BS=batch.loss_mask_BS * valid_BS, meta=replace(batch.meta, valid_BS=valid_BS))
+
+
+def test_evaluations_compute():
+    trainer = make_trainer(the_plan(graphs=ALL))
+    run_steps(trainer.plan, trainer, TrainState(), 2)
+    (flight,) = trainer.pipeline.flights
+    number = flight.num_recordings
+    with torch.no_grad():
+        trainer.pipeline.run([tiny_models.microbatch(2, tiny.SEQ)], lambda output, batch: output.loss_BS.sum())
+    assert flight.num_recordings == number
+
+
+def test_what_was_recorded_is_told_once():
+    said = []
+    trainer = make_trainer(the_plan(graphs=ALL))
+    report = RecordingReport(trainer.pipeline.flights, said.append)
+    run_steps(trainer.plan, trainer, TrainState(), 1)
+    report.enter("step", 2)
+    assert not said
+    run_steps(trainer.plan, trainer, TrainState(iteration=1, consumed_samples=4), 1)
+    report.enter("step", 3)
+    report.enter("step", 4)
+    assert len(said) == 1 and said[0].startswith("CUDA graphs: 28 recorded for 1 microbatches in flight")
+
+
+def test_a_structure_comes_apart_and_together():
+    a, b = torch.ones(2), torch.zeros(3)
+    structure = (tiny_models.token_meta(1, 4, valid_BS=a), {"x": b, "y": (a, None, 7)})
+    tensors, form = take_apart(structure)
+    assert len(tensors) == 3, "a tensor that stands twice is one"
+    others = [torch.full_like(tensor, 5) for tensor in tensors]
+    meta, rest = put_together(structure, tensors, others)
+    assert meta.valid_BS is rest["y"][0] and rest["y"][1:] == (None, 7)
+    assert torch.equal(rest["x"], torch.full((3,), 5.0))
+    assert take_apart((meta, rest))[1] == form
+    assert take_apart((meta, {"x": b, "y": (b, None, 7)}))[1] != form
+    assert take_apart((meta, {"x": b, "y": (a, None, 8)}))[1] != form
