@@ -119,7 +119,7 @@ class OpenCheckpoint:
         if same is not None:
             return self._verified(key, entry, same)
         data = torch.empty(of.shape, dtype=TORCH_DTYPES[entry.dtype])
-        fill(SavedTensor(entry.shape, (Box(of.offset, data),)), entry, lambda piece: self._verified(key, entry, piece))
+        fill(SavedTensor(entry.shape, (Box(of.offset, data),)), entry, lambda piece, place: self._verified(key, entry, piece))
         return data
 
 
