@@ -128,11 +128,19 @@ class Attention(nn.Module):
         assert spec.rope is not None and meta.rotary is not None, (
             "the model must attach its rotations to the token meta"
         )
-        weights = (None, None) if spec.qk_norm == "none" else (self.q_layernorm.weight, self.k_layernorm.weight)
+        cos_SBD, sin_SBD = meta.rotary[spec.rope]
+        normed = spec.qk_norm != "none"
         return self.kernels.query_key_value(
-            qkv_SBGC, *weights, spec.norm.eps, spec.norm.zero_centered, *meta.rotary[spec.rope], spec.rope.interleaved,
+            qkv_SBGC,
+            self.q_layernorm.weight if normed else None,
+            self.k_layernorm.weight if normed else None,
+            spec.norm.eps,
+            spec.norm.zero_centered,
+            cos_SBD,
+            sin_SBD,
+            spec.rope.interleaved,
             self.heads_per_group,
-        )  # fmt: skip
+        )
 
     def _apart(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""

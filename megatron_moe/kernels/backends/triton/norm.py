@@ -36,7 +36,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_RH, grad_weight = _norm_backward(grads[0], None, *ctx.saved_tensors, ctx.zero_centered)
+        x_RH, weight, scale_R = ctx.saved_tensors
+        grad_x_RH, grad_weight = _norm_backward(grads[0], None, x_RH, weight, scale_R, ctx.zero_centered)
         return grad_x_RH.view(grads[0].shape), grad_weight, None, None
 
 
@@ -60,7 +61,8 @@ class _AddRMSNorm(torch.autograd.Function):
         grad_total, grad_out = grads
         if grad_out is None:  # the norm is not used
             return grad_total, grad_total, None, None, None
-        grad_RH, grad_weight = _norm_backward(grad_out, grad_total, *ctx.saved_tensors, ctx.zero_centered)
+        total_RH, weight, scale_R = ctx.saved_tensors
+        grad_RH, grad_weight = _norm_backward(grad_out, grad_total, total_RH, weight, scale_R, ctx.zero_centered)
         grad = grad_RH.view(grad_out.shape)
         return grad, grad, grad_weight, None, None
 
