@@ -119,7 +119,8 @@ class OpenCheckpoint:
         if same is not None:
             return self._verified(key, entry, same)
         data = torch.empty(of.shape, dtype=TORCH_DTYPES[entry.dtype])
-        fill(SavedTensor(entry.shape, (Box(of.offset, data),)), entry, lambda piece, place: self._verified(key, entry, piece))
+        target = SavedTensor(entry.shape, (Box(of.offset, data),))
+        fill(target, entry, lambda piece, place: self._verified(key, entry, piece))
         return data
 
 
