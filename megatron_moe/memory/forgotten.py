@@ -7,7 +7,7 @@ storage under its users' hands and refills it in a hook; the effect is the same.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ class Forgotten:
         return made[number]
 
 
-class _Note(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Note:
     """Instead of a saved tensor: which output, and how it was looked at."""
 
     of: Forgotten

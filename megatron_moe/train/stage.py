@@ -148,7 +148,7 @@ class RankStage:
 
 
 def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]:
-    """("forward" or "backward", (microbatch, chunk)) in order; a split backward takes what was saved in its first part."""
+    """("forward" or "backward", (microbatch, chunk)) in order. A split backward: its first part."""
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
     actions = (action for entry in entries for action in parts(entry) if action.peer is None)
     return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

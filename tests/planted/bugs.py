@@ -1,12 +1,13 @@
 """The list of planted bugs."""
 
-from tests.planted import in_checkpoints, in_layouts, in_models
+from tests.planted import in_checkpoints, in_layouts, in_memory, in_models
 from tests.planted.bug import Bug
 
 BUGS: tuple[Bug, ...] = (
     *in_layouts.GRADIENTS,
     *in_layouts.BALANCING,
     *in_layouts.EXPERTS,
+    *in_memory.MEMORY,
     *in_models.ROUTING,
     *in_models.ATTENTION,
     *in_models.TRAINING,
