@@ -22,6 +22,7 @@ from megatron_moe.specs.moe import CapacitySpec, MoESpec
 from megatron_moe.specs.parallel import Launch, ParallelSpec
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import StateOffloadSpec
 from megatron_moe.train.step import Trainer
 
 
@@ -36,6 +37,7 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
         parallel=ParallelSpec(),
         pipeline=PipelineSpec(),
         memory=MemorySpec(),
+        optimizer=replace(plan.optimizer, offload=StateOffloadSpec()),
         launch=Launch(),
         batch=batch,
         device="cpu",

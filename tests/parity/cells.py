@@ -29,7 +29,7 @@ from megatron_moe.specs.pipeline.layout import parse_layout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import KernelSpec, RunPlan
-from megatron_moe.specs.train import BatchSpec
+from megatron_moe.specs.train import BatchSpec, StateOffloadSpec
 from tests import tiny, tiny_models
 from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, Cell, cell_of, name_of, parallel_spec
 from tests.ranks import on_processes, on_threads
@@ -38,6 +38,14 @@ from tests.tolerances import FP64_LAYOUT
 NUM_STEPS = 3
 DROPOUT = 0.1
 LATENT = 20
+STATE = MappingProxyType(
+    {
+        "device": StateOffloadSpec(),
+        "host": StateOffloadSpec(fraction=0.5, host_steps=True, overlap=True),
+        "parked": StateOffloadSpec(fraction=0.5, chunk_bytes=1 << 16),
+    }
+)
+"""Where master weights and moments are between steps."""
 CUSTOM_STAGES = MappingProxyType(
     {
         ("2", "1"): "Et|tttmL",
@@ -132,7 +140,7 @@ def plan_of(cell: Cell) -> RunPlan:
         ),
         batch=BatchSpec(micro=micro, global_size=GLOBAL_BATCH),
         loop=replace(plan.loop, per_token_loss=cell["loss"] == "token"),
-        optimizer=replace(plan.optimizer, eps=STEADY_EPS),
+        optimizer=replace(plan.optimizer, eps=STEADY_EPS, offload=STATE[cell["optimizer"]]),
         memory=MemorySpec(recompute=recompute_of(cell)),
     )
 

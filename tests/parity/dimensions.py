@@ -48,6 +48,7 @@ DIMENSIONS = MappingProxyType(
         "dropout": ("off", "on"),
         "accumulation": ("1", "2", "4"),
         "recompute": ("none", "full", "small", "moe"),
+        "optimizer": ("device", "host", "parked"),
     }
 )
 """The first value is the plain one."""
