@@ -11,6 +11,7 @@ Exit code 0: something fits; 7: nothing does; 2: the flags are wrong.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from arguments.errors import FlagErrors
@@ -20,7 +21,7 @@ from arguments.planning import recipes
 from arguments.recipes.find import About, about, find_recipe
 from megatron_moe.specs.costs.hardware import GIB, GPUS, Gpu
 from megatron_moe.specs.exitcodes import ExitCode, RunError
-from megatron_moe.specs.planning.search import Found, Planner
+from megatron_moe.specs.planning.search import Found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,27 +36,27 @@ def main(argv: Sequence[str]) -> int:
 
 def _search(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _question(asked, words)
-    planner = _planner(asked, settings, gpu)
-    found = planner.best(recipes.to_search(settings, num_gpus), asked.best)
-    choices = [(recipes.settings_for(settings, each.plan), each) for each in found]
-    choices = [(ready, each) for ready, each in choices if recipes.legal(ready, num_gpus)]
-    if not choices:
+    planner = recipes.planner_of(settings, gpu, asked.imbalance)
+    start = recipes.to_search(settings, num_gpus)
+    found = planner.best(start, asked.best, partial(recipes.legal, settings))
+    if not found:
         print(
             f"nothing fits: no layout on {num_gpus} {gpu.name} with any switches. Use more GPUs, or shorter sequences"
         )
         return ExitCode.MEMORY
     print(f"the fastest layouts on {num_gpus:,} {gpu.name} by the cost model (docs/planning.md)")
-    for place, (ready, each) in enumerate(choices, 1):
+    for place, each in enumerate(found, 1):
         _tell(place, each, gpu)
         if asked.write:
             title = f"Plan {place} for {num_gpus} {gpu.name}: {recipes.layout_text(each)}"
+            ready = recipes.settings_for(settings, each.plan)
             _write(asked.write, f"plan-{place:02}", recipes.recipe(ready, each, gpu, title))
     return ExitCode.OK
 
 
 def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _question(asked, words)
-    planner, plan = _planner(asked, settings, gpu), recipes.as_given(settings, num_gpus)
+    planner, plan = recipes.planner_of(settings, gpu, asked.imbalance), recipes.as_given(settings, num_gpus)
     now = planner.as_it_is(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
     print(f"as it is: {recipes.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
@@ -69,12 +70,6 @@ def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     if asked.write:
         _write(asked.write, "fit", recipes.recipe(ready, found, gpu, title))
     return ExitCode.OK
-
-
-def _planner(asked: argparse.Namespace, settings: Settings, gpu: Gpu) -> Planner:
-    """Without offload of activations while it is not available."""
-    offload = settings.registry.flags["fine_grained_activation_offloading"].declaration
-    return Planner(gpu, asked.imbalance, offload=offload.status != "not yet")
 
 
 def _question(asked: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, Gpu, int]:

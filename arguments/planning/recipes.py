@@ -16,7 +16,7 @@ from arguments.recipes.find import find_recipe
 from arguments.recipes.table import planned
 from megatron_moe.specs.costs.hardware import GIB, Gpu
 from megatron_moe.specs.parallel import Launch
-from megatron_moe.specs.planning.search import Found
+from megatron_moe.specs.planning.search import Found, Planner
 from megatron_moe.specs.run import RunPlan
 
 _ONE_RANK: Mapping[str, object] = MappingProxyType(
@@ -126,9 +126,15 @@ def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
         yield from (("exp_avg_dtype", "bf16"), ("exp_avg_sq_dtype", "bf16"))
 
 
-def legal(settings: Settings, num_gpus: int) -> bool:
-    """Does it break no rule? What is not available yet does not count."""
-    return all(problem.waits for problem in broken_rules(settings, Launch(world_size=num_gpus)))
+def planner_of(settings: Settings, gpu: Gpu, imbalance: float = 1.0) -> Planner:
+    """A planner that moves activations only where the run may: not beside recorded graphs."""
+    return Planner(gpu, imbalance, offload=settings.setting("cuda_graph_impl").value == "none")
+
+
+def legal(settings: Settings, plan: RunPlan) -> bool:
+    """Do the settings with this plan break no rule? What is not available yet does not count."""
+    launch = Launch(world_size=plan.parallel.world_size)
+    return all(problem.waits for problem in broken_rules(settings_for(settings, plan), launch))
 
 
 def recipe(settings: Settings, found: Found, gpu: Gpu, title: str) -> str:

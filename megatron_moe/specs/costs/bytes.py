@@ -250,6 +250,10 @@ class RankMemory:
             tensors = self.tensors(plan.model.layers[layer])
             self._add(chunk, self._input(tensors, plan.memory.recompute, place) if whole else tensors)
         self._add(chunk, stage_tensors(plan.model, stage, plan.parallel, self.sizes))
+        stays = min(chunk.on_host, float(plan.memory.offload.stay_bytes_per_stage * rank))
+        if stays:
+            chunk.modules["not moved"] = stays
+            chunk.on_host -= stays
         return chunk
 
     def _input(self, tensors: list[Kept], recompute: RecomputeSpec, place: int) -> list[Kept]:

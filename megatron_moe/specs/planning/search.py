@@ -5,7 +5,7 @@ Phase 1 asks what fits, phase 2 which layout is best, phase 3 which switches are
 cheapest switches with which it fits, and the search ends when nothing that is left can be better than what is found.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, combinations
@@ -60,8 +60,13 @@ class Planner:
         self._placements: dict[tuple[tuple[str, int], ...], Placement] = {}
         self._destinations = Destinations()
 
-    def best(self, plan: RunPlan, count: int = 10) -> list[Found]:
-        """The fastest `count` plans of the model, precision and global batch of `plan` on its number of GPUs."""
+    def best(
+        self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
+    ) -> list[Found]:
+        """The fastest `count` plans of the model, precision and global batch of `plan` on its number of GPUs.
+
+        `accepts`: does a plan that fits obey the rules that are not known here?
+        """
         layouts = Layouts(plan, self.gpu)
         order = count_up()
         waiting: list[tuple[float, int, Degrees | RunPlan]] = []
@@ -79,7 +84,7 @@ class Planner:
                     heappush(waiting, (self._at_least(option), next(order), option))
                 continue
             fitting = self.fit(each)
-            if fitting is not None:
+            if fitting is not None and accepts(fitting.plan):
                 found = sorted([*found, fitting], key=lambda one: one.step.total)[:count]
         return found
 

@@ -21,7 +21,7 @@ from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout, pars
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import BatchSpec
+from megatron_moe.specs.train import BatchSpec, StateOffloadSpec
 from tests import tiny, zoo
 from tests.tolerances import CLOSED_FORM, PUBLISHED_MEMORY
 
@@ -211,6 +211,38 @@ def test_offloaded_tensors_are_on_the_host_but_for_the_layer_at_work():
     half = of_rank(replace(DEEPSEEK, memory=MemorySpec(offload=replace(spec, fraction=0.5))))
     assert half.on_host == moved / 2
     assert of_rank(replace(DEEPSEEK, memory=MemorySpec(offload=replace(spec, min_elements=1 << 40)))).on_host == 0
+
+
+def test_later_stages_keep_more_of_what_would_move():
+    spec = OffloadSpec(modules=("expert_fc1",), stay_bytes_per_stage=1 << 20)
+    moved = of_rank(replace(DEEPSEEK, memory=MemorySpec(offload=replace(spec, stay_bytes_per_stage=0))))
+    some = of_rank(replace(DEEPSEEK, memory=MemorySpec(offload=spec)))
+    assert some.kept - moved.kept == moved.on_host - some.on_host == 17 * (1 << 20)
+    everything = of_rank(replace(DEEPSEEK, memory=MemorySpec(offload=replace(spec, stay_bytes_per_stage=1 << 40))))
+    assert everything.on_host == 0
+
+
+def test_uneven_experts_have_more_rows_and_nothing_else():
+    even, uneven = (RankMemory(DEEPSEEK, imbalance).of_rank(1, 128) for imbalance in (1.0, 1.5))
+    before, after = dict(even.activations), dict(uneven.activations)
+    assert after.pop("experts") == 1.5 * before.pop("experts")
+    assert after == before and uneven.state == even.state and uneven.dispatch > even.dispatch
+
+
+def test_remainders_are_two_bytes_of_a_master_weight():
+    narrow = of_rank(replace(DEEPSEEK, precision=replace(BF16, remainders=True))).state
+    whole = of_rank(DEEPSEEK).state
+    assert narrow.master == whole.master / 2 and narrow.moments == whole.moments
+
+
+def test_parked_state_comes_for_the_update_when_activations_are_gone():
+    offload = MemorySpec(offload=OffloadSpec(optimizer_fraction=1.0))
+    optimizer = replace(DEEPSEEK.optimizer, offload=StateOffloadSpec(fraction=1.0))
+    parked, whole = of_rank(replace(DEEPSEEK, memory=offload, optimizer=optimizer)), of_rank(DEEPSEEK)
+    assert parked.visiting == whole.state.master + whole.state.moments
+    assert parked.total == parked.state.total + max(parked.visiting, whole.total - whole.state.total)
+    chunked = replace(optimizer, offload=StateOffloadSpec(fraction=1.0, chunk_bytes=1 << 30))
+    assert of_rank(replace(DEEPSEEK, memory=offload, optimizer=chunked)).visiting == 2 * (1 << 30)
 
 
 def test_an_offloaded_optimizer_takes_its_states_along():
