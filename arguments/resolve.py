@@ -9,15 +9,13 @@ from arguments.flags import Flags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.logging import LoggingFlags
 from arguments.resolve_model import model_spec
-from megatron_moe.specs.graphs import GraphModule, GraphSpec
-from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
+from megatron_moe.specs.memory import GraphModule, GraphSpec, MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
 from megatron_moe.specs.pipeline.auto import flop_costs
 from megatron_moe.specs.pipeline.layout import PipelineLayout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
-from megatron_moe.specs.profile import ProfileSpec
 from megatron_moe.specs.resilience.faults import parse_fault
 from megatron_moe.specs.run import KernelSpec, RunPlan
 from megatron_moe.specs.train import (
@@ -29,6 +27,7 @@ from megatron_moe.specs.train import (
     LoopSpec,
     LRSpec,
     OptimizerSpec,
+    ProfileSpec,
     ResilienceSpec,
     StateOffloadSpec,
     TokenizerSpec,

@@ -16,7 +16,6 @@ from arguments.checks import (
     batch,
     context,
     data,
-    graphs,
     hints,
     memory,
     model,
@@ -27,6 +26,7 @@ from arguments.checks import (
     pipeline,
     tensor,
 )
+from arguments.checks.kernels import graphs
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.parser import Settings

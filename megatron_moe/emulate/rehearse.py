@@ -23,7 +23,7 @@ from megatron_moe import build
 from megatron_moe.emulate.rank import make_batches, with_assumed_choices
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.graphs import GraphSpec
+from megatron_moe.specs.memory import GraphSpec
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.state import TrainState

@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_moe.specs.emulation import EmulationSpec
-from megatron_moe.specs.graphs import GraphSpec
-from megatron_moe.specs.memory import MemorySpec
+from megatron_moe.specs.memory import GraphSpec, MemorySpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
 from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout
 from megatron_moe.specs.pipeline.schedule import ScheduleSpec
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
-from megatron_moe.specs.profile import ProfileSpec
 from megatron_moe.specs.train import (
     BatchSpec,
     CheckpointSpec,
@@ -22,6 +20,7 @@ from megatron_moe.specs.train import (
     LoopSpec,
     LRSpec,
     OptimizerSpec,
+    ProfileSpec,
     ResilienceSpec,
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arguments.read import read_plan
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.specs.graphs import GraphSpec
+from megatron_moe.specs.memory import GraphSpec
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
 from tests.tolerances import EXACT
 from tools.profile_step import Run

@@ -10,7 +10,7 @@ import torch
 from megatron_moe.logs.profile import StepProfile, mark_parts, snapshot_path
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.profile import ProfileSpec
+from megatron_moe.specs.train import ProfileSpec
 from tests import tiny_models
 
 

@@ -11,7 +11,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.memory.recorder import RecordingReport, Repeater
 from megatron_moe.memory.structure import put_together, take_apart
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.graphs import GraphSpec
+from megatron_moe.specs.memory import GraphSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.actions import Action, parts
 from megatron_moe.specs.pipeline.schedule import build_schedule

@@ -1,6 +1,7 @@
 """Rules about what of a step is recorded and replayed (CUDA graphs)."""
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from arguments import derive
 from arguments.checks.complaint import Complaint
@@ -8,13 +9,15 @@ from arguments.values import LayerPattern
 
 _IMPL = "--cuda-graph-impl"
 _WHOLE_STEP = f"{_IMPL} full_iteration"
-_RECOMPUTED_IN = {
-    "attn": {"core_attn", "mla_up_proj", "layernorm"},
-    "mlp": {"mlp", "layernorm"},
-    "moe": {"moe", "moe_act", "shared_experts", "layernorm"},
-    "moe_router": {"moe"},
-    "moe_preprocess": {"moe"},
-}
+_RECOMPUTED_IN = MappingProxyType(
+    {
+        "attn": {"core_attn", "mla_up_proj", "layernorm"},
+        "mlp": {"mlp", "layernorm"},
+        "moe": {"moe", "moe_act", "shared_experts", "layernorm"},
+        "moe_router": {"moe"},
+        "moe_preprocess": {"moe"},
+    }
+)
 """Modules of selective recompute that touch a recorded part."""
 
 
