@@ -1,5 +1,6 @@
 """On a GPU too, what runs again or waits on the host changes no bit, and takes less memory."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -34,6 +35,15 @@ WAYS = {
     "on the host": (RecomputeSpec(), MOVED),
     "both": (SMALL, MOVED),
 }
+
+
+@pytest.fixture(autouse=True)
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention's backward adds up in any order unless it is told not to."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @cache
