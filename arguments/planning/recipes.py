@@ -197,6 +197,10 @@ def layout_text(found: Found) -> str:
     plan, parallel = found.plan, found.plan.parallel
     axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
     axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro}"]
-    overlap = ", overlap" if plan.pipeline.overlap else ""
-    switched = switches_text(plan)
-    return f"{' '.join(axes)}{overlap}{', ' + switched if switched else ''}"
+    more = [
+        "overlap" if plan.pipeline.overlap else "",
+        switches_text(plan),
+        "moments in bf16" if plan.precision.exp_avg == plan.precision.exp_avg_sq == "bf16" else "",
+        "the optimizer on the host" if plan.optimizer.offload.host_steps else "",
+    ]
+    return ", ".join([" ".join(axes), *filter(None, more)])

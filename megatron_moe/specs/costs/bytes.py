@@ -343,7 +343,8 @@ def _moves(kept: Kept, offload: OffloadSpec) -> bool:
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int) -> list[tuple[int, ...]]:
     """Microbatches in flight by chunk after every forward, in order, each set of numbers once."""
-    now, found = [0] * num_chunks, {}
+    now = [0] * num_chunks
+    found: dict[tuple[int, ...], None] = {}
     for entry in entries:
         for action in parts(entry):
             if action.kind == "forward":
