@@ -19,6 +19,7 @@ UPCYCLE = "--moe-use-upcycling --load dense --moe-upcycling-granularity"
 KINDS = "--moe-router-load-balancing-type"
 MOVED, MODULES = "--fine-grained-activation-offloading", "--offload-modules"
 """Names of flags; behind them a value, or, as `without`, what is left out."""
+FAULTS_ALLOWED = {"MEGATRON_MOE_ALLOW_FAULTS": "1"}
 
 
 CASES = (
@@ -525,20 +526,8 @@ CASES = (
         "rope= is not a pair",
         "--kernel-per-op rms_norm=reference",
     ),
-    Case(
-        "faults_are_known",
-        "--inject sneeze@0:3",
-        "there is no fault 'sneeze'",
-        "--inject kill@0:3",
-        environ={"MEGATRON_MOE_ALLOW_FAULTS": "1"},
-    ),
-    Case(
-        "faults_are_known",
-        "--inject kill@1:3",
-        "kill@1:3 is for rank 1 of 1",
-        "--inject kill@0:3",
-        environ={"MEGATRON_MOE_ALLOW_FAULTS": "1"},
-    ),
+    Case("faults_are_known", "--inject a@0:3", "there is no fault 'a'", "--inject kill@0:3", environ=FAULTS_ALLOWED),
+    Case("faults_are_known", "--inject kill@1:3", "for rank 1 of 1", "--inject kill@0:3", environ=FAULTS_ALLOWED),
 )
 
 
