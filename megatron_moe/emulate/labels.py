@@ -31,14 +31,13 @@ def _label(path: str) -> str:
     words = path.split(".")
     if words[0] == "mtp":
         return "mtp"
-    if words[0] in _TOP_LEVEL:
-        return _TOP_LEVEL[words[0]]
+    if words[0] == "embedding":
+        return "embedding"
+    if words[0] == "output_layer":
+        return "head"
     if len(words) == 2 and words[1] == "final_layernorm":
         return "final_norm"
     return _in_layer(words[3:])
-
-
-_TOP_LEVEL = dict(embedding="embedding", output_layer="head")
 
 
 def _in_layer(words: list[str]) -> str:
