@@ -166,6 +166,8 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """L2 norm of the master weights, every element of the model once. A scalar on the device."""
+        if any(state.home != "device" for state in self.states):
+            self._transfers.settle()
         kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted(self.buffers)}
         squares = [state.sum_of_squares(kernels) for state in self.states if id(state.buffer) in counting]
         if squares:

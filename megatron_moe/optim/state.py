@@ -92,8 +92,14 @@ class AdamState:
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
         out = torch.empty(self.size, dtype=wide)
         for start, end in self.chunks():
-            out[start:end] = unpack(state.part(start, end), self.weights[start:end])
+            out[start:end] = self._numbers(state, start, end)
         return out
+
+    def _numbers(self, state: Packed, start: int, end: int) -> Tensor:
+        """Elements of a state, where it is."""
+        part = state.part(start, end)
+        beside = part.format == "remainder"
+        return unpack(part, self.weights[start:end].to(part.data.device) if beside else None)
 
     def write(self, kind: StateKind, numbers: Tensor) -> None:
         """What `read` gave. Remainders bring their weights with them."""
@@ -101,9 +107,10 @@ class AdamState:
         for start, end in self.chunks():
             part, weights = state.part(start, end), self.weights[start:end]
             new = numbers[start:end].to(state.data.device)
+            rounded = round_weights(new, weights.dtype)
             if part.format == "remainder":
-                weights.copy_(round_weights(new, weights.dtype))
-            _copy(part, pack(new, part, weights))
+                weights.copy_(rounded)
+            _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
         """Rounds. Masters that no checkpoint holds follow the weights instead."""
@@ -114,7 +121,7 @@ class AdamState:
             self.master_from_weights()
             return
         for start, end in self.chunks():
-            numbers = unpack(master.part(start, end)).to(self.weights.device)
+            numbers = self._numbers(master, start, end).to(self.weights.device)
             self.weights[start:end] = round_weights(numbers, self.weights.dtype)
 
     def master_from_weights(self) -> None:
@@ -134,8 +141,8 @@ class AdamState:
         if master.format == "plain" and self.home == "device":
             return kernels.sum_of_squares(master.data)
         device = self.weights.device
-        parts = [unpack(master.part(a, b), self.weights[a:b]) for a, b in self.chunks()]
-        return torch.stack([kernels.sum_of_squares(part.to(device, non_blocking=True)) for part in parts]).sum()
+        parts = (self._numbers(master, start, end).to(device) for start, end in self.chunks())
+        return torch.stack([kernels.sum_of_squares(part) for part in parts]).sum()
 
 
 def _copy(into: Packed, source: Packed) -> None:
