@@ -193,7 +193,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of state, over all ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes")
     parser.add_argument("--repeats", type=int, default=3, help="of every way")
-    parser.add_argument("--folder", type=Path, help="where checkpoints go for the time of the run; default: /tmp")
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints go for the time of the run; default: where temporary files go"
+    )
     parser.add_argument("--output-dir", type=Path, help="gets <date>-<machine>-checkpoint.md")
     options = parser.parse_args(argv)
     num_bytes = int(options.gigabytes * 1e9)

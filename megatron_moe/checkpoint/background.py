@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,16 +24,29 @@ def started(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
     future: Future[Result] = Future()
 
     def run() -> None:
-        try:
+        with _HandedTo(future):
             future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  handed to whoever asks for the result
-            future.set_exception(error)
 
     if in_thread:
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
     else:
         run()
     return future
+
+
+@dataclass(frozen=True)
+class _HandedTo:
+    """Whoever asks for the result gets what is raised inside."""
+
+    future: Future[Any]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self.future.set_exception(error)
+        return True
 
 
 class HostCopies:
