@@ -34,7 +34,7 @@ class KernelSpec:
     """(op, backend) wishes that override `backend`."""
     cache_dir: Path | None = None
     """Where compiled kernels are kept, a folder per node in it; None: in the user's cache."""
-    compile_first: bool = True
+    compile_first: bool = False
     """Before the run begins, on a GPU."""
 
 
