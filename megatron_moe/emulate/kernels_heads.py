@@ -176,8 +176,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_SBND, k_SBGD, v_SBGE, *_ = ctx.saved_tensors
-        # between the two: sums of the queries' gradients in fp32, and one number per query
+        # cuDNN's workspace, as measured: the queries' gradients in fp32,
         grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q_SBND, k_SBGD, v_SBGE))
         wide_q = q_SBND.new_empty(q_SBND.shape, dtype=torch.float32)
-        del wide_q
+        # and those of keys and values by head, where several heads share them
+        by_head = [
+            x.new_empty(*q_SBND.shape[:3], x.shape[-1]) for x in (k_SBGD, v_SBGE) if x.shape[2] < q_SBND.shape[2]
+        ]
+        del wide_q, by_head
         return grad_q, grad_k, grad_v, None
