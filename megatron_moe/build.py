@@ -84,11 +84,12 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
     return choose(plan.kernels, context.device, context.dtype)
 
 
-def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> GPT:
-    """This rank's part of the model with its initial weights, which do not depend on the layout."""
+def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle, *, initial: bool = True) -> GPT:
+    """This rank's part of the model with its initial weights, which do not depend on the layout; without them if
+    `initial` is False."""
     keeping = build_keeping(plan, context)
     model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
-    if context.assumed_load is None:  # without peers values have no meaning
+    if initial and context.assumed_load is None:  # without peers values have no meaning
         init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 

@@ -50,13 +50,18 @@ class Profile:
 
 
 class Run:
-    """A run of pretrain_moe.py without its logs and checkpoints."""
+    """A run of pretrain_moe.py without its logs and checkpoints.
 
-    def __init__(self, plan: RunPlan) -> None:
+    `quick`: weights start from random numbers of the device instead of the run's own, which are drawn on the CPU.
+    """
+
+    def __init__(self, plan: RunPlan, *, quick: bool = False) -> None:
         self.plan = plan
         self.context = build.build_context(plan)
         kernels = build.build_kernels(plan, self.context)
-        model = build.build_model(plan, self.context, kernels)
+        model = build.build_model(plan, self.context, kernels, initial=not quick)
+        if quick:
+            draw_on_device(model, plan.model.init.std)
         self.trainer: Trainer = build.build_trainer(plan, self.context, model, kernels)
         loader = build.build_train_loader(plan, self.context, build.build_data(plan, self.context))
         assert loader is not None, "a run without training has no step to profile"
@@ -75,6 +80,14 @@ class Run:
     def close(self) -> None:
         self.loader.close()
         self.context.stop()
+
+
+@torch.no_grad()
+def draw_on_device(model: torch.nn.Module, std: float) -> None:
+    """Matrices normal, vectors one."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
 def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
@@ -106,9 +119,9 @@ def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEve
     ]
 
 
-def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None) -> Profile:
+def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool) -> Profile:
     """Warms up, times `steps` steps, and then traces a few more."""
-    run = Run(plan)
+    run = Run(plan, quick=quick)
     print(run.kernel_table, flush=True)
     timed_steps(run, warmup)
     torch.cuda.reset_peak_memory_stats()
@@ -172,6 +185,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--traced-steps", type=int, default=2)
     parser.add_argument("--output-dir", type=Path)
+    parser.add_argument("--quick-init", action="store_true", help="draw weights on the device: losses are not a run's")
     options = parser.parse_args(own)
     try:
         if not torch.cuda.is_available():
@@ -182,7 +196,14 @@ def main(argv: list[str]) -> int:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         trace = folder / "trace.json" if folder else None
-        result = profile(plan, warmup=options.warmup, steps=options.steps, traced=options.traced_steps, trace=trace)
+        result = profile(
+            plan,
+            warmup=options.warmup,
+            steps=options.steps,
+            traced=options.traced_steps,
+            trace=trace,
+            quick=options.quick_init,
+        )
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
