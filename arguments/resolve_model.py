@@ -288,6 +288,7 @@ def _experts(flags: Flags) -> ExpertsSpec:
         bias=model.add_bias_linear,
         grouped=moe.moe_grouped_gemm,
         probs_on_input=moe.moe_apply_probs_on_input,
+        probs_on_output=not moe.moe_memory_efficient_permutation,
     )
 
 

@@ -66,6 +66,17 @@ def weights_on_input_need_one_choice(moe_apply_probs_on_input: bool, moe_router_
     return None
 
 
+def weights_have_one_place(moe_apply_probs_on_input: bool, moe_memory_efficient_permutation: bool) -> Complaint:
+    """Weights on the input do not come after the second matrix as well."""
+    if moe_apply_probs_on_input and not moe_memory_efficient_permutation:
+        return (
+            "--moe-apply-probs-on-input with --no-moe-memory-efficient-permutation: one weighs the rows before an "
+            "expert, the other behind it",
+            "leave out one of them",
+        )
+    return None
+
+
 def upcycling_needs_a_dense_checkpoint(
     moe_use_upcycling: bool, num_experts: int | None, load: str | None, save: str | None, run_dir: str | None
 ) -> Complaint:
@@ -184,6 +195,7 @@ RULES = (
     padding_needs_a_capacity,
     capacity_fits_the_balancing,
     weights_on_input_need_one_choice,
+    weights_have_one_place,
     upcycling_needs_a_dense_checkpoint,
     slices_make_the_dense_width,
     slices_make_whole_groups,

@@ -90,6 +90,9 @@ class MoEFlags:
     """Width of the space in which routed experts work; tokens are projected into it and back."""
     moe_apply_probs_on_input: bool = flag(False)
     """Multiply rows by their probability before the expert, for one expert per token."""
+    moe_memory_efficient_permutation: bool = flag(True, status="ours", note="Megatron-LM always has the first form")
+    """Multiply rows by their probability before the second matrix of an expert, so that its results are not kept for
+    the backward. Without: after it, as the standard permutation does; to compare the two."""
     moe_use_upcycling: bool = flag(False)
     """Turn the dense checkpoint of `--load` into experts and train on."""
     moe_upcycling_granularity: int = flag(1, least=1)

@@ -12,6 +12,7 @@ from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
 from megatron_moe.memory.keeping import Keeping
 from megatron_moe.moe.dispatch.contract import Rows
 from megatron_moe.moe.permute import expert_of_rows
+from megatron_moe.moe.weigh import weigh
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.specs.moe import ExpertsSpec
@@ -23,7 +24,8 @@ class Experts(nn.Module):
 
     The probability stands before the second matrix, so that combining is a plain sum and the result of the second
     matrix need not be kept for the backward (memory-efficient permutation); a bias of the second matrix is multiplied
-    by it. With `probs_on_input` it multiplies x instead, and nothing else.
+    by it. With `probs_on_input` it multiplies x instead, and nothing else; with `probs_on_output` the result with its
+    bias, which is then kept (the standard permutation).
 
     All experts of this rank share two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2`
     [e, H, F], multiplied as one grouped product or one by one. An expert without rows gets a gradient of zero. Over ep
@@ -55,6 +57,8 @@ class Experts(nn.Module):
         probs: Tensor | None = probs_R
         if self.spec.probs_on_input:
             data_RH, probs = _scale(data_RH, probs_R), None
+        elif self.spec.probs_on_output:
+            probs = None
         with self.keeping.region("expert_fc1"):
             ffn_RF = self.linear_fc1(data_RH, offsets_e)
         given = (ffn_RF,) if probs is None else (ffn_RF, probs)
@@ -63,6 +67,8 @@ class Experts(nn.Module):
             forget = self.keeping.forget("moe_act", self._activate, given, act_RF)
         with forget:
             out_RH = self.linear_fc2(act_RF, offsets_e, probs)
+        if self.spec.probs_on_output:
+            out_RH = weigh(out_RH, probs_R)
         return replace(rows, data=Operand(data=out_RH))
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:

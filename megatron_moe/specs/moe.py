@@ -91,6 +91,9 @@ class ExpertsSpec:
     """One grouped matrix product over all experts (`--moe-grouped-gemm`), or a loop over them."""
     probs_on_input: bool = False
     """Multiply the rows by their probability before the first matrix instead of before the second (k = 1 only)."""
+    probs_on_output: bool = False
+    """Multiply the rows by their probability after the second matrix, whose results are then kept for the backward: the
+    standard permutation."""
 
 
 @dataclass(frozen=True, kw_only=True)

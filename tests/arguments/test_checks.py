@@ -165,6 +165,12 @@ CASES = (
         "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax",
     ),
     Case(
+        "weights_have_one_place",
+        "--moe-apply-probs-on-input --moe-router-topk 1 --no-moe-memory-efficient-permutation",
+        "one weighs the rows before an expert, the other behind it",
+        "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax",
+    ),
+    Case(
         "upcycling_needs_a_dense_checkpoint",
         f"{UPCYCLE} 4",
         "there is no folder",

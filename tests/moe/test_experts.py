@@ -21,6 +21,8 @@ from tests.tolerances import EXACT, FP32_REF, FP64_REF
 HIDDEN, FFN, EXPERTS, ROWS = 3, 5, 4, 7
 ENDS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
 """An empty expert and a row that holds nothing; all rows to the last; to the first; one each; none at all."""
+STANDARD = {"bias": True, "probs_on_output": True}
+"""Probabilities behind the second matrix and its bias."""
 KINDS = {
     "swiglu": ActivationSpec(kind="silu", gated=True),
     "geglu": ActivationSpec(kind="gelu", gated=True),
@@ -124,14 +126,23 @@ def gradients(experts: Experts, rows: Rows) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}])
+@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}, STANDARD])
 def test_the_loop_gives_results_and_gradients_of_the_grouped_product(fields, ends) -> None:
     results = [gradients(make(grouped=grouped, **fields), rows_of(ends)) for grouped in (False, True)]
     FP64_REF.check_all(results[0], results[1], "looped against grouped")
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ends", ENDS)
+def test_the_standard_permutation_gives_results_and_gradients_of_the_efficient_one(ends, bias, grouped) -> None:
+    forms = (make(bias=bias, grouped=grouped, probs_on_output=standard) for standard in (True, False))
+    standard, efficient = (gradients(experts, rows_of(ends)) for experts in forms)
+    FP64_REF.check_all(standard, efficient, f"ends {ends}")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}])
+@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}, STANDARD])
 def test_gradients_are_those_of_finite_differences(kind, fields) -> None:
     ends = [2, 2, 5, 6]
     experts, rows = make(KINDS[kind], **fields), rows_of(ends)
@@ -159,7 +170,7 @@ def test_an_expert_without_rows_gets_a_gradient_of_zero_and_not_none(grouped: bo
                 assert grad[others].abs().sum(dim=tuple(range(1, grad.dim()))).gt(0).all(), f"{name} of the others"
 
 
-@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}])
+@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}, STANDARD])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_garbage_in_rows_that_hold_nothing_reaches_no_gradient(grouped: bool, fields: dict) -> None:
     experts, ends = make(grouped=grouped, **fields), [2, 2, 5, 6]

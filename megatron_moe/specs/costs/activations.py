@@ -247,7 +247,7 @@ def _router(spec: MoESpec, sizes: Sizes) -> Iterator[Kept]:
 
 
 def _experts(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
-    """The first matrix's rows are copies of tokens; the result of the second is kept by nobody."""
+    """The first matrix's rows are copies of tokens; the result of the second is kept by nobody, unless it is weighed."""
     experts, size = spec.experts, sizes.activation
     rows = expert_rows(spec, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
@@ -258,7 +258,9 @@ def _experts(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Ke
     product = rows * fan * ffn
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", product, size, moves="moe_act")
     yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, forgotten=("moe_act",))
-    if experts.bias:
+    if experts.probs_on_output:
+        yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
+    elif experts.bias:
         # the second bias is multiplied by the probability of each row
         yield _tensor("experts", "bias of rows", "R H", rows * experts.hidden_size, sizes.internal)
     if experts.probs_on_input:

@@ -81,6 +81,9 @@ MODELS = {
     ),
     "a gate on the shared expert": model(layer(feed_forward=replace(moe(), shared=replace(moe().shared, gate=True)))),
     "experts with biases": model(layer(feed_forward=replace(moe(), experts=replace(moe().experts, bias=True)))),
+    "experts weighed behind their second matrix": model(
+        layer(feed_forward=replace(moe(), experts=replace(moe().experts, bias=True, probs_on_output=True)))
+    ),
     "experts in a latent space": model(layer(feed_forward=latent_moe())),
     "padded experts": model(layer(feed_forward=replace(moe(), capacity=CapacitySpec(factor=1.5, pad=True)))),
     "dropout": model(layer(hidden_dropout=0.1)),
