@@ -16,9 +16,10 @@ from megatron_moe import build
 from megatron_moe.data.batch import MicroBatch, TokenMeta, split_sequence
 from megatron_moe.emulate.kernels import emulated_bundle
 from megatron_moe.emulate.labels import label_links, label_model, mark_state
-from megatron_moe.emulate.tracker import Phase, Timeline, Tracker
+from megatron_moe.emulate.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.logs.timers import Timers
+from megatron_moe.memory.transfers import Transfers
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.specs.emulation import RoutedLoad
 from megatron_moe.specs.moe import RouterSpec
@@ -117,8 +118,23 @@ class _Spans(Timers):
             yield
 
 
+class _HostMemory(Transfers):
+    """Copies of tensors without data: what goes to the host is on no device."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def _host_memory(self, flat: Tensor) -> Tensor:
+        buffer = super()._host_memory(flat)
+        self._tracker.is_state(buffer, HOST)
+        return buffer
+
+
 def _trainer(plan: RunPlan, context: ParallelContext, kernels: Bundle, tracker: Tracker) -> Trainer:
     model = build.build_model(plan, context, kernels)
+    if context.device.type == "meta" and model.keeping.offload is not None:
+        model.keeping.offload.transfers = _HostMemory(tracker)
     label_model(model, tracker)
     trainer = build.build_trainer(plan, context, model, kernels, _Spans(tracker, context.device))
     label_links(trainer.pipeline, tracker)

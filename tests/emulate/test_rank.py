@@ -8,12 +8,13 @@ from torch import Tensor
 
 from megatron_moe.emulate import kernels as emulated
 from megatron_moe.emulate.rank import Played, assumed_ids, enough_microbatches, play, take_steps, with_assumed_choices
-from megatron_moe.emulate.tracker import CATEGORIES
+from megatron_moe.emulate.tracker import CATEGORIES, HOST
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.specs.emulation import EmulationSpec, RoutedLoad
+from megatron_moe.specs.memory import MemorySpec, OffloadSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.layout import even_layout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
@@ -141,6 +142,16 @@ def test_rows_of_the_played_ranks_experts_follow_the_assumed_load() -> None:
     )
     assert light["activations"] < even["activations"] < heavy["activations"]
     assert even["weights"] == heavy["weights"]
+
+
+def test_what_waits_on_the_host_is_not_on_the_device() -> None:
+    """Of 4 layers' rows and their products all but the last set out, and no copy of them is counted."""
+    plain = play(plan(), 0, META, num_microbatches=2).timeline.peak()
+    away = OffloadSpec(modules=("expert_fc1", "moe_act"), min_elements=1)
+    moved = play(plan(memory=MemorySpec(offload=away)), 0, META, num_microbatches=2).timeline
+    assert moved.peak().categories["activations"] < plain.categories["activations"]
+    assert moved.peak().total < plain.total
+    assert sum(piece.bytes for piece in moved.pieces if piece.state == HOST) > 0
 
 
 @pytest.mark.parametrize(("num_ranks", "hot", "imbalance"), [(1, 0, 1.0), (4, 2, 1.0), (4, 3, 2.5), (4, 0, 0.0)])
