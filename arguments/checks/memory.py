@@ -162,6 +162,7 @@ RULES = (
     offloaded_modules_are_named,
     modules_can_be_offloaded,
     offloaded_modules_are_kept,
-    offloading_and_graphs_exclude_each_other,
     fractions_are_shares,
 )
+WAITING = (offloading_and_graphs_exclude_each_other,)
+"""Rules of this program that concern speed and memory alone."""

@@ -49,6 +49,7 @@ RULES: tuple[Rule, ...] = (
     *memory.RULES,
     *graphs.RULES,
     *optimizer.RULES,
+    *memory.WAITING,
     *graphs.WAITING,
     *data.RULES,
     *output.RULES,
@@ -66,7 +67,7 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
 """Rules that `--proxy` must not hide: what they are about does not depend on the machine."""
 
 _LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
-WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *graphs.WAITING, *data.RULES)
+WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *memory.WAITING, *graphs.WAITING, *data.RULES)
 """Rules that hold for training alone: a plan that breaks them can be told about."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
