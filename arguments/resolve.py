@@ -172,6 +172,7 @@ def _path(text: str | None) -> Path | None:
 
 def _precision(flags: Flags) -> PrecisionSpec:
     precision = flags.precision
+    low_params = precision.fp8_param_gather or precision.fp4_param_gather
     if precision.fp64:
         return PrecisionSpec(params="fp64", grads="fp64", master="fp64", deterministic=precision.deterministic_mode)
     return PrecisionSpec(
@@ -186,9 +187,10 @@ def _precision(flags: Flags) -> PrecisionSpec:
             and precision.store_param_remainders
             and precision.bf16
             and precision.main_params_dtype == "fp32"
+            and not low_params  # 16 bits more make fp32 of bf16 alone
         ),
         low=_low_precision(flags),
-        low_params=precision.fp8_param_gather or precision.fp4_param_gather,
+        low_params=low_params,
     )
 
 
