@@ -48,20 +48,20 @@ def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Ten
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms(zero_centered: bool) -> None:
+def test_norms_are_as_near_to_fp64_as_plain_torch(zero_centered: bool) -> None:
     x, weight, bias = draw(33, 2, 256), draw(256, seed=1), draw(256, seed=2)
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight))
     compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias))
 
 
 @pytest.mark.parametrize("q_width, v_width, groups", [(128, 128, 2), (192, 128, 8)])
-def test_attention(q_width: int, v_width: int, groups: int) -> None:
+def test_attention_is_as_near_to_fp64_as_plain_torch(q_width: int, v_width: int, groups: int) -> None:
     spec = CoreAttentionSpec(softmax_scale=q_width**-0.5)
     inputs = (draw(256, 2, 8, q_width), draw(256, 2, groups, q_width, seed=1), draw(256, 2, groups, v_width, seed=2))
     compare(lambda k: lambda q, key, v: k.attention(q, key, v, spec, None, None, None), inputs)
 
 
-def test_activation_and_loss() -> None:
+def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
     swiglu = ActivationSpec(kind="silu", gated=True)
     compare(lambda k: lambda x, p: k.activation(x, p, swiglu), (draw(100, 512), draw(100, seed=1).abs()))
     compare(lambda k: lambda x: k.activation(x, None, swiglu), (draw(100, 512),))
@@ -74,7 +74,7 @@ def test_activation_and_loss() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_products(accumulate: bool) -> None:
+def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
     kernels = choose(KernelSpec(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
     compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
     offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)

@@ -84,7 +84,9 @@ def test_an_optional_backend_judges_devices_and_dtypes(name: str, stand_ins: Non
 @pytest.mark.parametrize("name", ["transformer_engine", "apex"])
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("shape", [(0, 5), (1, 4), (3, 2, 7)])
-def test_norms(stand_ins: None, shape: tuple[int, ...], zero_centered: bool, name: str, dtype: torch.dtype) -> None:
+def test_norms_are_those_of_the_reference(
+    stand_ins: None, shape: tuple[int, ...], zero_centered: bool, name: str, dtype: torch.dtype
+) -> None:
     x, weight, bias, kernels = draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2), bundle(name)
     kernel_comparison.compare(kernels, lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
     kernel_comparison.compare(
@@ -97,7 +99,9 @@ def test_norms(stand_ins: None, shape: tuple[int, ...], zero_centered: bool, nam
 @pytest.mark.parametrize("valid", [None, 1])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=["fp32_out", "bf16_out"])
-def test_linear(stand_ins: None, wide, accumulate: bool, valid: int | None, shape: tuple[int, ...], name: str) -> None:
+def test_linear_ops_are_those_of_the_reference(
+    stand_ins: None, wide: torch.dtype, accumulate: bool, valid: int | None, shape: tuple[int, ...], name: str
+) -> None:
     kernels, dtype = bundle(name), torch.bfloat16
     x, weight, bias = draw(*shape).to(dtype), draw(5, 3, seed=1).to(dtype), draw(5, seed=2).to(dtype)
     grad = draw(*shape[:-1], 5, seed=3).to(dtype)
@@ -123,7 +127,9 @@ def test_linear(stand_ins: None, wide, accumulate: bool, valid: int | None, shap
 @pytest.mark.parametrize("sizes", [[2, 3, 1], [0, 4, 0], [0, 0, 0]])
 @pytest.mark.parametrize("past_the_end", [0, 2])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_grouped_products(stand_ins: None, accumulate: bool, past_the_end: int, sizes: list[int], name: str) -> None:
+def test_grouped_products_are_those_of_the_reference(
+    stand_ins: None, accumulate: bool, past_the_end: int, sizes: list[int], name: str
+) -> None:
     kernels, dtype, held = bundle(name), torch.bfloat16, sum(sizes)
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     rows = torch.cat([draw(held, 4), torch.full((past_the_end, 4), float("nan"), dtype=torch.float64)]).to(dtype)
@@ -144,7 +150,9 @@ def test_grouped_products(stand_ins: None, accumulate: bool, past_the_end: int, 
 @pytest.mark.parametrize("window", [None, (2, 0)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("extra", ["none", "sinks", "documents"])
-def test_attention(stand_ins: None, extra: str, causal: bool, window: tuple[int, int] | None) -> None:
+def test_attention_is_that_of_the_reference(
+    stand_ins: None, extra: str, causal: bool, window: tuple[int, int] | None
+) -> None:
     spec = CoreAttentionSpec(softmax_scale=0.6, causal=causal, window=window)
     segments = (torch.arange(7) // 3).expand(2, 7) if extra == "documents" else None
     inputs = [draw(7, 2, 4, 6), draw(7, 2, 2, 6, seed=1), draw(7, 2, 2, 3, seed=2)]
@@ -162,7 +170,9 @@ def test_attention(stand_ins: None, extra: str, causal: bool, window: tuple[int,
 )
 @pytest.mark.parametrize("rows", [0, 1, 5])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_activation(stand_ins: None, weighted: bool, rows: int, spec: ActivationSpec) -> None:
+def test_activations_are_those_of_the_reference(
+    stand_ins: None, weighted: bool, rows: int, spec: ActivationSpec
+) -> None:
     inputs = [draw(rows, 3 * spec.fan)] + ([draw(rows, seed=1).abs()] if weighted else [])
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
@@ -182,7 +192,7 @@ def test_rows_of_probability_zero_may_hold_anything(stand_ins: None) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 6])
-def test_cross_entropy(stand_ins: None, tokens: int) -> None:
+def test_cross_entropy_is_that_of_the_reference(stand_ins: None, tokens: int) -> None:
     labels = torch.arange(tokens) % 5
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
