@@ -1,8 +1,9 @@
-"""What saving in the background needs: a copy of the state in host memory, and a thread that writes it."""
+"""What saving and loading need of threads: to write in the background, from a copy in host memory, and to use several
+files at the same time."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +33,30 @@ def started(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
     else:
         run()
     return future
+
+
+def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What the calls return; two and more are made in threads of their own. It returns or raises when all have ended,
+    so that none goes on with what the caller gives up. What the first of those that fail raises, it raises."""
+    if len(calls) < 2:
+        return [call() for call in calls]
+    futures = [started(_as_here(call), in_thread=True) for call in calls]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _as_here(call: Callable[[], Result]) -> Callable[[], Result]:
+    """The call with the GPU and the gradient mode of this thread, which another one does not have."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    gradients = torch.is_grad_enabled()
+
+    def run() -> Result:
+        if device is not None:
+            torch.cuda.set_device(device)
+        with torch.set_grad_enabled(gradients):
+            return call()
+
+    return run
 
 
 @dataclass(frozen=True)

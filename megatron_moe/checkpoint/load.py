@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_moe.checkpoint.background import at_once
 from megatron_moe.checkpoint.folder import TRACKER, Candidate, as_checkpoint, list_checkpoints, read_tracker
 from megatron_moe.checkpoint.format import (
     MANIFEST,
@@ -33,6 +34,7 @@ from megatron_moe.checkpoint.shards import (
     digest,
     dtype_name,
     fill,
+    in_parts,
     is_weight,
     overlaps,
     split_digests,
@@ -268,14 +270,19 @@ def _attempt(
             if name.endswith(SAFETENSORS):
                 check_header(name, head, places.get(name, ()))
         state = parse_json(reader.head(TRAIN_STATE), TRAIN_STATE)
-        for key, target in wanted.items():
-            entry = manifest.tensors[key]
-            fill(target, entry, partial(reader.piece, key, entry))
+        at_once([partial(_fill_all, candidate.path, manifest, part) for part in in_parts(wanted)])
     except TooNew as problem:
         return _Refusal(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
     except Corrupt as problem:
         return str(problem)
     return Loaded(candidate.path, candidate.iteration, state)
+
+
+def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, SavedTensor]) -> None:
+    reader = FileReader(path, manifest.files)
+    for key, target in wanted.items():
+        entry = manifest.tensors[key]
+        fill(target, entry, partial(reader.piece, key, entry))
 
 
 def _open(path: Path) -> tuple[Manifest, FileReader]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe.checkpoint.background import HostCopies, started
+from megatron_moe.checkpoint.background import HostCopies, at_once, started
 from megatron_moe.checkpoint.folder import (
     Candidate,
     FolderLock,
@@ -52,6 +52,7 @@ from megatron_moe.checkpoint.format import (
 from megatron_moe.checkpoint.shards import (
     SavedTensor,
     digest,
+    in_parts,
     is_weight,
     split_digests,
     total_bytes,
@@ -72,8 +73,8 @@ class _Share:
 
     aside: str
     """Name of the folder aside; the first rank's is used."""
-    weights: bool
-    optimizer: bool
+    num_model_files: int
+    num_optim_files: int
     num_bytes: int
 
 
@@ -292,9 +293,8 @@ class Saver:
         final = self.folder / iteration_folder(iteration)
         mine = self._mine(tensors)
         documents = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **texts}
-        shares = self._gather(
-            _Share(_name_aside(final), bool(_weights(mine)), bool(_optimizer(mine)), total_bytes(mine))
-        )
+        num_files = [len(in_parts(part)) for part in (_weights(mine), _optimizer(mine))]
+        shares = self._gather(_Share(_name_aside(final), *num_files, total_bytes(mine)))
         aside = self.folder / shares[0].aside
         first = self._context.is_first
         job = _Job(iteration, final, aside, mine, documents if first else {}, shares, in_thread, begin)
@@ -377,17 +377,18 @@ class Saver:
     def _written(self, job: _Job) -> _Written:
         """Writes this rank's part of the checkpoint."""
         done, begin = _Written(), time.monotonic()
-        writers = {
-            "model": [rank for rank, share in enumerate(job.shares) if share.weights],
-            "optim": [rank for rank, share in enumerate(job.shares) if share.optimizer],
-        }
+        model = _names("model", [share.num_model_files for share in job.shares], self._context.rank)
+        optim = _names("optim", [share.num_optim_files for share in job.shares], self._context.rank)
+        parts = in_parts(_weights(job.tensors)) + in_parts(_optimizer(job.tensors))
+        calls = [
+            partial(write_tensors, self._storage, job.aside / name, part)
+            for name, part in zip(model + optim, parts, strict=True)
+        ]
         try:
-            for prefix, part in (("model", _weights(job.tensors)), ("optim", _optimizer(job.tensors))):
-                if part:
-                    number, of = writers[prefix].index(self._context.rank), len(writers[prefix])
-                    path = job.aside / f"{prefix}-{number:05d}-of-{of:05d}.safetensors"
-                    done.files[path.name], entries = write_tensors(self._storage, path, part)
-                    done.tensors |= entries
+            # two files are little to write, or one is
+            for file, tensors in at_once(calls) if len(calls) > 2 else (call() for call in calls):
+                done.files |= file
+                done.tensors |= tensors
             for name, text in job.documents.items():
                 data = text.encode()
                 self._storage.write_file(job.aside / name, [data])
@@ -484,6 +485,12 @@ class Saver:
 
 def _name_aside(final: Path) -> str:
     return f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
+
+
+def _names(prefix: str, num_files: Sequence[int], rank: int) -> list[str]:
+    """Of the files that a rank writes: numbered among those of all ranks."""
+    before, of = sum(num_files[:rank]), sum(num_files)
+    return [f"{prefix}-{before + number:05d}-of-{of:05d}.safetensors" for number in range(num_files[rank])]
 
 
 def _weights(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:

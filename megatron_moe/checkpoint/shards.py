@@ -41,6 +41,9 @@ _HEADER_ALIGN = 8
 _CHUNK_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
 _DIGEST_BYTES = 8
+_LEAST_BYTES = 1 << 27
+"""Fewer are not worth a thread."""
+_MOST_THREADS = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Box:
     """Where it begins in the global tensor."""
     data: Tensor
     """Its values; loading writes into it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
 
     def values(self) -> Tensor:
         """What saving writes."""
@@ -110,7 +117,7 @@ class SavedTensor:
 
     @property
     def num_bytes(self) -> int:
-        return sum(box.data.numel() * box.data.element_size() for box in self.boxes)
+        return sum(box.num_bytes for box in self.boxes)
 
 
 def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -146,6 +153,24 @@ def _placed(boxes: Sequence[params.Box], dim: int, offset: tuple[int, ...], data
         before += box.size[dim]
 
 
+def in_parts(tensors: Mapping[str, SavedTensor]) -> list[dict[str, SavedTensor]]:
+    """The tensors dealt out to threads that work at the same time, about the same number of bytes to each.
+
+    A single part when there is little to do, or when values are yet to be made, which takes memory; none when there are
+    no tensors.
+    """
+    num_parts = min(_MOST_THREADS, total_bytes(tensors) // _LEAST_BYTES, len(tensors))
+    if num_parts < 2 or any(isinstance(box, LaterBox) for tensor in tensors.values() for box in tensor.boxes):
+        return [dict(tensors)] if tensors else []
+    parts: list[dict[str, SavedTensor]] = [{} for _ in range(num_parts)]
+    sizes = [0] * num_parts
+    for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].num_bytes):
+        smallest = sizes.index(min(sizes))
+        parts[smallest][key] = tensor
+        sizes[smallest] += tensor.num_bytes
+    return parts
+
+
 def digest(*facts: object) -> bytes:
     """Eight bytes that stand for the facts, to be compared between ranks."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
@@ -178,17 +203,13 @@ class _Stored:
     label: str
     """Name in the safetensors header."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.box.data.numel() * self.box.data.element_size()
-
 
 def write_tensors(
     storage: Storage, path: Path, tensors: Mapping[str, SavedTensor]
-) -> tuple[FileEntry, dict[str, TensorEntry]]:
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Writes a safetensors file, one tensor at a time in host memory.
 
-    Returns the file's entry and those of its tensors, with the pieces in this file only.
+    Returns the file's entry by its name, and those of its tensors, with the pieces in this file only.
     """
     stored = [
         _Stored(key, tensor, box, _label(key, tensor, box)) for key, tensor in tensors.items() for box in tensor.boxes
@@ -211,12 +232,12 @@ def write_tensors(
     for item, crc32 in zip(stored, checksums, strict=True):
         piece = Piece(path.name, start, item.box.offset, tuple(item.box.data.shape), crc32)
         pieces.setdefault(item.key, []).append(piece)
-        start += item.num_bytes
+        start += item.box.num_bytes
     entries = {
         key: TensorEntry(dtype_name(tensors[key].dtype), tensors[key].shape, tuple(boxes))
         for key, boxes in pieces.items()
     }
-    return FileEntry(size=start, head=len(header), crc32=checksum(header)), entries
+    return {path.name: FileEntry(size=start, head=len(header), crc32=checksum(header))}, entries
 
 
 def _label(key: str, tensor: SavedTensor, box: Box) -> str:

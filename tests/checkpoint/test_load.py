@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_moe.checkpoint import shards
 from megatron_moe.checkpoint.format import FileEntry, Piece, TensorEntry, checksum, decode, encode
 from megatron_moe.checkpoint.load import Loaded, find, load
 from megatron_moe.checkpoint.save import Saver
@@ -41,6 +42,25 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
     EXACT.check_all(tensors, expected)
     assert {key: t.dtype for key, t in tensors.items()} == {key: t.dtype for key, t in expected.items()}
     assert loaded == Loaded(tmp_path / "iter_0000020", 20, {"iteration": 20})
+
+
+def test_a_large_state_is_read_by_several_threads_and_every_bit_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_LEAST_BYTES", 60)
+    folder = saved_folder(tmp_path, 20)
+    assert len(shards.in_parts(whole(some_tensors(20)))) == 3
+    loaded, tensors = load_some(folder)
+    assert loaded.iteration == 20
+    EXACT.check_all(tensors, some_tensors(20))
+    for path in (folder / "iter_0000020").glob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CheckpointProblem, match=rf"{path.name}: .*crc32"):
+            load_some(folder)
+        content[-1] ^= 1
+        path.write_bytes(content)
 
 
 def test_nan_infinity_and_signed_zero_come_back_bit_by_bit(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_moe.checkpoint import shards
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.shards import Box, LaterBox, SavedTensor, in_parts
 from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs import params
@@ -306,6 +307,52 @@ def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path)
     assert source is not None
     load(source, {"model.a": SavedTensor.whole(loaded), "optimizer.step": SavedTensor.whole(torch.tensor(0))}, ONE)
     EXACT.check(loaded, whole, "both halves")
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the small states of these tests were large."""
+    monkeypatch.setattr(shards, "_LEAST_BYTES", 100)
+
+
+@pytest.mark.usefixtures("large")
+def test_a_large_state_is_written_to_several_files_at_the_same_time(tmp_path: Path) -> None:
+    def save(context: ParallelContext) -> None:
+        first = {"model.a": SavedTensor.whole(torch.arange(100.0)), "model.b": SavedTensor.whole(torch.ones(99))}
+        second = {f"master.{name}": SavedTensor.whole(torch.full((40,), 2.0)) for name in "abcd"}
+        assert Saver(tmp_path, context).save(1, second if context.rank else first, {}) is not None
+
+    on_threads(ParallelSpec(world_size=2), save)
+    names = sorted(path.name for path in (tmp_path / "iter_0000001").glob("*.safetensors"))
+    model = [f"model-{number:05d}-of-00002.safetensors" for number in range(2)]
+    assert names == [*model, *(f"optim-{number:05d}-of-00003.safetensors" for number in range(3))]
+    assert verify(tmp_path / "iter_0000001") == []
+    weights = {key: t for name in model for key, t in load_file(tmp_path / "iter_0000001" / name).items()}
+    EXACT.check_all(weights, {"a": torch.arange(100.0), "b": torch.ones(99)})
+
+
+@pytest.mark.usefixtures("large")
+def test_an_error_in_one_of_several_files_leaves_nothing(tmp_path: Path) -> None:
+    def refuse(number: int, operation: str, path: Path) -> OSError | None:
+        return disk_full(number, operation, path) if path.name.startswith("optim-00001") else None
+
+    said: list[str] = []
+    saver = Saver(tmp_path, ONE, storage=FaultyStorage(fail=refuse), say=said.append)
+    state = {f"{kind}.{name}": SavedTensor.whole(torch.ones(50)) for kind in ("model", "master") for name in "ab"}
+    assert saver.save(1, state, {}) is None and "No space left on device" in said[0]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.usefixtures("large")
+def test_threads_get_about_the_same_and_none_gets_what_is_yet_to_be_made() -> None:
+    state = {f"model.{size}": SavedTensor.whole(torch.zeros(size)) for size in range(10, 30)}
+    parts = in_parts(state)
+    assert sorted(key for part in parts for key in part) == sorted(state)
+    sizes = [shards.total_bytes(part) for part in parts]
+    assert len(parts) == 3 and max(sizes) - min(sizes) <= 30 * 4
+    later = SavedTensor((99,), (LaterBox((0,), torch.zeros(99, device="meta"), lambda: torch.zeros(99)),))
+    assert len(in_parts(state | {"model.later": later})) == 1
+    assert in_parts({}) == []
 
 
 def test_boxes_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:
