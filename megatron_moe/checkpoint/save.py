@@ -293,8 +293,8 @@ class Saver:
         final = self.folder / iteration_folder(iteration)
         mine = self._mine(tensors)
         documents = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **texts}
-        num_files = [len(in_parts(part)) for part in (_weights(mine), _optimizer(mine))]
-        shares = self._gather(_Share(_name_aside(final), *num_files, total_bytes(mine)))
+        num_model_files, num_optim_files = len(in_parts(_weights(mine))), len(in_parts(_optimizer(mine)))
+        shares = self._gather(_Share(_name_aside(final), num_model_files, num_optim_files, total_bytes(mine)))
         aside = self.folder / shares[0].aside
         first = self._context.is_first
         job = _Job(iteration, final, aside, mine, documents if first else {}, shares, in_thread, begin)
