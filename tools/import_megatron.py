@@ -1,0 +1,84 @@
+"""Turns a Megatron-Core checkpoint into one of this program, weights and optimizer, on a CPU, one tensor at a time.
+
+    python tools/import_megatron.py --load ckpts/iter_0010000 --save runs/my/checkpoints -- --config my.yaml
+
+What stands behind `--` is the command line of pretrain_moe.py with which the run goes on; it describes the model. Reads
+`torch_dist` checkpoints with the optimizer's state by parameter (Megatron's --dist-ckpt-optim-fully-reshardable), and
+with --no-optimizer the weights of any `torch_dist` checkpoint and of older ones with a folder mp_rank_* per rank. Start
+then with `--load runs/my/checkpoints`: the run goes on at that iteration, or anew from the weights with --finetune.
+Nothing that the checkpoint names is executed.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+
+from arguments.errors import FlagErrors  # noqa: E402
+from arguments.read import read_plan  # noqa: E402
+from megatron_moe.checkpoint.folder import list_checkpoints  # noqa: E402
+from megatron_moe.checkpoint.save import Saver  # noqa: E402
+from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.parallel.context import ParallelContext  # noqa: E402
+from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
+from megatron_moe.train.state import TrainState  # noqa: E402
+from tools.convert_checkpoint import _skeleton  # noqa: E402
+from tools.megatron.source import imported  # noqa: E402
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def main(argv: Sequence[str]) -> int:
+    own, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", type=Path, required=True, help="iter_NNNNNNN, or the folder that holds it")
+    parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints, without any yet")
+    parser.add_argument("--no-optimizer", action="store_true", help="weights alone, as iteration 0")
+    options = parser.parse_args(own)
+    try:
+        print(convert(newest(options.load), options.save, words, optimizer=not options.no_optimizer))
+    except FlagErrors as problems:
+        print(problems.report(), file=sys.stderr)
+        return int(ExitCode.CONFIG)
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    return int(ExitCode.OK)
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint itself, or the one that the tracker file of a folder names."""
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return folder
+    text = tracker.read_text().strip()
+    found = folder / (f"iter_{int(text):07d}" if text.isdigit() else text)
+    if found.parent != folder or not found.is_dir():
+        raise CheckpointProblem(f"{tracker} names {text!r}, which is not in {folder}")
+    return found
+
+
+def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) -> str:
+    """Writes the checkpoint; returns a sentence about it."""
+    if list_checkpoints(save):
+        raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
+    plan = read_plan(words, {}, vocab_size_of=vocab_size_of)
+    source = imported(folder, _skeleton(plan).state_dict(), optimizer=optimizer)
+    state = TrainState()
+    if optimizer:
+        state.iteration, state.consumed_samples = source.iteration, source.consumed_samples
+        state.consumed_tokens = state.consumed_samples * plan.data.seq_length
+    saver = Saver(save, ParallelContext.single(), stop_after=1)
+    try:
+        path = saver.save(state.iteration, source.tensors, state.to_json(plan), texts={"run.yaml": plan.resolved_yaml})
+    finally:
+        saver.close()
+    told = "".join(f"\n{note}" for note in source.notes)
+    return f"{folder} -> {path}: {len(source.tensors)} tensors, iteration {state.iteration}{told}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
