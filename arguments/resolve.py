@@ -235,6 +235,7 @@ def _optimizer(flags: Flags) -> OptimizerSpec:
         decoupled_lr=optimizer.decoupled_lr,
         decoupled_min_lr=optimizer.decoupled_min_lr,
         offload=_state_offload(flags),
+        in_forward=optimizer.overlap_optimizer_step,
     )
 
 
@@ -481,7 +482,8 @@ def _all_graph_modules(flags: Flags, model: ModelSpec) -> tuple[GraphModule, ...
     if not all(layer.is_moe for layer in model.layers):
         wanted.append("mlp")
     if any(layer.is_moe for layer in model.layers):
-        wanted.append("moe" if alone else "moe_router")
+        # the grouped products of fp32 read the rows of every expert on the host
+        wanted.append("moe" if alone and flags.precision.bf16 else "moe_router")
     return tuple(wanted)
 
 

@@ -82,12 +82,18 @@ def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
 
 
 def take_step(plan: RunPlan, device: torch.device) -> None:
-    """One step of the rehearsed plan, forwards, backwards and update, with weights that mean nothing."""
-    small = rehearsed(plan)
+    """One step of the rehearsed plan, forwards, backwards and update, with weights that mean nothing. Leaves nothing in
+    memory."""
+    build.set_algorithms(plan)
+    _step_once(rehearsed(plan), plan.launch.rank, device)
+    gc.collect()
+
+
+def _step_once(small: RunPlan, rank: int, device: torch.device) -> None:
     context = ParallelContext.fake(
         small.parallel,
-        plan.launch.rank % small.parallel.world_size,
-        dtype=torch_dtype(plan.precision.params),
+        rank % small.parallel.world_size,
+        dtype=torch_dtype(small.precision.params),
         device=device,
     )
     try:
@@ -101,8 +107,6 @@ def take_step(plan: RunPlan, device: torch.device) -> None:
             torch.cuda.synchronize(device)
     finally:
         context.stop()
-    del trainer, model
-    gc.collect()
 
 
 def rehearsed(plan: RunPlan) -> RunPlan:

@@ -1,6 +1,8 @@
 """Work that is recorded once and repeated without Python: a CUDA graph, or a stand-in for it on a CPU."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +60,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), no_garbage_collected():
             # thread_local: other threads, such as that of the data, may allocate meanwhile
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -69,6 +71,7 @@ class CudaRecorder:
         return _CudaRecording(graph, made)
 
     def make_room(self) -> None:
+        gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
@@ -76,6 +79,19 @@ class CudaRecorder:
         wanted = set(map(tuple, pools))
         segments = torch.cuda.memory_snapshot()
         return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) in wanted)
+
+
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """What garbage holds may wait for the device, or end another recording, when it dies: CUDA then gives up the
+    recording that is being made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _CudaRecording:

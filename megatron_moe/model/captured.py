@@ -18,12 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.memory.graphs import Function, Part
-from megatron_moe.model.block import Attended, Block, Dispatched, MoEBlock, Routed
+from megatron_moe.model.block import Attended, Block, DenseBlock, Dispatched, MoEBlock, Routed
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.memory import GraphSpec
 
 Layer = Callable[[Tensor, TokenMeta], Tensor]
+_OFFSETS_STAY_ON_THE_DEVICE = ("torch_native", "triton")
+"""Backends of the grouped products."""
 
 
 def capture_parts(model: GPT, modules: Iterable[str]) -> int:
@@ -37,6 +42,20 @@ def capture_parts(model: GPT, modules: Iterable[str]) -> int:
         num_parts += sum(isinstance(function, Part) for function in functions)
         block.forward = partial(_run, functions)  # type: ignore[method-assign]
     return num_parts
+
+
+def check_recordable(spec: GraphSpec, kernels: Bundle) -> None:
+    """Raises EnvironmentProblem when experts are to be recorded and their kernels read something on the host."""
+    if not spec.whole_step and "moe" not in spec.modules:
+        return
+    for choice in kernels.choices:
+        if choice.op.startswith("grouped_") and choice.backend not in _OFFSETS_STAY_ON_THE_DEVICE:
+            wish = "--cuda-graph-impl full_iteration" if spec.whole_step else "--cuda-graph-modules moe"
+            raise EnvironmentProblem(
+                f"{wish} cannot record {choice.op} of the backend {choice.backend}, which reads the number of rows of "
+                f"every expert on the host ({choice.reason}). Record other parts, for instance --cuda-graph-modules "
+                f"attn moe_router moe_preprocess, or compute in --bf16 with --kernel-per-op {choice.op}=auto."
+            )
 
 
 def draw_forced(model: GPT, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
@@ -67,9 +86,10 @@ def _functions(block: Block, wanted: frozenset[str]) -> list[Function]:
         return Part(f"{name} of {block.site}", function, tuple(_parameters(modules)))
 
     attend = part("attn", block.attend, block.input_layernorm, block.self_attention, block.pre_mlp_layernorm)
-    if not isinstance(block, MoEBlock):
+    if isinstance(block, DenseBlock):
         return [attend, part("mlp", block.feed_forward, block.mlp)]
-    behind = [
+    assert isinstance(block, MoEBlock), f"a layer is a {type(block).__name__}"
+    behind: list[Function] = [
         part("moe_router", partial(_route, block), block.mlp.router, block.mlp.fc1_latent_proj),
         part("moe_preprocess", partial(_dispatch, block)),
         block.experts,

@@ -195,7 +195,7 @@ class GradBuffers:
         if self.data_parallel.overlap_grad_reduce:
             # So that a bucket is complete before the whole backward is over. Where no hook fires `collect` sweeps.
             for slot in self.slots:
-                slot.parameter.register_post_accumulate_grad_hook(slot.accept)
+                slot.parameter.register_post_accumulate_grad_hook(_tell_its_slot)
         order = reduction_order(self.layout)
         self.reducer = GradReducer([self.buffers[buffer].bucket(index) for buffer, index in order], self.data_parallel)
 
@@ -231,6 +231,13 @@ class GradBuffers:
         self.queue.run()
         for slot in self.slots:
             slot.zero_if_empty()
+
+
+def _tell_its_slot(parameter: Tensor) -> None:
+    """As a hook. A hook that held the slot would close a circle which Python's garbage collection does not see, and no
+    buffer would ever be freed."""
+    assert isinstance(parameter, Parameter) and isinstance(parameter.sink, GradSlot), "a parameter without a slot"
+    parameter.sink.accept()
 
 
 def _float_name(dtype: torch.dtype) -> FloatName:

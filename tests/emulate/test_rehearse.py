@@ -1,5 +1,6 @@
 """The rehearsal: every kind of layer at this rank's sizes, without peers, and one compiler per node."""
 
+import gc
 import os
 import threading
 from dataclasses import replace
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.emulate.rehearse import cache_folder, rehearse, rehearsed, take_step, taking_turns
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.watch.hang import Deadlines
 from tests import tiny
 
@@ -33,6 +35,17 @@ def test_a_step_is_taken_without_peers_and_leaves_no_world_behind(parallel):
     model = tiny.model(moe_spec=tiny.moe(dispatcher="alltoall"))
     take_step(tiny.plan(model=model, parallel=parallel), torch.device("cpu"))
     assert not dist.is_initialized()
+
+
+def test_a_rehearsal_leaves_no_memory_behind():
+    plan = replace(tiny.plan(), data_parallel=DataParallelSpec(overlap_grad_reduce=True))
+    before = num_parameters_alive()
+    take_step(plan, torch.device("cpu"))
+    assert num_parameters_alive() == before
+
+
+def num_parameters_alive() -> int:
+    return sum(type(each) is Parameter for each in gc.get_objects())
 
 
 def test_on_a_cpu_nothing_is_rehearsed():

@@ -1,5 +1,6 @@
 """CUDA graphs on one GPU: replayed steps are computed steps bit for bit, whatever the routing does."""
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from arguments.read import read_plan
 from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.memory.recorder import CudaRecorder
 from megatron_moe.specs.memory import GraphSpec
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
 from tests.tolerances import EXACT
@@ -66,3 +68,30 @@ def test_replayed_steps_are_computed_steps_bit_for_bit(recipe: str, routing: str
     EXACT.check_all(again, expected, "computed twice")
     for modules in (*MODULES, WHOLE):
         EXACT.check_all(train([*flags, routing], modules), expected, "+".join(modules))
+
+
+@pytest.fixture
+def eager_collector() -> Iterator[None]:
+    """Python collects garbage at every occasion."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+def test_garbage_does_not_die_in_a_recording(eager_collector: None) -> None:
+    """A forgotten recording that is freed meanwhile would end the one that is being made."""
+    recorder = CudaRecorder(torch.device("cuda"))
+    source = torch.ones(4, device="cuda")
+
+    def work() -> list[Tensor]:
+        forgotten: list[object] = [torch.cuda.Event(), waste.pop()]
+        forgotten.append(forgotten)
+        del forgotten
+        many = [[number] for number in range(1000)]
+        return [source * len(many)]
+
+    waste: list[object] = [recorder.record(lambda: [source + 1], recorder.pool())]
+    recording = recorder.record(work, recorder.pool())
+    recording.replay()
+    assert recording.made[0].tolist() == [1000.0] * 4

@@ -1,5 +1,6 @@
 """Recorded parts of layers and whole steps: a replay is the computation, bit for bit, in memory that never moves."""
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,9 +9,11 @@ import torch
 
 from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.kernels import reference
-from megatron_moe.memory.recorder import RecordingReport, Repeater
+from megatron_moe.memory.recorder import RecordingReport, Repeater, no_garbage_collected
 from megatron_moe.memory.structure import put_together, take_apart
+from megatron_moe.model.captured import check_recordable
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.memory import GraphSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.actions import Action, parts
@@ -207,3 +210,23 @@ def test_a_structure_comes_apart_and_together():
     assert take_apart((meta, rest))[1] == form
     assert take_apart((meta, {"x": b, "y": (b, None, 7)}))[1] != form
     assert take_apart((meta, {"x": b, "y": (a, None, 8)}))[1] != form
+
+
+def test_no_garbage_is_collected_while_something_is_recorded():
+    with pytest.raises(ValueError, match="in between"), no_garbage_collected():
+        assert not gc.isenabled()
+        raise ValueError("in between")
+    assert gc.isenabled()
+    gc.disable()
+    with no_garbage_collected():
+        pass
+    assert not gc.isenabled(), "off by wish"
+    gc.enable()
+
+
+def test_experts_whose_kernels_read_the_host_are_not_recorded():
+    for spec in (parts_of("attn", "moe"), WHOLE):
+        with pytest.raises(EnvironmentProblem, match="grouped_forward of the backend reference, which reads the number"):
+            check_recordable(spec, KERNELS)
+    check_recordable(parts_of("attn", "moe_router", "moe_preprocess"), KERNELS)
+    check_recordable(GraphSpec(), KERNELS)

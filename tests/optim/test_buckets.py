@@ -1,5 +1,8 @@
 """Flat buffers: parameters become views, gradients arrive on two paths and add up over microbatches."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +11,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.autograd import grouped_linear, linear
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.specs.parallel import DataParallelSpec
 from tests.optim_parameters import BF16, FP32, FP64, main_grads, make_buffers, make_parameters
 from tests.tolerances import EXACT, FP64_LAYOUT
 
@@ -167,3 +171,14 @@ def test_frozen_parameters_stay_out_of_the_buffers() -> None:
     parameters[HEAD].requires_grad_(False)
     assert HEAD not in {slot.name for slot in make_buffers(parameters).slots}
     assert parameters[HEAD].sink is None
+
+
+def test_buffers_that_nobody_holds_are_freed() -> None:
+    """A hook on a parameter that holds what holds the parameter would keep all of them for ever."""
+    parameters = make_parameters()
+    buffers = make_buffers(parameters, data_parallel=DataParallelSpec(overlap_grad_reduce=True))
+    toy_loss(parameters, tokens(0)).backward()
+    held = [weakref.ref(buffers), *map(weakref.ref, parameters.values())]
+    del parameters, buffers
+    gc.collect()
+    assert not any(each() is not None for each in held)
