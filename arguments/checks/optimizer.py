@@ -115,6 +115,28 @@ def weights_travel_when_shards_are_stepped(
     return f"--overlap-param-gather without {missing} has nothing to overlap", f"give {missing}"
 
 
+def updates_hide_on_the_device(
+    overlap_optimizer_step: bool, optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool
+) -> Complaint:
+    """State in host memory travels on streams of its own."""
+    name = "--optimizer-cpu-offload" if optimizer_cpu_offload else "--chunked-optimizer-state-offload"
+    if overlap_optimizer_step and (optimizer_cpu_offload or chunked_optimizer_state_offload):
+        return f"--overlap-optimizer-step with {name}", "leave one of them out"
+    return None
+
+
+def updates_hide_where_weights_are_waited_for(
+    overlap_optimizer_step: bool, use_distributed_optimizer: bool, overlap_param_gather: bool
+) -> Complaint:
+    """A forward that waits for all weights leaves nothing to hide the update under."""
+    if overlap_optimizer_step and use_distributed_optimizer and not overlap_param_gather:
+        return (
+            "--overlap-optimizer-step with --use-distributed-optimizer, and all weights gathered before the forward",
+            "give --overlap-param-gather too",
+        )
+    return None
+
+
 def buckets_have_one_size(ddp_bucket_size: int | None, ddp_num_buckets: int | None) -> Complaint:
     """The size of a bucket follows from their number."""
     if ddp_bucket_size is not None and ddp_num_buckets is not None:
@@ -147,6 +169,8 @@ def bf16_gradients_are_of_bf16_weights(grad_reduce_in_bf16: bool, bf16: bool) ->
 
 RULES = (
     weights_travel_when_shards_are_stepped,
+    updates_hide_on_the_device,
+    updates_hide_where_weights_are_waited_for,
     buckets_have_one_size,
     token_sums_are_not_averaged,
     fp32_sums_are_sharded,

@@ -34,6 +34,8 @@ class OptimizerFlags:
     """How weight decay changes."""
     apply_wd_to_qk_layernorm: bool = flag(False)
     """Weight decay on the norms of queries and keys too."""
+    overlap_optimizer_step: bool = flag(False, status="ours")
+    """Step the weights of every layer while the next forward begins; the numbers stay the same."""
 
     lr: float = flag(REQUIRED, least=0, essential=True)
     """Largest learning rate."""

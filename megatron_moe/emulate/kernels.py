@@ -208,14 +208,11 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
 
 def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **given: Any) -> None:
-    """In place; two corrections and a flag."""
-    torch.empty(2, device=master.device, dtype=torch.float32)
-    given["proceed"].to(torch.int32)
+    """In place."""
 
 
 def adamw_packed_(master: Packed, grad: Tensor, exp_avg: Packed, exp_avg_sq: Packed, **given: Any) -> None:
-    """In place; the same."""
-    adamw_(grad, grad, grad, grad, **given)
+    """In place."""
 
 
 _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -239,6 +236,9 @@ _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
             routing.permute,
             routing.unpermute,
             routing.gather_probs,
+            routing.pack_rows,
+            routing.unpack_rows,
+            routing.free_pages,
             adamw_,
             adamw_packed_,
         )

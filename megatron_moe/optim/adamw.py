@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.optim.beside import UpdatesBeside, pieces_of, side_of
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.optim.clip import counted, over_the_world
 from megatron_moe.optim.offload import HostSteps, Update, Visits, apply
@@ -63,6 +64,23 @@ class Optimizer:
         self._host_steps = HostSteps([state for state in self.states if state.home == "host"], *around)
         self._gather = _weight_gather(buffers) if buffers.data_parallel.sharded_optimizer else None
         self._gather_in_forward = False
+        self._beside: UpdatesBeside | None = None
+
+    def step_in_forward(self, model: nn.Module) -> None:
+        """From now on `step` returns while updates are under way, and the layers of `model` wait for their own weights.
+
+        Who reads weights or state in another way, or writes gradients, calls `finish_gather` first.
+        """
+        assert all(state.home == "device" for state in self.states), "state in host memory is stepped by other means"
+        buckets = []
+        for number, index in _forward_order(self.buffers):
+            buffer = self.buffers.buffers[number]
+            mine = [state for state in self.states if state.buffer is buffer]
+            buckets.append(pieces_of(mine, *buffer.layout.buckets[index]))
+        side = side_of(self.buffers.device)
+        self._beside = UpdatesBeside(buckets, self.spec, self.buffers.kernels, side, self._gather)
+        needed = wait_in_forward(model, self._beside, self._bucket_of())
+        self._beside.num_first = max((bucket + 1 for each in needed[:2] for bucket in each), default=0)
 
     def gather_in_forward(self, model: nn.Module) -> None:
         """From now on `step` returns while new weights travel, and the layers of `model` wait for their own.
@@ -70,19 +88,14 @@ class Optimizer:
         Who reads weights in another way calls `finish_gather` first.
         """
         assert self._gather is not None, "only a sharded optimizer gathers weights"
-        order = {at: index for index, at in enumerate(_forward_order(self.buffers))}
-        bucket_of = {
-            id(slot.parameter): order[number, place.bucket]
-            for number, buffer in enumerate(self.buffers.buffers)
-            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True)
-        }
-        wait_in_forward(model, self._gather, bucket_of)
+        wait_in_forward(model, self._gather, self._bucket_of())
         self._gather_in_forward = True
 
     def finish_gather(self) -> None:
-        """Waits until the weights of the last step are here."""
-        if self._gather is not None:
-            self._gather.finish()
+        """Waits until the last step is over and its weights are here."""
+        for arrivals in (self._beside, self._gather):
+            if arrivals is not None:
+                arrivals.finish()
 
     @torch.no_grad()
     def step(
@@ -109,6 +122,9 @@ class Optimizer:
         # a refused first step must not divide by 1 - beta^0
         number = self.step_count.clamp(min=1)
         update = Update(lr, decoupled_lr, weight_decay, number, grad_scale, proceed)
+        if self._beside is not None:
+            self._beside.start(update)
+            return
         for state in self.states:
             if state.home == "device":
                 kernels = self.buffers.kernels
@@ -145,6 +161,7 @@ class Optimizer:
 
         Copying into the data restores the state; `weights_from_masters` must follow.
         """
+        self.finish_gather()
         self._transfers.settle()
         self._copies = []
         for state in self.states:
@@ -166,6 +183,7 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """L2 norm of the master weights, every element of the model once. A scalar on the device."""
+        self.finish_gather()
         if any(state.home != "device" for state in self.states):
             self._transfers.settle()
         kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted(self.buffers)}
@@ -176,6 +194,15 @@ class Optimizer:
             total = torch.zeros((), dtype=internal_dtype(self.states[0].weights.dtype), device=self.buffers.device)
         # world: 4 or 8 bytes
         return over_the_world(total, self.buffers, self.buffers.context).sqrt()
+
+    def _bucket_of(self) -> dict[int, int]:
+        """Place of a parameter's bucket in forward order, by `id` of the parameter."""
+        order = {at: index for index, at in enumerate(_forward_order(self.buffers))}
+        return {
+            id(slot.parameter): order[number, place.bucket]
+            for number, buffer in enumerate(self.buffers.buffers)
+            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True)
+        }
 
     def _start_gather(self) -> None:
         if self._gather is not None:

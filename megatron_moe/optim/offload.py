@@ -39,9 +39,12 @@ class Update:
 
 def apply(
     update: Update, spec: OptimizerSpec, kernels: Kernels, state: AdamState, kept: Kept, weights: Tensor, grads: Tensor,
-    first: int,
+    first: int, *, beside: bool = False,
 ) -> None:  # fmt: skip
-    """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on."""
+    """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on.
+
+    `beside`: while the device does other work.
+    """
     key = state.buffer.key
     settings: dict[str, Any] = {
         "lr": update.decoupled_lr if key.decoupled_lr and update.decoupled_lr is not None else update.lr,
@@ -53,6 +56,7 @@ def apply(
         "grad_scale": update.grad_scale,
         "proceed": update.proceed,
         "weights": None if kept.master is None else weights,
+        "beside": beside,
     }
     master, exp_avg, exp_avg_sq = kept.master or Packed("plain", weights), kept.exp_avg, kept.exp_avg_sq
     if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):

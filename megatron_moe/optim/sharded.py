@@ -10,6 +10,7 @@ that counts it: of the ranks that own the same elements, the one that is first o
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -53,6 +54,16 @@ def is_first_owner(key: BufferKey, context: ParallelContext, *, sharded: bool) -
     return all(context.group(name).rank == 0 for name in copies)
 
 
+class Arrivals(Protocol):
+    """New weights on their way, in buckets."""
+
+    def acquire(self, buckets: Iterable[int]) -> None:
+        """Waits for these buckets; of those that are here already nothing is done."""
+
+    def finish(self) -> None:
+        """Waits for all of them."""
+
+
 class WeightGather:
     """Brings the weights that every owner has stepped to all ranks that hold copies.
 
@@ -66,13 +77,17 @@ class WeightGather:
         self._pending: dict[int, Pending] = {}
 
     def start(self) -> None:
-        assert not self._pending, f"weights of the last step still travel in {len(self._pending)} buckets"
-        for index, (weights, group) in enumerate(self._buckets):
-            # dp_cp or edp: one bucket of weights, by default 40 million elements
-            self._pending[index] = start_all_gather_(weights, group)
+        for index in range(len(self._buckets)):
+            self.start_bucket(index)
+
+    def start_bucket(self, index: int) -> None:
+        assert index not in self._pending, f"weights of the last step still travel in bucket {index}"
+        weights, group = self._buckets[index]
+        # dp_cp or edp: one bucket of weights, by default 40 million elements
+        self._pending[index] = start_all_gather_(weights, group)
 
     def acquire(self, buckets: Iterable[int]) -> None:
-        """Waits for these buckets; of those that are here already nothing is done."""
+        """See `Arrivals`."""
         if self._pending:
             for index in buckets:
                 pending = self._pending.pop(index, None)
@@ -80,11 +95,12 @@ class WeightGather:
                     pending.wait()
 
     def finish(self) -> None:
+        """See `Arrivals`."""
         self.acquire(range(len(self._buckets)))
 
 
-def wait_in_forward(model: nn.Module, gather: WeightGather, bucket_of: Mapping[int, int]) -> None:
-    """Makes every layer wait for its weights when the first of its modules is called.
+def wait_in_forward(model: nn.Module, arrivals: Arrivals, bucket_of: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Makes every layer wait for its weights when the first of its modules is called. Returns the buckets of each.
 
     Word and position embeddings are read by others too (tied head, multi-token prediction), so every layer waits for
     them. `state_dict` waits for everything.
@@ -96,15 +112,16 @@ def wait_in_forward(model: nn.Module, gather: WeightGather, bucket_of: Mapping[i
     layers = list(_layers(model))
     inside = {id(p) for layer in layers for p in layer.parameters()}
     held |= {bucket_of[id(p)] for p in model.parameters() if id(p) not in inside}
-    for layer in layers:
-        needed = tuple(sorted(held | {bucket_of[id(p)] for p in layer.parameters()}))
+    needed = [tuple(sorted(held | {bucket_of[id(p)] for p in layer.parameters()})) for layer in layers]
+    for layer, buckets in zip(layers, needed, strict=True):
         for module in layer.modules():
-            module.register_forward_pre_hook(partial(_acquire, gather, needed))
-    model.register_state_dict_pre_hook(lambda *_: gather.finish())
+            module.register_forward_pre_hook(partial(_acquire, arrivals, buckets))
+    model.register_state_dict_pre_hook(lambda *_: arrivals.finish())
+    return needed
 
 
-def _acquire(gather: WeightGather, buckets: tuple[int, ...], *_: object) -> None:
-    gather.acquire(buckets)
+def _acquire(arrivals: Arrivals, buckets: tuple[int, ...], *_: object) -> None:
+    arrivals.acquire(buckets)
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

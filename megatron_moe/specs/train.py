@@ -43,6 +43,8 @@ class OptimizerSpec:
     """Of embedding and head."""
     decoupled_min_lr: float | None = None
     offload: StateOffloadSpec = StateOffloadSpec()
+    in_forward: bool = False
+    """The update goes on under the next forward, whose layers wait for their own weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,7 @@ def _depth(finding: Finding, report: RankReport) -> int:
 def _repeated(trainer: Trainer, kept: KeptStep, report: RankReport) -> RankReport:
     """The report with what a repetition shows on this rank: what is not finite, microbatches with a bad loss, and how
     the numbers compare with the first time."""
+    trainer.optimizer.finish_gather()
     weights = tuple(bad_weights(trainer.model))
     with FirstBadModule(trainer.model) as watched:
         repeated = trainer.repeat(kept.batches, kept.iteration)

@@ -191,6 +191,7 @@ class Trainer:
         else:
             drawn = [draw_forced(self.model, batch, self.context.dtype) for batch in prepared]
             local = self.whole_step.run(drawn, partial(self._run, lanes=Lanes()), self.tally)
+        self.optimizer.finish_gather()  # what no forward has read is written now: gradients of nothing are zeroed
         totals = local.clone()
         # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
         all_reduce_(totals, self.context.group("pp"))

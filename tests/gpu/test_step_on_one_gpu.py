@@ -33,8 +33,9 @@ def start(flags: list[str]) -> Run:
 
 
 @pytest.mark.parametrize("routing", ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing"])
-def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str) -> None:
-    run = start([*flags, routing])
+@pytest.mark.parametrize("update", [(), ("--overlap-optimizer-step",)], ids=["", "updates in the forward"])
+def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
+    run = start([*flags, routing, *update])
     for _ in range(2):
         run.step()
     batches = run.loader.next_step()
@@ -48,12 +49,14 @@ def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str) -> 
     run.close()
 
 
-def test_deterministic_runs_repeat_bit_for_bit(flags: list[str]) -> None:
+@pytest.mark.parametrize("again", [(), ("--overlap-optimizer-step",)], ids=["same", "updates in the forward"])
+def test_deterministic_runs_repeat_bit_for_bit(flags: list[str], again: tuple[str, ...]) -> None:
     weights = []
-    for _ in range(2):
-        run = start([*flags, "--deterministic-mode"])
+    for others in ((), again):
+        run = start([*flags, "--deterministic-mode", *others])
         for _ in range(3):
             run.step()
+        run.trainer.optimizer.finish_gather()
         weights.append({name: value.detach().clone() for name, value in run.trainer.model.named_parameters()})
         run.close()
     for name, value in weights[0].items():

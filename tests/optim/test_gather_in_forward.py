@@ -50,12 +50,16 @@ def gather_when_waited_for(flat: Tensor, group: Group) -> Pending:
     return Pending(None, gather)
 
 
-def train(spec: ModelSpec, context: ParallelContext, data_parallel: DataParallelSpec) -> dict[str, Tensor]:
+def train(
+    spec: ModelSpec, context: ParallelContext, data_parallel: DataParallelSpec, *, in_forward: bool = False
+) -> dict[str, Tensor]:
     model = GPT(spec, context, reference.bundle())
     init_parameters(model, 7, spec.init)
     buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=data_parallel)
     optimizer = Optimizer(buffers, FP64)
-    if data_parallel.overlap_param_gather:
+    if in_forward:
+        optimizer.step_in_forward(model)
+    elif data_parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
     losses = []
     for step in range(3):

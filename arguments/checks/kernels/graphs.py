@@ -157,6 +157,7 @@ def recorded_steps_are_whole(
 def recorded_parts_wait_for_nothing(
     cuda_graph_impl: str,
     overlap_param_gather: bool,
+    overlap_optimizer_step: bool,
     overlap_moe_expert_parallel_comm: bool,
     delay_wgrad_compute: bool,
     moe_shared_expert_overlap: bool,
@@ -164,6 +165,7 @@ def recorded_parts_wait_for_nothing(
     """A replay is one piece: nothing can come between its kernels, or wait inside of it."""
     others = {
         "--overlap-param-gather": overlap_param_gather,
+        "--overlap-optimizer-step": overlap_optimizer_step,
         "--overlap-moe-expert-parallel-comm": overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": delay_wgrad_compute,
         "--moe-shared-expert-overlap": moe_shared_expert_overlap,

@@ -5,6 +5,9 @@ scales. All roundings to 16 and 8 bits are integer arithmetic or conversions of 
 under the interpreter, except those of bf16 moments, which it cuts off.
 """
 
+import math
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +17,10 @@ from megatron_moe.kernels import packed
 from megatron_moe.kernels.packed import Packed
 
 BLOCK = 1024
+"""Elements of a program."""
+BESIDE_BLOCK, BESIDE_WARPS, BESIDE_PROGRAMS = 8192, 32, 40
+"""Beside other work: elements of a program at a time; its warps, which fill a multiprocessor, so that the others are
+left alone; and how many programs there are."""
 PLAIN, FP16, FP8, REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 SCALED = tl.constexpr(packed.BLOCK)
 LEAST_EXPONENT = tl.constexpr(packed.LEAST_EXPONENT)
@@ -34,10 +41,11 @@ def adamw_(
     grad_scale: Tensor,
     proceed: Tensor,
     weights: Tensor | None = None,
+    beside: bool = False,
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
     states = (Packed("plain", master), Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
-    _launch(states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0)
+    _launch(states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0, beside)
 
 
 def adamw_packed_(
@@ -56,10 +64,11 @@ def adamw_packed_(
     proceed: Tensor,
     weights: Tensor | None = None,
     first: int = 0,
+    beside: bool = False,
 ) -> None:
     """See `Kernels.adamw_packed_`. The gradient keeps its bits."""
     numbers = (lr, beta1, beta2, eps, weight_decay)
-    _launch((master, exp_avg, exp_avg_sq), grad, weights, step, grad_scale, proceed, numbers, first)
+    _launch((master, exp_avg, exp_avg_sq), grad, weights, step, grad_scale, proceed, numbers, first, beside)
 
 
 def _launch(
@@ -71,6 +80,7 @@ def _launch(
     proceed: Tensor,
     numbers: tuple[float, float, float, float, float],
     first: int,
+    beside: bool,
 ) -> None:
     master, _, exp_avg_sq = states
     if not master.size:
@@ -78,14 +88,16 @@ def _launch(
     lr, beta1, beta2, eps, weight_decay = numbers
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
-    _adamw[(triton.cdiv(master.size, BLOCK),)](
+    block = BESIDE_BLOCK if beside else BLOCK
+    num_tiles = triton.cdiv(master.size, block)
+    _adamw[(min(num_tiles, BESIDE_PROGRAMS) if beside else num_tiles,)](
         *(state.data for state in states), grad, rounded,
         *(state.data if state.exponents is None else state.exponents for state in states),
-        _corrections((beta1, beta2), step), grad_scale, proceed.to(torch.int32), step, master.size, first,
-        lr, beta1, beta2, eps, weight_decay,
+        grad_scale, proceed.view(torch.uint8), step, master.size, first,
+        *_log2(beta1), *_log2(beta2), lr, beta1, beta2, eps, weight_decay,
         *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
         ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
-        BLOCK=BLOCK,
+        BLOCK=block, num_warps=BESIDE_WARPS if beside else 4,
     )  # fmt: skip
 
 
@@ -93,56 +105,66 @@ _FORMATS = ("plain", "fp16", "fp8", "remainder")
 """Their numbers in the kernels."""
 
 
-def _corrections(betas: tuple[float, float], step: Tensor) -> Tensor:
-    """1 - beta^step of both, fp32 [2] on the device, computed in fp64: near 1 a power in fp32 has few digits."""
-    return torch.stack([1 - torch.pow(beta, step.double()) for beta in betas]).to(torch.float32)
+def _log2(beta: float) -> tuple[float, float]:
+    """Two numbers whose sum it is: what a kernel is given is fp32, of which one has too few digits."""
+    exact = math.log2(max(beta, 1e-300))
+    high = struct.unpack("f", struct.pack("f", exact))[0]
+    return high, exact - high
 
 
 @triton.jit
 def _adamw(
     master_ptr, first_ptr, second_ptr, grad_ptr, weights_ptr, master_exp_ptr, first_exp_ptr, second_exp_ptr,
-    corrections_ptr, scale_ptr, proceed_ptr, step_ptr, num, number, lr, beta1, beta2, eps, weight_decay,
+    scale_ptr, proceed_ptr, step_ptr, num, number, log1_high, log1_low, log2_high, log2_low,
+    lr, beta1, beta2, eps, weight_decay,
     MASTER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROOT: tl.constexpr, ROUNDED: tl.constexpr,
     AS_BITS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(proceed_ptr) != 0:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        blocks = start // SCALED + tl.arange(0, BLOCK // SCALED)
-        if BLOCKED:
-            each = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
-        else:
-            each = start + tl.arange(0, BLOCK)
-        held, here = each < num, blocks * SCALED < num
-        scale = tl.load(scale_ptr).to(tl.float32)
-        correction1, correction2 = tl.load(corrections_ptr), tl.load(corrections_ptr + 1)
-        grad = tl.load(grad_ptr + each, mask=held, other=0.0).to(tl.float32) * scale
-        first = _unpacked(first_ptr, first_exp_ptr, each, held, blocks, here, FIRST, False)
-        second = _unpacked(second_ptr, second_exp_ptr, each, held, blocks, here, SECOND, ROOT)
-        if MASTER == REMAINDER:
-            high = tl.load(weights_ptr + each, mask=held, other=0).to(tl.int32) << 16
-            rest = tl.load(master_ptr + each, mask=held, other=0).to(tl.int32)
-            master = (high + rest).to(tl.float32, bitcast=True)
-        else:
-            master = _unpacked(master_ptr, master_exp_ptr, each, held, blocks, here, MASTER, False)
-        first = beta1 * first + (1.0 - beta1) * grad
-        second = beta2 * second + (1.0 - beta2) * grad * grad
-        update = first / correction1 / (tl.sqrt(second / correction2) + eps)
-        master = master * (1.0 - lr * weight_decay) - lr * update
-        step = tl.load(step_ptr)
-        _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
-        _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
-        if MASTER == REMAINDER:
-            bits = master.to(tl.int32, bitcast=True)
-            high = _bf16_bits(master)
-            tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=held)
-        else:
-            master = _pack(
-                master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
-            )  # fmt: skip
-        if AS_BITS:
-            tl.store(weights_ptr + each, _bf16_bits(master).to(tl.int16), mask=held)
-        elif ROUNDED:
-            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+        scale, step = tl.load(scale_ptr).to(tl.float32), tl.load(step_ptr)
+        correction1, correction2 = _correction(log1_high, log1_low, step), _correction(log2_high, log2_low, step)
+        for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK), tl.num_programs(0)):
+            start = tl.cast(tile, tl.int64) * BLOCK
+            blocks = start // SCALED + tl.arange(0, BLOCK // SCALED)
+            if BLOCKED:
+                each = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+            else:
+                each = start + tl.arange(0, BLOCK)
+            held, here = each < num, blocks * SCALED < num
+            grad = tl.load(grad_ptr + each, mask=held, other=0.0).to(tl.float32) * scale
+            first = _unpacked(first_ptr, first_exp_ptr, each, held, blocks, here, FIRST, False)
+            second = _unpacked(second_ptr, second_exp_ptr, each, held, blocks, here, SECOND, ROOT)
+            if MASTER == REMAINDER:
+                high = tl.load(weights_ptr + each, mask=held, other=0).to(tl.int32) << 16
+                rest = tl.load(master_ptr + each, mask=held, other=0).to(tl.int32)
+                master = (high + rest).to(tl.float32, bitcast=True)
+            else:
+                master = _unpacked(master_ptr, master_exp_ptr, each, held, blocks, here, MASTER, False)
+            first = beta1 * first + (1.0 - beta1) * grad
+            second = beta2 * second + (1.0 - beta2) * grad * grad
+            update = first / correction1 / (tl.sqrt(second / correction2) + eps)
+            master = master * (1.0 - lr * weight_decay) - lr * update
+            _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
+            _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
+            if MASTER == REMAINDER:
+                bits = master.to(tl.int32, bitcast=True)
+                high = _bf16_bits(master)
+                tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=held)
+            else:
+                master = _pack(
+                    master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
+                )  # fmt: skip
+            if AS_BITS:
+                tl.store(weights_ptr + each, _bf16_bits(master).to(tl.int16), mask=held)
+            elif ROUNDED:
+                tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _correction(log_high, log_low, step):
+    """1 - beta^step in fp32, computed in fp64: near 1 a power in fp32 has few digits."""
+    log = tl.cast(log_high, tl.float64) + tl.cast(log_low, tl.float64)
+    return (1.0 - tl.exp2(log * step.to(tl.float64))).to(tl.float32)
 
 
 @triton.jit
