@@ -236,6 +236,9 @@ _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
             routing.permute,
             routing.unpermute,
             routing.gather_probs,
+            routing.pack_rows,
+            routing.unpack_rows,
+            routing.free_pages,
             adamw_,
             adamw_packed_,
         )

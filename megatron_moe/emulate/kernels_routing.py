@@ -9,6 +9,7 @@ from megatron_moe.emulate.kernel_shapes import power_of_two, rows_of
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.moe import RouterSpec
 
@@ -154,3 +155,19 @@ class _GatherProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0].contiguous().new_empty(ctx.rows_TK.shape), None
+
+
+# rows in pages
+
+
+def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
+    rows_RW = rows_of(rows_RW)
+    return torch.empty(pages.stretches(len(rows_RW)), device=rows_RW.device, dtype=torch.int32)
+
+
+def unpack_rows(table: Tensor, num_rows: int, pages: Pages) -> Tensor:
+    return pages.data_PLW.new_empty(num_rows, pages.data_PLW.shape[2])
+
+
+def free_pages(table: Tensor, pages: Pages) -> None:
+    """In place."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.packed import Packed
+from megatron_moe.kernels.pages import Pages
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
 from megatron_moe.specs.params import Part
@@ -260,6 +261,21 @@ class Kernels(Protocol):
 
     def gather_probs(self, probs: Tensor, index: RowIndex) -> Tensor:
         """probs [T, K] or [T, E] -> [R], 0 for rows that hold nothing. Differentiable."""
+        ...
+
+    # rows in pages
+    def pack_rows(self, rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
+        """Copies the first `valid` (int32 scalar on the device) rows to free pages, and takes these -> table int32
+        [stretches of R rows]: the page of every stretch that has a valid row, `NONE` behind them. If there are too few
+        free pages, none is taken, `NO_ROOM` stands for each, and `pages.overflowed` becomes 1."""
+        ...
+
+    def unpack_rows(self, table: Tensor, num_rows: int, pages: Pages) -> Tensor:
+        """[R, W] as they were packed; nan where there was no room; rows past the valid ones are undefined."""
+        ...
+
+    def free_pages(self, table: Tensor, pages: Pages) -> None:
+        """The pages of a table are free again."""
         ...
 
     # optimizer, over flat buffers

@@ -16,6 +16,9 @@ from megatron_moe.kernels.packed import Packed, round_weights, step_unpacked
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
+from megatron_moe.kernels.reference_pages import free_pages as free_pages
+from megatron_moe.kernels.reference_pages import pack_rows as pack_rows
+from megatron_moe.kernels.reference_pages import unpack_rows as unpack_rows
 from megatron_moe.kernels.reference_routing import balance_scores as balance_scores
 from megatron_moe.kernels.reference_routing import count_tokens as count_tokens
 from megatron_moe.kernels.reference_routing import gate_product as gate_product

@@ -14,6 +14,7 @@ from megatron_moe.data.batch import TokenMeta
 from megatron_moe.memory.forgotten import Forgotten, Packed, unpack
 from megatron_moe.memory.offload import Offload
 from megatron_moe.memory.recompute import run_twice
+from megatron_moe.memory.stash import Stash
 from megatron_moe.parallel.context import Group
 from megatron_moe.specs.memory import RecomputeSpec
 
@@ -38,11 +39,17 @@ class Keeping:
     the next one's."""
 
     def __init__(
-        self, recompute: RecomputeSpec | None = None, *, offload: Offload | None = None, tp: Group | None = None
+        self,
+        recompute: RecomputeSpec | None = None,
+        *,
+        offload: Offload | None = None,
+        stash: Stash | None = None,
+        tp: Group | None = None,
     ) -> None:
-        """`recompute`: None: nothing runs twice. `offload`: None: all stays on the device. `tp`: who shares out the
-        inputs of recomputed layers, where that is wished."""
+        """`recompute`: None: nothing runs twice. `offload`: None: all stays on the device. `stash`: None: rows are kept
+        whole. `tp`: who shares out the inputs of recomputed layers, where that is wished."""
         self.offload = offload
+        self.stash = stash
         self._recompute = recompute or RecomputeSpec()
         self._spread = tp if self._recompute.distribute else None
         self._policies: list[Policy] = []
@@ -100,6 +107,13 @@ class Keeping:
         if self.offload is None or module not in self.offload.spec.modules or not torch.is_grad_enabled():
             return nullcontext()
         return _Scope(self, self._policies, self.offload.open(module))
+
+    def used_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
+        """The scope of the consumers of rows of which those past `valid`, an int32 scalar on the device, hold nothing
+        and need not be kept."""
+        if self.stash is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return _Scope(self, self._policies, self.stash.open(rows_RW, valid))
 
     def pack(self, tensor: Tensor) -> Packed:
         """What the scopes that are open keep of a tensor that is saved for the backward."""

@@ -59,13 +59,14 @@ class Experts(nn.Module):
             data_RH, probs = _scale(data_RH, probs_R), None
         elif self.spec.probs_on_output:
             probs = None
-        with self.keeping.region("expert_fc1"):
+        used = offsets_e[-1]
+        with self.keeping.used_rows(data_RH, used), self.keeping.region("expert_fc1"):
             ffn_RF = self.linear_fc1(data_RH, offsets_e)
         given = (ffn_RF,) if probs is None else (ffn_RF, probs)
-        with self.keeping.region("moe_act"):
+        with self.keeping.used_rows(ffn_RF, used), self.keeping.region("moe_act"):
             act_RF = self._activate(*given)
             forget = self.keeping.forget("moe_act", self._activate, given, act_RF)
-        with forget:
+        with self.keeping.used_rows(act_RF, used), forget:
             out_RH = self.linear_fc2(act_RF, offsets_e, probs)
         if self.spec.probs_on_output:
             out_RH = weigh(out_RH, probs_R)

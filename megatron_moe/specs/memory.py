@@ -37,11 +37,23 @@ class OffloadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StashSpec:
+    """Rows of experts wait for the backward in pages, as far as they are used."""
+
+    page_size: int = 64
+    """Rows of a page."""
+    factor: float = 1.1
+    """Rows that the pages have room for, as a multiple of the fair share of all that wait at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemorySpec:
     """Trades of memory against time. None of them changes a number."""
 
     recompute: RecomputeSpec = RecomputeSpec()
     offload: OffloadSpec = OffloadSpec()
+    stash: StashSpec | None = None
+    """None: rows are kept with the rows behind them that are not used."""
 
 
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]

@@ -18,6 +18,9 @@ from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_no
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
 from megatron_moe.kernels.backends.triton.optimizer import adamw_packed_ as adamw_packed_
+from megatron_moe.kernels.backends.triton.pages import free_pages as free_pages
+from megatron_moe.kernels.backends.triton.pages import pack_rows as pack_rows
+from megatron_moe.kernels.backends.triton.pages import unpack_rows as unpack_rows
 from megatron_moe.kernels.backends.triton.rope import rope as rope
 from megatron_moe.kernels.backends.triton.router import balance_scores as balance_scores
 from megatron_moe.kernels.backends.triton.router import select_experts as select_experts
@@ -48,6 +51,9 @@ PROVIDES = (
     "permute",
     "unpermute",
     "gather_probs",
+    "pack_rows",
+    "unpack_rows",
+    "free_pages",
     "adamw_",
     "adamw_packed_",
 )

@@ -48,6 +48,8 @@ class Kept:
     """Modules of selective recompute that free it."""
     moves: str = ""
     """Module of activation offloading that moves it."""
+    fair_bytes: int = 0
+    """Of rows that can wait in pages: with the fair share of rows in place of those that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +256,13 @@ def _experts(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Ke
     number = size if spec.router.dtype is None else num_bytes(spec.router.dtype)
     yield _tensor("experts", "row index", "R", rows * 2, _INDEX)
     yield _tensor("experts", "probabilities", "R", rows, number)
-    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, moves="expert_fc1")
-    product = rows * fan * ffn
-    yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", product, size, moves="moe_act")
-    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, forgotten=("moe_act",))
+    fair = parallel.etp * sizes.residual * spec.router.topk * size
+    moved = {"moves": "expert_fc1", "fair_bytes": fair * experts.hidden_size}
+    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, **moved)
+    product, moved = rows * fan * ffn, {"moves": "moe_act", "fair_bytes": fair * fan * ffn}
+    yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", product, size, **moved)
+    forgotten = {"forgotten": ("moe_act",), "fair_bytes": fair * ffn}
+    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, **forgotten)
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:

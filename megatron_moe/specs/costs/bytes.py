@@ -180,7 +180,7 @@ class RankMemory:
         layout = self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
-        fullest, in_flight = _fullest(self._moments(rank, num_microbatches), [chunk.total for chunk in chunks])
+        fullest, in_flight = _fullest(self.moments(rank, num_microbatches), [chunk.total for chunk in chunks])
         modules: dict[str, float] = {}
         for count, chunk in zip(fullest, chunks, strict=True):
             for module, size in chunk.modules.items():
@@ -199,8 +199,9 @@ class RankMemory:
             on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
         )
 
-    def _moments(self, rank: int, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Of a few groups of microbatches: the rest of a long step repeats itself."""
+    def moments(self, rank: int, num_microbatches: int) -> list[tuple[int, ...]]:
+        """Microbatches in flight by chunk after every forward of a pipeline rank, each set of numbers once. Of a few
+        groups of microbatches: the rest of a long step repeats itself."""
         several = min(num_microbatches, _FEW_GROUPS * self.plan.schedule(num_microbatches).group)
         if (rank, several) not in self._in_flight:
             entries = computations(self.plan.schedule(several), rank)
@@ -226,10 +227,16 @@ class RankMemory:
         return self._held[rank]
 
     def _layers_of(self, rank: int) -> list[LayerSpec]:
-        """With those of multi-token prediction."""
-        stages, model = self.plan.layout.chunks(rank), self.plan.model
-        layers = [model.layers[index] for stage in stages for index in stage.layers]
-        return layers + [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
+        """Of all chunks."""
+        return [layer for layers in self.layers_of_chunks(rank) for layer in layers]
+
+    def layers_of_chunks(self, rank: int) -> list[list[LayerSpec]]:
+        """Of every chunk, those of multi-token prediction at its end."""
+        model = self.plan.model
+        return [
+            [*(model.layers[index] for index in stage.layers), *[model.layers[-1]] * stage.num_mtp]
+            for stage in self.plan.layout.chunks(rank)
+        ]
 
     def moved_per_microbatch(self, rank: int) -> float:
         """Bytes of activations that travel to host memory, of all chunks of a pipeline rank."""
@@ -274,6 +281,8 @@ class RankMemory:
         size = float(kept.bytes)
         if kept.low and precision.low:
             size = kept.elements * _low_activation(precision.low)
+        if memory.stash is not None and kept.fair_bytes:
+            return _Remains(kept.module, memory.stash.factor * kept.fair_bytes, again=kept.bytes)
         moved = size * memory.offload.fraction if _moves(kept, memory.offload) else 0.0
         return _Remains(kept.module, size - moved, host=moved)
 

@@ -1,0 +1,79 @@
+"""Rows in pages on a GPU: the compiled kernels are the reference, can be recorded, and never wait for the host."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.pages import Pages, make_pages
+from tests.tolerances import EXACT
+
+pytestmark = pytest.mark.gpu1
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+ROWS, WIDTH, PAGE = 5000, 1536, 64
+
+
+def pages(number: int, device: torch.device) -> Pages:
+    return make_pages(number, PAGE, WIDTH, dtype=torch.bfloat16, device=device)
+
+
+def rows(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def count(number: int) -> Tensor:
+    return torch.tensor(number, dtype=torch.int32)
+
+
+def test_compiled_kernels_give_the_tables_and_the_rows_of_plain_torch() -> None:
+    mine, theirs = pages(60, GPU), pages(60, CPU)
+    waiting: list[tuple[Tensor, Tensor, int, int]] = []
+    for number, used in enumerate((1000, 1, 0, 2000, 640, 641, 3000, 900)):
+        given = rows(number)
+        table = triton_kernels.pack_rows(given.cuda(), count(used).cuda(), mine)
+        expected = reference.pack_rows(given, count(used), theirs)
+        EXACT.check(table.cpu(), expected, f"table {number}")
+        waiting.append((table, expected, used, number))
+        if number % 3 == 2:  # not the oldest, not the youngest
+            old, same, kept, which = waiting.pop(len(waiting) // 2)
+            got = triton_kernels.unpack_rows(old, ROWS, mine)[:kept].cpu()
+            EXACT.check(got, rows(which)[:kept], f"rows {which}")
+            triton_kernels.free_pages(old, mine)
+            reference.free_pages(same, theirs)
+        EXACT.check(mine.ends.cpu(), theirs.ends, "ends")
+        assert bool(mine.overflowed) == bool(theirs.overflowed), number
+    assert bool(mine.overflowed)
+    lost = triton_kernels.unpack_rows(waiting[-1][0], ROWS, mine)[: waiting[-1][2]]
+    assert bool(torch.isnan(lost).all()) == bool((waiting[-1][1] < -1).any())
+
+
+def test_a_recording_takes_and_gives_pages_at_every_replay_without_the_host() -> None:
+    ours, given, used = pages(200, GPU), rows(0).cuda(), count(700).cuda()
+
+    def there_and_back() -> Tensor:
+        table = triton_kernels.pack_rows(given, used, ours)
+        other = triton_kernels.pack_rows(given, used, ours)
+        result = triton_kernels.unpack_rows(table, ROWS, ours)
+        triton_kernels.free_pages(table, ours)
+        triton_kernels.free_pages(other, ours)
+        return result
+
+    there_and_back()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = there_and_back()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(1, 30):
+            given.copy_(rows(number).pin_memory(), non_blocking=True)
+            used.fill_(100 * number)
+            graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    EXACT.check(result[:2900].cpu(), rows(29)[:2900], "rows of the last replay")
+    assert not bool(ours.overflowed)
+    assert ours.ends.diff().item() == 200, "all pages are free again"
+    assert sorted(ours.free_P[:200].tolist()) == list(range(200))

@@ -1,0 +1,79 @@
+"""Rows in pages: what is taken is given back, in any order, and the Triton kernels are the reference."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages, make_pages
+from tests.kernel_comparison import draw
+from tests.tolerances import EXACT
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
+ROWS, WIDTH, PAGE = 22, 5, 4
+BACKENDS = {"reference": reference, "triton": triton_kernels}
+
+
+def make(number: int) -> Pages:
+    return make_pages(number, PAGE, WIDTH, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def rows(seed: int) -> Tensor:
+    return draw(ROWS, WIDTH, seed=seed).float()
+
+
+def count(number: int) -> Tensor:
+    return torch.tensor(number, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pages_come_back_in_any_order_and_nothing_is_overwritten(name: str) -> None:
+    kernels, pages, order = BACKENDS[name], make(17), random.Random(1)
+    waiting: list[tuple[Tensor, int, int]] = []
+    for number in range(40):
+        if len(waiting) == 3:
+            table, used, seed = waiting.pop(order.randrange(3))
+            got = kernels.unpack_rows(table, ROWS, pages)
+            assert got.shape == (ROWS, WIDTH)
+            EXACT.check(got[:used], rows(seed)[:used], f"rows {seed}")
+            kernels.free_pages(table, pages)
+        used = order.randrange(ROWS)
+        waiting.append((kernels.pack_rows(rows(number), count(used), pages), used, number))
+        held = [page for table, *_ in waiting for page in table.tolist() if page >= 0]
+        assert len(set(held)) == len(held) == sum(-(-used // PAGE) for _, used, _ in waiting)
+    assert not pages.overflowed
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_without_a_page_come_back_as_no_number_and_the_others_as_they_were(name: str) -> None:
+    kernels, pages = BACKENDS[name], make(5)
+    first = kernels.pack_rows(rows(0), count(13), pages)
+    assert first.tolist() == [0, 1, 2, 3, NONE, NONE] and not pages.overflowed
+    second = kernels.pack_rows(rows(1), count(8), pages)
+    assert second.tolist() == [NO_ROOM, NO_ROOM, NONE, NONE, NONE, NONE] and pages.overflowed
+    assert kernels.unpack_rows(second, ROWS, pages)[:8].isnan().all()
+    third = kernels.pack_rows(rows(2), count(4), pages)
+    for table in (second, first):
+        kernels.free_pages(table, pages)
+    fourth = kernels.pack_rows(rows(3), count(16), pages)
+    EXACT.check(kernels.unpack_rows(third, ROWS, pages)[:4], rows(2)[:4], "the page that was left")
+    EXACT.check(kernels.unpack_rows(fourth, ROWS, pages)[:16], rows(3)[:16], "pages of a refused table are not freed")
+
+
+def test_triton_is_the_reference_table_by_table() -> None:
+    mine, theirs = make(9), make(9)
+    tables: list[tuple[Tensor, Tensor]] = []
+    for number, used in enumerate((5, 0, 22, 16, 1, 9)):
+        view = torch.cat([rows(number), rows(9)], dim=1)[:, :WIDTH]  # rows with gaps between them
+        both = ((triton_kernels, mine), (reference, theirs))
+        tables.append(tuple(kernels.pack_rows(view, count(used), pages) for kernels, pages in both))
+        EXACT.check(*tables[-1], f"table {number}")
+        if number in (1, 3, 4):
+            for (kernels, pages), table in zip(both, tables.pop(0), strict=True):
+                kernels.free_pages(table, pages)
+        EXACT.check(mine.ends, theirs.ends, f"ends {number}")
+        EXACT.check(mine.free_P[:9], theirs.free_P[:9], f"free pages {number}")
+        EXACT.check(mine.overflowed, theirs.overflowed, f"overflow {number}")
