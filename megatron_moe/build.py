@@ -20,6 +20,7 @@ from megatron_moe.memory.flights import Flights
 from megatron_moe.memory.keeping import Keeping
 from megatron_moe.memory.offload import Offload
 from megatron_moe.memory.recorder import CudaRecorder, Recorder, RecordingReport
+from megatron_moe.memory.stash import Stash
 from megatron_moe.memory.transfers import transfers_of
 from megatron_moe.memory.whole_step import WholeStep
 from megatron_moe.model.captured import capture_parts, check_recordable
@@ -31,6 +32,7 @@ from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.optim.ownership import check_ownership
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.specs.costs.stash import pages_of_rank
 from megatron_moe.specs.count import count_expert_elements, count_parameters
 from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
 from megatron_moe.specs.run import RunPlan
@@ -52,7 +54,8 @@ def set_algorithms(plan: RunPlan) -> None:
     """What torch computes with in the whole process."""
     if plan.precision.deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing is read before it is written
+        # Nothing is read before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 
@@ -93,20 +96,23 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
 def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle, *, initial: bool = True) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout; without them if
     `initial` is False."""
-    keeping = build_keeping(plan, context)
+    keeping = build_keeping(plan, context, kernels)
     model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
     if initial and context.assumed_load is None:  # without peers values have no meaning
         init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
 
-def build_keeping(plan: RunPlan, context: ParallelContext) -> Keeping:
+def build_keeping(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> Keeping:
     """What waits for the backward in another form, or elsewhere."""
     spec, offload = plan.memory.offload, None
     if spec.modules:
         stay = spec.stay_bytes_per_stage * context.group("pp").rank
         offload = Offload(spec, transfers_of(context.device), stay_bytes=stay)
-    return Keeping(plan.memory.recompute, offload=offload, tp=context.group("tp"))
+    stash = None
+    if plan.memory.stash is not None:
+        stash = Stash(plan.memory.stash, pages_of_rank(plan, context.group("pp").rank), kernels)
+    return Keeping(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 
 def build_trainer(
@@ -121,7 +127,9 @@ def build_trainer(
     if context.assumed_load is None:
         check_ownership(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
     optimizer = Optimizer(buffers, plan.precision)
-    if parallel.overlap_param_gather:
+    if plan.optimizer.in_forward:
+        optimizer.step_in_forward(model)
+    elif parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
     pipeline = Pipeline(plan, context, model)
     trainer = Trainer(plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)

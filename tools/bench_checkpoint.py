@@ -119,7 +119,9 @@ class Bench:
         assert self.saver.start(2 * self.number + 1, self.ours, {}) is None
 
     def _start_theirs(self) -> Future[object]:
-        return dcp.async_save(self.theirs, checkpoint_id=self._place("async"), process_group=self.their_group)
+        pending = dcp.async_save(self.theirs, checkpoint_id=self._place("async"), process_group=self.their_group)
+        assert isinstance(pending, Future), f"an answer without stages is a {type(pending).__name__}"
+        return pending
 
     def _load(self) -> None:
         source = find(CheckpointSpec(save=self.folder / "ours"), self.context)

@@ -58,7 +58,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoESpec]:
     assert isinstance(spec, MoESpec), f"the last layer of {recipe} is dense"
     layer = MoELayer(spec, 0, context, build.build_kernels(plan, context))
     for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)
+        torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
         parameter.sink = Sink(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
     return layer, spec
 

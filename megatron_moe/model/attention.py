@@ -129,11 +129,12 @@ class Attention(nn.Module):
             "the model must attach its rotations to the token meta"
         )
         cos_SBD, sin_SBD = meta.rotary[spec.rope]
-        normed = spec.qk_norm != "none"
+        norms = (self.q_layernorm, self.k_layernorm) if spec.qk_norm != "none" else (None, None)
+        q_weight, k_weight = (norm.weight if isinstance(norm, Norm) else None for norm in norms)
         return self.kernels.query_key_value(
             qkv_SBGC,
-            self.q_layernorm.weight if normed else None,
-            self.k_layernorm.weight if normed else None,
+            q_weight,
+            k_weight,
             spec.norm.eps,
             spec.norm.zero_centered,
             cos_SBD,
