@@ -226,7 +226,7 @@ def test_no_garbage_is_collected_while_something_is_recorded():
 
 def test_experts_whose_kernels_read_the_host_are_not_recorded():
     for spec in (parts_of("attn", "moe"), WHOLE):
-        with pytest.raises(EnvironmentProblem, match="grouped_forward of the backend reference, which reads the number"):
+        with pytest.raises(EnvironmentProblem, match="grouped_forward of the backend reference, which reads"):
             check_recordable(spec, KERNELS)
     check_recordable(parts_of("attn", "moe_router", "moe_preprocess"), KERNELS)
     check_recordable(GraphSpec(), KERNELS)
