@@ -47,6 +47,8 @@ class Datasets:
     masks: MaskSpec
     notes: tuple[str, ...]
     """One line each, to be shown at the start: sizes, and splits that turned out empty."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer."""
 
     @property
     def fingerprint(self) -> str:
@@ -125,7 +127,8 @@ class _Builder:
             reset_position_ids=self.spec.reset_position_ids,
             reset_attention_mask=self.spec.reset_attention_mask,
         )
-        return Datasets(train=train, valid=valid, test=test, masks=masks, notes=tuple(self.notes))
+        notes, tokenizer = tuple(self.notes), self.tokenizer.fingerprint
+        return Datasets(train=train, valid=valid, test=test, masks=masks, notes=notes, tokenizer=tokenizer)
 
     def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
         whole = (0.0, 1.0)

@@ -31,9 +31,12 @@ class TrainLoader:
         masks: MaskSpec,
         context: ParallelContext,
         *,
+        tokenizer: str = "",
         prefetch: bool = False,
     ) -> None:
+        """`tokenizer`: fingerprint of the one that made the samples' ids."""
         self.samples = samples
+        self.tokenizer = tokenizer
         self.order = order
         self.schedule = schedule
         self.consumed = 0
@@ -86,8 +89,13 @@ class TrainLoader:
         return tuple(tuple(map(int, indices)) for indices in self.order.indices(positions))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: where the order stands, and which data it is an order of."""
-        return {"consumed_samples": self.consumed, "fingerprint": self.samples.fingerprint}
+        """What a checkpoint keeps: where the order stands, which data it is an order of, and what the ids mean."""
+        return {
+            "consumed_samples": self.consumed,
+            "fingerprint": self.samples.fingerprint,
+            "tokenizer": self.tokenizer,
+            "end_of_document": self._masks.eod,
+        }
 
     def restore(self, consumed: int) -> None:
         """Goes on after `consumed` samples."""
@@ -157,4 +165,7 @@ def train_loader(datasets: Datasets, spec: DataSpec, batch: BatchSpec, context: 
     assert datasets.train is not None, "a run that does not train has no training loader"
     order = SampleOrder(kind=spec.dataloader, num_samples=len(datasets.train), seed=spec.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)
-    return TrainLoader(datasets.train, order, schedule, datasets.masks, context, prefetch=spec.num_workers > 0)
+    ahead = spec.num_workers > 0
+    return TrainLoader(
+        datasets.train, order, schedule, datasets.masks, context, tokenizer=datasets.tokenizer, prefetch=ahead
+    )

@@ -1,7 +1,8 @@
 """Which tensors and facts of a run go into a checkpoint, and how a run goes on from one."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -213,12 +214,31 @@ class Checkpoints:
                 f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
                 f"of the samples would change; give --seq-length {then}, or --finetune to start anew from its weights"
             )
-        if "data" not in saved or saved["data"]["fingerprint"] == loader.state()["fingerprint"]:
-            return []
-        return [
+        return [] if "data" not in saved else list(_differences(saved["data"], loader.state()))
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each difference between two states of a loader. Raises CheckpointProblem when ids changed meaning.
+
+    Checkpoints of earlier programs do not tell their tokenizer.
+    """
+    if then["fingerprint"] != now["fingerprint"]:
+        yield (
             "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "
             "samples changed): samples may repeat or be left out"
-        ]
+        )
+    if then.get("tokenizer", now["tokenizer"]) == now["tokenizer"]:
+        return
+    if then["end_of_document"] != now["end_of_document"]:
+        raise CheckpointProblem(
+            f"the checkpoint was trained with the tokenizer {then['tokenizer']}, which ends documents with id "
+            f"{then['end_of_document']}; this run's, {now['tokenizer']}, with id {now['end_of_document']}: give the "
+            f"tokenizer of the checkpoint, or --finetune to start anew from its weights"
+        )
+    yield (
+        f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): ids may mean "
+        f"other pieces of text"
+    )
 
 
 def _standing(state: TrainState) -> Standing:

@@ -12,9 +12,10 @@ import pytest
 
 from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.precision import PrecisionSpec
+from megatron_moe.specs.precision import PrecisionSpec, StateName
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import BatchSpec
+from megatron_moe.train.checkpoints import saved_tensors
 from tests import tiny
 from tests.tolerances import EXACT, FP64_LAYOUT
 from tests.train.test_checkpoints import Run, plan_of, start
@@ -99,6 +100,37 @@ def test_weights_of_another_type_are_refused_and_taken_over_without_the_optimize
         start(plan_of(load=trained[0], precision=bf16))
     run = start(plan_of(load=trained[0], precision=bf16, flags={"load_optim": False}))
     assert run.state.iteration == 2
+
+
+def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabulary_told(
+    trained: tuple[Path, Run],
+) -> None:
+    """Row "tokenizer", where the tensors have the same sizes."""
+
+    def with_tokenizer(**fields: int) -> RunPlan:
+        plan = plan_of(load=trained[0])
+        return replace(plan, data=replace(plan.data, tokenizer=replace(plan.data.tokenizer, **fields)))
+
+    with pytest.raises(CheckpointProblem, match="ends documents with id 89; this run's, NullTokenizer-90-7, with id 7"):
+        start(with_tokenizer(eod=7))
+    run = start(with_tokenizer(vocab_size=91, eod=89))
+    assert "not that of the checkpoint (then NullTokenizer-90, now NullTokenizer-91-89)" in run.said
+    assert "tokenizer" not in start(plan_of(load=trained[0])).said
+
+
+@pytest.mark.parametrize("kept", ["fp16", "fp8"])
+def test_moments_of_few_bits_go_on_bitwise_and_become_fp32(kept: StateName, tmp_path: Path) -> None:
+    """Row "moments kept in another type"."""
+    narrow = PrecisionSpec(params="bf16", grads="fp32", master="fp32", exp_avg=kept, exp_avg_sq=kept)
+    run = start(plan_of(save=tmp_path, precision=narrow))
+    run.train(2)
+    run.checkpoints.save_last(run.state, run.loader)
+    saved = {key: tensor.boxes[0].data.clone() for key, tensor in saved_tensors(run.trainer, optimizer=True).items()}
+    run.train(1)
+    EXACT.check_all(gone_on(plan_of(load=tmp_path, precision=narrow)).weights(), run.weights())
+    wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg="fp32", exp_avg_sq="fp32")))
+    loaded = saved_tensors(wide.trainer, optimizer=True)
+    EXACT.check_all({key: tensor.boxes[0].data for key, tensor in loaded.items()}, saved)
 
 
 def test_kernels_and_loops_over_experts_are_no_part_of_the_state(trained: tuple[Path, Run]) -> None:
