@@ -25,7 +25,7 @@ from megatron_moe.specs.moe import ActivationSpec
 from megatron_moe.specs.run import KernelSpec
 
 OURS, NATIVE = "as triton", "as torch_native"
-_NORM_TILE = 4096
+_NORM_TILE = 8192
 """Elements of a tile of a norm."""
 
 
@@ -153,7 +153,7 @@ def _norm_backward(grad: Tensor, x_RH: Tensor, weight: Tensor) -> tuple[Tensor, 
     num_rows, width = x_RH.shape
     grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     tile_rows = max(_NORM_TILE // power_of_two(width), 1)
-    num_programs = max(min(-(-num_rows // tile_rows), MOST_PROGRAMS), 1)
+    num_programs = max(min(-(-num_rows // tile_rows), MOST_PROGRAMS // 2), 1)
     shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
     return grad_x_RH, shares_PH.sum(dim=0).to(weight.dtype)
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
+from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, sum_of_shares
 
-FORWARD_TILE, BACKWARD_TILE = 4096, 2048
+TILE = 4096
 """Elements that one program holds at a time."""
 PROGRAMS = 8
 """Programs of the backward per multiprocessor."""
@@ -53,7 +53,7 @@ class _QueryKeyValue(torch.autograd.Function):
                 k_SBGD, batch, groups, heads_per_group, width, cos_SBD.shape[-1], eps, cos_SBD.stride(0),
                 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
                 NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved,
-                **_tiles(FORWARD_TILE, groups, heads_per_group, width, cos_SBD.shape[-1]),
+                **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
             )  # fmt: skip
         ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD)
         ctx.settings = (eps, zero_centered, interleaved, heads_per_group)
@@ -78,18 +78,18 @@ class _QueryKeyValue(torch.autograd.Function):
                 cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
                 cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
                 NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width),
-                **_tiles(BACKWARD_TILE, groups, heads_per_group, width, cos_SBD.shape[-1]),
+                **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
             )  # fmt: skip
         if not normed:
             return grad_qkv, None, None, None
-        grad_weights = shares_P2D.sum(dim=0)
-        return grad_qkv, grad_weights[0].to(q_weight.dtype), grad_weights[1].to(k_weight.dtype), None
+        grad_q_weight, grad_k_weight = sum_of_shares(shares_P2D.flatten(1), q_weight.dtype).chunk(2)
+        return grad_qkv, grad_q_weight, grad_k_weight, None
 
 
-def _tiles(elements: int, groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
+def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    most = max(elements // power_of_two(2 * pairs + rest), 1)
+    most = max(TILE // power_of_two(2 * pairs + rest), 1)
     return {
         "PAIRS": pairs,
         "REST": rest,

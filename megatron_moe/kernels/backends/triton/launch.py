@@ -2,6 +2,7 @@
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -22,3 +23,23 @@ def power_of_two(number: int) -> int:
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few on the CPU, where the interpreter runs programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of what every program has found, fp32 [P, W] to [W], in an order that depends on P alone."""
+    num, width = shares_PW.shape
+    out_W = torch.empty(width, device=shares_PW.device, dtype=dtype)
+    _sum_shares[(triton.cdiv(width, 32),)](shares_PW, out_W, num, width, ROWS=64, COLUMNS=32)
+    return out_W
+
+
+@triton.jit
+def _sum_shares(shares_ptr, out_ptr, num, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, num, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        held = (rows < num)[:, None] & (columns < width)[None, :]
+        total += tl.load(shares_ptr + rows[:, None] * width + columns[None, :], mask=held, other=0.0)
+    out = tl.sum(total, axis=0)
+    tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=columns < width)

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of, sum_of_shares
 
 TILE = 8192
 """Elements that one program holds at a time."""
+PROGRAMS = 2
+"""Programs of the backward per multiprocessor."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -92,17 +94,19 @@ def _norm_backward(
     grad_RH = rows_of(grad)
     added_RH = grad_RH if grad_total is None else rows_of(grad_total)
     num_rows, width = x_RH.shape
-    rows, columns = _tile(width)
+    columns = power_of_two(width)
+    rows = max(TILE // columns, 1)
     grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     # every program sums its rows' share of the weight's gradient; the shares are added in a fixed order
-    num_programs = max(min(triton.cdiv(num_rows, rows), 4 * num_multiprocessors(x_RH.device)), 1)
+    num_programs = max(min(triton.cdiv(num_rows, rows), PROGRAMS * num_multiprocessors(x_RH.device)), 1)
     shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
     _rms_norm_backward[(num_programs,)](
         grad_RH, added_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width,
         grad_RH.stride(0), added_RH.stride(0), x_RH.stride(0),
-        ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, ROWS=rows, WIDTH=columns, num_warps=_warps(columns),
+        ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, ROWS=rows, WIDTH=columns,
+        num_warps=8 if columns <= TILE else 16,
     )  # fmt: skip
-    return grad_x_RH, shares_PH.sum(dim=0).to(weight.dtype)
+    return grad_x_RH, sum_of_shares(shares_PH, weight.dtype)
 
 
 def _tile(width: int) -> tuple[int, int]:

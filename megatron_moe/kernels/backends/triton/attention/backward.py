@@ -31,20 +31,31 @@ def gradients(
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     inputs = q, k, v, grad, lse_BNS, delta_BNS, q if segments_BS is None else segments_BS
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3]
-    narrow = max(shape.width, shape.value_width) <= 128
-    rows, keys = (32, 128) if narrow else (32, 64)
     options = {
         "SEGMENTS": segments_BS is not None, "WIDEN": INTERPRETED, "WIDTH": tile_width(shape.width), "VALUE": value,
-        "num_warps": 8 if narrow else 4, "num_stages": 2,
     }  # fmt: skip
-    _key_grads[(triton.cdiv(shape.seq, keys), shape.batch * shape.groups)](
-        *inputs, grad_k, grad_v, *shape.sizes, *strides, ROWS=rows, KEYS=keys, **options
+    of_keys, of_queries = _tiles(max(shape.width, shape.value_width), q.element_size())
+    _key_grads[(triton.cdiv(shape.seq, of_keys["KEYS"]), shape.batch * shape.groups)](
+        *inputs, grad_k, grad_v, *shape.sizes, *strides, **of_keys, **options
     )
-    rows, keys = (128, 64) if narrow else (64, 32)
-    _query_grads[(triton.cdiv(shape.seq, rows), shape.batch * shape.heads)](
-        *inputs, grad_q, *shape.sizes, *strides, ROWS=rows, KEYS=keys, **options
+    _query_grads[(triton.cdiv(shape.seq, of_queries["ROWS"]), shape.batch * shape.heads)](
+        *inputs, grad_q, *shape.sizes, *strides, **of_queries, **options
     )
     return grad_q, grad_k, grad_v, delta_BNS
+
+
+def _tiles(width: int, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Tiles of the two kernels, the fastest of those that were measured (docs/decisions/0276); those for wide heads and
+    for 4 bytes per number are what has room."""
+    if width > 128:
+        return _tile(32, 64, 4, 2), _tile(64, 32, 4, 2)
+    if num_bytes > 2:
+        return _tile(32, 128, 8, 2), _tile(128, 64, 8, 2)
+    return _tile(64, 64, 4, 2), _tile(64, 64, 4, 3) if width <= 64 else _tile(128, 64, 8, 3)
+
+
+def _tile(rows: int, keys: int, warps: int, stages: int) -> dict[str, int]:
+    return {"ROWS": rows, "KEYS": keys, "num_warps": warps, "num_stages": stages}
 
 
 @triton.jit
