@@ -155,7 +155,7 @@ def _norm_backward(grad: Tensor, x_RH: Tensor, weight: Tensor) -> tuple[Tensor, 
     tile_rows = max(_NORM_TILE // power_of_two(width), 1)
     num_programs = max(min(-(-num_rows // tile_rows), MOST_PROGRAMS // 2), 1)
     shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
-    return grad_x_RH, shares_PH.sum(dim=0).to(weight.dtype)
+    return grad_x_RH, shares_PH.new_empty(width, dtype=weight.dtype)
 
 
 # elementwise and loss

@@ -60,8 +60,8 @@ class _QueryKeyValue(torch.autograd.Function):
         del strided
         if q_weight is None or k_weight is None:
             return grad_qkv, None, None, None, None, None
-        grad_weights = shares_P2D.sum(dim=0)
-        return grad_qkv, grad_weights[0].to(q_weight.dtype), grad_weights[1].to(k_weight.dtype), None, None, None
+        of_q, of_k = shares_P2D.new_empty(2 * ctx.width, dtype=q_weight.dtype).chunk(2)
+        return grad_qkv, of_q, of_k, None, None, None
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
