@@ -64,6 +64,12 @@ GRAPH_CASES = (
     ),
     Case(
         "recorded_parts_wait_for_nothing",
+        f"{GRAPHS} --overlap-optimizer-step",
+        "with --overlap-optimizer-step",
+        "--overlap-optimizer-step",
+    ),
+    Case(
+        "recorded_parts_wait_for_nothing",
         f"{GRAPHS} --delay-wgrad-compute",
         "with --delay-wgrad-compute",
         "--delay-wgrad-compute",

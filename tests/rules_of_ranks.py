@@ -38,6 +38,18 @@ RANK_CASES = (
         "--overlap-grad-reduce --use-distributed-optimizer",
     ),
     Case(
+        "updates_hide_on_the_device",
+        "--overlap-optimizer-step --chunked-optimizer-state-offload --optimizer-state-offload-fraction 0.5",
+        "--overlap-optimizer-step with --chunked-optimizer-state-offload",
+        "--overlap-optimizer-step",
+    ),
+    Case(
+        "updates_hide_where_weights_are_waited_for",
+        "--overlap-optimizer-step --use-distributed-optimizer",
+        "all weights gathered before the forward",
+        "--overlap-optimizer-step --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    Case(
         "buckets_have_one_size",
         "--ddp-bucket-size 1000 --ddp-num-buckets 2",
         "buckets of 1000 elements and 2 of them",
