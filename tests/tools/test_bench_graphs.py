@@ -1,0 +1,26 @@
+"""The benchmark of CUDA graphs: what its modes mean."""
+
+import pytest
+
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.specs.memory import GraphSpec
+from tests.command_lines import plan_of
+from tools import bench_graphs
+
+
+@pytest.mark.parametrize(
+    ("mode", "graphs"),
+    [
+        ("none", GraphSpec()),
+        ("attn,moe_router", GraphSpec(modules=("attn", "moe_router"))),
+        ("full_iteration", GraphSpec(whole_step=True)),
+    ],
+)
+def test_modes_are_kinds_of_graphs(mode, graphs):
+    still = "--attention-dropout 0 --hidden-dropout 0"
+    assert plan_of(" ".join([still, *bench_graphs.flags_of(mode)])).graphs == graphs
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    assert bench_graphs.main(["none", "--", "--recipe", "q6"]) == ExitCode.ENVIRONMENT
+    assert "torch sees no GPU here" in capsys.readouterr().err

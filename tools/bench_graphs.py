@@ -1,0 +1,78 @@
+"""Times the steps of a recipe on a GPU, computed and as CUDA graphs, and says what the graphs cost.
+
+    python tools/bench_graphs.py [--steps 10] none attn,moe full_iteration -- --recipe q6 --micro-batch-size 1
+
+Every mode is a run of its own in this process: `none`, `full_iteration`, or the modules of --cuda-graph-modules with
+commas between them. What stands behind `--` is the command line of pretrain_moe.py. Weights are drawn on the device.
+"""
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from arguments.read import read_plan
+from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError
+from tools.profile_step import Run, timed_steps
+
+MIB = 2**20
+_WARMUP = 4
+"""Steps before the timed ones; the last of them records."""
+
+
+def flags_of(mode: str) -> list[str]:
+    """The flags of a mode."""
+    if mode in ("none", "full_iteration"):
+        flags = ["--cuda-graph-impl", mode]
+    else:
+        flags = ["--cuda-graph-impl", "local", "--cuda-graph-modules", *mode.split(",")]
+    return [*flags, "--cuda-graph-warmup-steps", str(_WARMUP - 1)]
+
+
+def measure(argv: Sequence[str], steps: int) -> list[str]:
+    """A run: its median step, its memory, its last loss, and its recordings."""
+    plan = read_plan(list(argv), os.environ, vocab_size_of=vocab_size_of)
+    os.environ.update(plan.environment)
+    run = Run(plan, quick=True)
+    try:
+        timed_steps(run, _WARMUP)
+        torch.cuda.reset_peak_memory_stats()
+        times, losses = timed_steps(run, steps)
+        recorded = run.trainer.whole_step or run.trainer.pipeline.flights
+    finally:
+        run.close()
+    times.sort()
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    return [
+        f"{times[len(times) // 2]:.2f} ms (of {steps}: {times[0]:.2f} to {times[-1]:.2f})",
+        f"peak {peak / MIB:,.0f} MiB, reserved {reserved / MIB:,.0f} MiB",
+        f"loss {losses[-1]!r}",
+        *([recorded.summary()] if recorded is not None else []),
+    ]
+
+
+def main(argv: list[str]) -> int:
+    own, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="+")
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args(own)
+    try:
+        if not torch.cuda.is_available():
+            raise EnvironmentProblem("torch sees no GPU here, and CUDA graphs are what this tool times.")
+        for mode in options.modes:
+            print(mode, *measure([*theirs, *flags_of(mode)], options.steps), sep=" | ", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
