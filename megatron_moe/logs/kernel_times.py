@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl"),
-    ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|softmax_warp"),
+    ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|key_grads|query_grads|softmax_warp"),
     ("router", r"router|topk|count_experts|select_experts|radixSort|bitonicSort|DeviceRadix|sort|searchsorted"),
     (
         "permute",
@@ -15,8 +15,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("expert matrices", r"grouped|GroupProblemShape|ptr_array|PtrArray|expert_grad"),
     ("dense matrices", r"nvjet|gemm|cutlass|splitK|cublas"),
     ("head and loss", r"cross_entropy|log_softmax|LogSoftMax|nll_loss|SoftMaxForward|SoftMaxBackward"),
-    ("optimizer", r"adamw|FusedAdam|sum_of_squares|multi_tensor"),
-    ("norms and positions", r"rms_norm|layer_norm|rope|rotate_heads|norm_kernel|Norm"),
+    ("optimizer", r"adamw|FusedAdam|sum_of_squares|NormTwoOps|multi_tensor"),
+    ("norms and positions", r"rms_norm|layer_norm|rope|rotate_heads|turn_heads|join_keys|part_keys|sum_shares|norm_kernel|Norm"),
     ("activation", r"swiglu|activation|silu"),
     ("copies and fills", r"Memcpy|Memset|copy_kernel|FillFunctor|fill"),
     ("elementwise", r"elementwise|reduce_kernel|vectorized|CatArray"),
