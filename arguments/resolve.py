@@ -81,6 +81,7 @@ def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         timeout_minutes=float(parallel.distributed_timeout_minutes),
+        debug_collectives=flags.resilience.debug_collectives,
     )
 
 

@@ -54,5 +54,8 @@ class ResilienceFlags:
         None, least=1, status="close", note="from the second step on"
     )
     """How long a collective may wait after the first iteration, in place of --distributed-timeout-minutes."""
+    debug_collectives: bool = flag(False, status="ours")
+    """Compare what ranks are about to do together, before they do it: kind, sizes, types, order. Ranks that disagree
+    end the run at once, each with its own call. Slow; to find a mistake."""
     inject: tuple[str, ...] = flag((), status="ours")
     """Faults for tests, as kind@rank:iteration[:phase]. Refused unless MEGATRON_MOE_ALLOW_FAULTS=1 is set."""

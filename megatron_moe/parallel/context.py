@@ -241,6 +241,8 @@ def _choose_device(wish: str, launch: Launch) -> torch.device:
 def _rendezvous(spec: ParallelSpec, launch: Launch, device: torch.device) -> None:
     if launch.master_addr in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if spec.debug_collectives:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -42,6 +42,8 @@ class ParallelSpec:
     order: str = "tp-cp-ep-dp-pp"
     """Axes from the fastest varying rank to the slowest."""
     timeout_minutes: float = 10.0
+    debug_collectives: bool = False
+    """Ranks tell each other what they are about to do together before they do it."""
 
     @property
     def dp(self) -> int:

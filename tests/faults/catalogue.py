@@ -92,6 +92,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _RESUME + "test_another_sequence_length_is_refused_with_both_numbers",
             _RESUME + "test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on",
             _RESUME + "test_other_data_is_told",
+            "tests/train/test_resume_table.py::"
+            "test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabulary_told",
         ),
         25: (_LOAD + "test_a_checkpoint_of_a_stored_version_one_file_still_loads",),
         26: (_LOAD + "test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown",),
@@ -118,7 +120,11 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _INJECTED + "test_the_rank_that_failed_first_is_blamed_and_its_reason_told",
             "tests/train/test_step.py::test_running_out_of_memory_is_told_with_its_remedy",
         ),
-        34: ("tests/watch/test_hang.py::test_a_rank_that_waits_names_the_collective_and_its_group",),
+        34: (
+            "tests/parallel/test_rendezvous.py::"
+            "test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do",
+            "tests/watch/test_hang.py::test_a_rank_that_waits_names_the_collective_and_its_group",
+        ),
         35: (
             _INJECTED + "test_ranks_with_other_flags_are_refused_with_the_flags",
             "tests/parallel/test_agreement.py::test_a_flag_that_differs_is_named_with_both_values_on_every_rank",

@@ -1,9 +1,11 @@
 """Ranks that do not meet."""
 
+import re
 import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_moe.parallel.collectives import all_reduce_
@@ -51,6 +53,29 @@ def wait_in_vain(context: ParallelContext) -> str:
         all_reduce_(torch.ones(1), group)
     store.set("the first rank has given up", "")
     return str(problem.value)
+
+
+def disagree(pooled: ParallelContext, port: int) -> str:
+    """What a rank is told when the second of two reduces another tensor than the first."""
+    rank = pooled.rank
+    dist.destroy_process_group()
+    launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
+    context = ParallelContext.start(ParallelSpec(world_size=2, debug_collectives=True), launch, device="cpu")
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    group = context.group("dp")
+    assert all_reduce_(torch.ones(3), group).tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError) as problem:
+        all_reduce_(torch.ones(rank + 1, 7), group)
+    context.stop()
+    return str(problem.value)
+
+
+def test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do() -> None:
+    """Fault 34 with `--debug-collectives`."""
+    for rank, said in enumerate(on_processes(ParallelSpec(world_size=2), disagree, free_port())):
+        own = rf"Rank {rank} is running collective: .*OpType=ALLREDUCE, TensorShape=\[{rank + 1}, 7\]"
+        assert re.search(own, said), said
+        assert not is_broken_connection(RuntimeError(said))
 
 
 def test_waiting_can_be_limited_later() -> None:
