@@ -9,7 +9,7 @@ from arguments.flags import Flags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.logging import LoggingFlags
 from arguments.resolve_model import model_spec
-from megatron_moe.specs.memory import GraphModule, GraphSpec, MemorySpec, OffloadSpec, RecomputeSpec
+from megatron_moe.specs.memory import GraphModule, GraphSpec, MemorySpec, OffloadSpec, RecomputeSpec, StashSpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
 from megatron_moe.specs.pipeline.auto import flop_costs
@@ -222,6 +222,16 @@ def _memory(flags: Flags) -> MemorySpec:
             max_inflight=offload.fine_grained_offloading_max_inflight_offloads,
             optimizer_fraction=max(waiting, parked),
         ),
+        stash=_stash(flags),
+    )
+
+
+def _stash(flags: Flags) -> StashSpec | None:
+    offload = flags.offload
+    if not offload.moe_paged_stash:
+        return None
+    return StashSpec(
+        page_size=offload.moe_paged_stash_page_size, factor=offload.moe_paged_stash_buffer_size_factor_cuda
     )
 
 

@@ -1,9 +1,10 @@
 """Rules about recompute and activations on the host, each with a command line that breaks it and one that barely does
 not."""
 
-from tests.rules_of_ranks import CHOSEN, WHOLE, Case
+from tests.rules_of_ranks import CHOSEN, EIGHT_RANKS, EP2, WHOLE, Case
 
 MLA = "--multi-latent-attention --rope-type rope"
+PAGED = "--moe-paged-stash"
 MOVED, MODULES = "--fine-grained-activation-offloading", "--offload-modules"
 
 MEMORY_CASES = (
@@ -67,6 +68,30 @@ MEMORY_CASES = (
         "with --cuda-graph-impl local",
         f"{MOVED} {MODULES} moe_act",
     ),
+    Case(
+        "pages_keep_unused_rows_out",
+        f"{PAGED} --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1",
+        "all rows of every expert count as used",
+        f"{PAGED} --moe-expert-capacity-factor 1",
+    ),
+    Case(
+        "pages_keep_unused_rows_out",
+        f"{PAGED} {EP2}",
+        "exactly the rows that come",
+        f"{PAGED} {EP2} --moe-token-dispatcher-type allgather",
+        environ=EIGHT_RANKS,
+    ),
+    Case("pages_keep_unused_rows_out", PAGED, "no layer has experts", "", without="--num-experts"),
+    Case(
+        "pages_keep_rows_of_experts_alone", f"{PAGED} --no-moe-memory-efficient-permutation", "keeps other rows", PAGED
+    ),
+    Case(
+        "pages_stand_alone",
+        f"{PAGED} {WHOLE}",
+        "--moe-paged-stash with --recompute-granularity full",
+        f"{PAGED} {CHOSEN} moe_act",
+    ),
+    Case("lost_rows_are_noticed", f"{PAGED} --no-check-for-nan-in-loss-and-grad", "that found no room", PAGED),
     Case(
         "fractions_are_shares",
         "--activation-offload-fraction 1.5",

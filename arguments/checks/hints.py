@@ -42,6 +42,20 @@ def groups_without_a_limit(moe_router_num_groups: int | None, moe_router_group_t
     return f"--moe-router-num-groups {moe_router_num_groups} has no effect without --moe-router-group-topk"
 
 
+def pages_without_unused_rows(
+    moe_paged_stash: bool,
+    moe_expert_capacity_factor: float | None,
+    expert_model_parallel_size: int,
+    expert_tensor_parallel_size: int | None,
+    tensor_model_parallel_size: int,
+) -> str | None:
+    """Where all experts are on one rank every choice of every token has its row."""
+    ranks = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    if not moe_paged_stash or ranks > 1 or (moe_expert_capacity_factor or 0) > 0:
+        return None
+    return "--moe-paged-stash saves nothing where all experts are on one rank: every row is used"
+
+
 def saving_to_nowhere(save: str | None, run_dir: str | None, save_interval: int | None) -> str | None:
     """Checkpoints need a folder."""
     if save or run_dir or save_interval is None:
@@ -62,6 +76,7 @@ HINTS = (
     many_experts_in_low_precision,
     nothing_balances,
     groups_without_a_limit,
+    pages_without_unused_rows,
     saving_to_nowhere,
     mock_data_wins,
 )

@@ -7,6 +7,7 @@ RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", 
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Modules whose saved tensors can wait on the host."""
 _MOVED = "--fine-grained-activation-offloading"
+_PAGED = "--moe-paged-stash"
 _WHOLE = "--recompute-granularity full"
 _CHOSEN = "--recompute-granularity selective"
 
@@ -145,6 +146,90 @@ def offloading_and_graphs_exclude_each_other(
     return f"{_MOVED} with --cuda-graph-impl {cuda_graph_impl}", "leave out one of them"
 
 
+def pages_keep_unused_rows_out(
+    moe_paged_stash: bool,
+    num_experts: int | None,
+    moe_token_dispatcher_type: str,
+    moe_pad_expert_input_to_capacity: bool,
+    expert_model_parallel_size: int,
+    expert_tensor_parallel_size: int | None,
+    tensor_model_parallel_size: int,
+) -> Complaint:
+    """Pages save where buffers have a bound and fewer rows come."""
+    if not moe_paged_stash:
+        return None
+    if not num_experts:
+        return f"{_PAGED} has nothing to keep: no layer has experts", f"leave out {_PAGED}"
+    if moe_pad_expert_input_to_capacity:
+        return (
+            f"{_PAGED} with --moe-pad-expert-input-to-capacity: all rows of every expert count as used",
+            "leave out one of them",
+        )
+    ranks = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    if ranks > 1 and moe_token_dispatcher_type == "alltoall":
+        return (
+            f"{_PAGED} with --moe-token-dispatcher-type alltoall, whose buffers have exactly the rows that come",
+            f"leave out {_PAGED}, or use --moe-token-dispatcher-type allgather",
+        )
+    return None
+
+
+def pages_keep_rows_of_experts_alone(
+    moe_paged_stash: bool,
+    add_bias_linear: bool,
+    moe_apply_probs_on_input: bool,
+    moe_memory_efficient_permutation: bool,
+    fp8_format: str | None,
+    fp4_format: str | None,
+) -> Complaint:
+    """Pages have room for the rows of a layer, its first product and its activation, in the activations' format."""
+    if not moe_paged_stash:
+        return None
+    others = {
+        "--add-bias-linear": add_bias_linear,
+        "--moe-apply-probs-on-input": moe_apply_probs_on_input,
+        "--no-moe-memory-efficient-permutation": not moe_memory_efficient_permutation,
+        f"--fp8-format {fp8_format}": fp8_format,
+        f"--fp4-format {fp4_format}": fp4_format,
+    }
+    names = [name for name, given in others.items() if given]
+    if not names:
+        return None
+    return f"{_PAGED} with {' and '.join(names)}, which keeps other rows as well", "leave out one of them"
+
+
+def pages_stand_alone(
+    moe_paged_stash: bool,
+    offload_modules: tuple[str, ...],
+    recompute_granularity: str | None,
+    recompute_modules: tuple[str, ...] | None,
+    cuda_graph_impl: str,
+) -> Complaint:
+    """What waits on the host, is computed again or stands in a recording is not in pages."""
+    if not moe_paged_stash:
+        return None
+    away = [name for name in offload_modules if name in ("expert_fc1", "moe_act")]
+    selective = recompute_granularity == "selective" and "moe" in (recompute_modules or ())
+    others = {
+        f"--offload-modules {' '.join(away)}": bool(away),
+        _WHOLE: recompute_granularity == "full",
+        "--recompute-modules moe": selective,
+        f"--cuda-graph-impl {cuda_graph_impl}": cuda_graph_impl != "none",
+    }
+    names = [name for name, given in others.items() if given]
+    return (f"{_PAGED} with {' and '.join(names)}", "leave out one of them") if names else None
+
+
+def lost_rows_are_noticed(moe_paged_stash: bool, check_for_nan_in_loss_and_grad: bool) -> Complaint:
+    """Rows that found no room come back as no number."""
+    if not moe_paged_stash or check_for_nan_in_loss_and_grad:
+        return None
+    return (
+        f"{_PAGED} without --check-for-nan-in-loss-and-grad would train on rows that found no room",
+        "leave out --no-check-for-nan-in-loss-and-grad",
+    )
+
+
 def fractions_are_shares(activation_offload_fraction: float) -> Complaint:
     """A share is at most the whole."""
     if activation_offload_fraction <= 1:
@@ -162,7 +247,13 @@ RULES = (
     offloaded_modules_are_named,
     modules_can_be_offloaded,
     offloaded_modules_are_kept,
+    lost_rows_are_noticed,
     fractions_are_shares,
 )
-WAITING = (offloading_and_graphs_exclude_each_other,)
+WAITING = (
+    offloading_and_graphs_exclude_each_other,
+    pages_keep_unused_rows_out,
+    pages_keep_rows_of_experts_alone,
+    pages_stand_alone,
+)
 """Rules of this program that concern speed and memory alone."""

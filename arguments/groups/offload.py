@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from arguments.flag import flag
 
 _ACTIVATIONS_STAY = "activations stay on the device; smaller microbatches or more ranks need less memory"
-_NO_STASH = "activations of experts stay on the device, in tensors of their own"
+_ON_DEVICE = "pages are on the device; --moe-paged-stash-buffer-size-factor-cuda says how many"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,17 @@ class OffloadFlags:
     """Size of the pieces that come back, in MiB."""
     optimizer_state_offload_fraction: float = flag(1.0, least=0)
     """Share of the state."""
-    moe_paged_stash: bool = flag(False, status="not yet", harmless=True, note=_NO_STASH)
-    """Keep activations of experts in pages of a common buffer."""
-    moe_paged_stash_page_size: int = flag(64, status="not yet", harmless=True, note=_NO_STASH)
+    moe_paged_stash: bool = flag(
+        False, status="close", note="a step whose rows find no room is refused instead of repeated"
+    )
+    """Rows of experts wait for the backward in pages of a common buffer, as far as they are used."""
+    moe_paged_stash_page_size: int = flag(64, least=1)
     """Tokens in a page."""
-    moe_paged_stash_buffer_size_factor_cuda: float = flag(1.1, status="not yet", harmless=True, note=_NO_STASH)
+    moe_paged_stash_buffer_size_factor_cuda: float = flag(
+        1.1, least=0, status="close", note="of all rows that wait at the same time, counted from the schedule"
+    )
     """Size of the device's buffer, as a multiple of the fair share."""
-    moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True, note=_NO_STASH)
+    moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True, note=_ON_DEVICE)
     """Size of the host's buffer, as a multiple of the fair share."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
     """How much less a later pipeline stage moves."""

@@ -36,6 +36,8 @@ class RankReport:
     """Ids of the samples of every microbatch of the step, as in the data's order."""
     bad_samples: tuple[int, ...] = ()
     """Those of microbatches whose loss is not finite."""
+    no_room: bool = False
+    """Rows of experts found no free page (--moe-paged-stash)."""
     twice: Twice | None = None
     """Its loss in the step and in the repetition."""
     again: dict[str, float] = field(default_factory=dict)
@@ -53,7 +55,9 @@ def diagnose(trainer: Trainer, reading: StepReading, loader: TrainLoader, *, rep
     """
     kept = next(step for step in trainer.recent if step.iteration == reading.iteration)
     context, order = trainer.context, loader.samples_at(kept.consumed_samples)
-    report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order)
+    stash = trainer.model.keeping.stash
+    no_room = stash is not None and stash.overflowed()
+    report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order, no_room=no_room)
     if repeat:
         report = _repeated(trainer, kept, report)
     run_dir = trainer.plan.logging.run_dir
@@ -78,6 +82,13 @@ def sentence(reports: Sequence[RankReport]) -> str:
     """The cause in a few words, as far as it is known; begins with "; "."""
     found = [(finding, report) for report in reports for finding in report.findings]
     parts = []
+    without_room = [str(report.rank) for report in reports if report.no_room]
+    if without_room:
+        ranks = "rank" if len(without_room) == 1 else "ranks"
+        parts.append(
+            f"rows of experts found no free page on {ranks} {', '.join(without_room[:16])}: raise "
+            f"--moe-paged-stash-buffer-size-factor-cuda"
+        )
     if found:
         first, report = min(found, key=lambda pair: (_RANKING.index(pair[0].kind), _depth(*pair)))
         parts.append(f"first not finite: {first}, on rank {report.rank}")

@@ -521,6 +521,7 @@ HINT_CASES = (
     ("--bf16 --num-experts 32", "", "--moe-router-dtype fp32 is better for 32 experts"),
     ("--moe-aux-loss-coeff 0", "", "nothing keeps the experts equally busy"),
     ("--moe-router-num-groups 2", "", "no effect without --moe-router-group-topk"),
+    ("--moe-paged-stash", "", "saves nothing where all experts are on one rank"),
     ("", "--run-dir", "no checkpoint is saved"),
     ("--mock-data", "", "the data files are not read"),
 )

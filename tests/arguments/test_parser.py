@@ -208,9 +208,9 @@ def test_flags_without_effect_are_listed_in_the_plan():
 
 
 def test_a_value_that_is_not_available_is_refused_unless_it_is_harmless_and_may_be_ignored():
-    assert texts_of("--moe-paged-stash") == ["--moe-paged-stash is not available yet (command line)"]
-    plan = plan_of("--moe-paged-stash --allow-ignored-flags")
-    assert "ignored: --moe-paged-stash is not available" in plan.notes
+    assert texts_of("--cpu-offloading") == ["--cpu-offloading is not available yet (command line)"]
+    plan = plan_of("--cpu-offloading --allow-ignored-flags")
+    assert "ignored: --cpu-offloading is not available" in plan.notes
     assert texts_of("--fp8-format e4m3 --allow-ignored-flags") == [
         "--fp8-format e4m3 is not available yet (command line)"
     ]

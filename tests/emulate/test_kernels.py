@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends import triton as triton_folder
 from megatron_moe.kernels.bundle import OPS
 from megatron_moe.kernels.ops import Operand, RowIndex
+from megatron_moe.kernels.pages import make_pages
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
 from megatron_moe.specs.run import KernelSpec
@@ -148,6 +150,15 @@ def grouped_weight_grad(k: Any) -> Any:
     return out, []
 
 
+def paged(k: Any) -> Any:
+    rows = torch.ones(300, 96, dtype=BF16)
+    pages = make_pages(8, 64, 96, dtype=BF16, device=torch.device("cpu"))
+    table = k.pack_rows(rows, torch.tensor(130, dtype=torch.int32), pages)
+    back = k.unpack_rows(table, 300, pages)
+    k.free_pages(table, pages)
+    return (table, back, pages.data_PLW), []
+
+
 CASES: dict[str, Case] = {
     "rms_norm": norm,
     "rms_norm of a view": norm_of_a_view,
@@ -166,6 +177,7 @@ CASES: dict[str, Case] = {
     "unpermute": unpermute,
     "gather_probs": gather_probs,
     "count_tokens": count,
+    "pack_rows, unpack_rows, free_pages": paged,
     "sort_rows": sort,
     "embedding_grad": embedding_grad,
     "grouped_weight_grad": grouped_weight_grad,
@@ -222,7 +234,7 @@ def test_an_op_takes_and_keeps_what_the_triton_kernel_does(name: str) -> None:
 
 
 def test_every_op_of_the_gpu_has_a_case_or_computes_in_place() -> None:
-    known = {name.split(" ")[0] for name in CASES} | {"adamw_", "adamw_packed_"}
+    known = {op for name in CASES for op in re.findall(r"\w+", name)} | {"adamw_", "adamw_packed_"}
     assert set(triton_kernels.PROVIDES) <= known
     bundle = emulated.emulated_bundle(KernelSpec(), BF16)
     backends = {choice.op: choice.backend for choice in bundle.choices}

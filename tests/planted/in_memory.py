@@ -3,6 +3,7 @@
 from tests.planted.bug import Bug
 
 SAME_BITS = "tests/memory/test_recompute.py::test_losses_metrics_gradients_and_statistics_are_the_same_bits"
+PAGED = "tests/memory/test_stash.py::test_steps_over_ranks_of_experts_are_the_same_bits"
 MOVED = "tests/memory/test_offload.py::test_gradients_are_the_same_bits_and_nothing_is_left"
 
 MEMORY = (
@@ -45,5 +46,21 @@ MEMORY = (
         new="self._flat = self._buffer",
         select=(MOVED,),
         reason="the computation would read over the bus",
+    ),
+    Bug(
+        name="pages of one layer are overwritten by the next",
+        file="megatron_moe/kernels/reference_pages.py",
+        old="pages.ends[0] += torch.where(fits, wanted, 0)",
+        new="pages.ends[0] += 0",
+        select=(PAGED, "tests/kernels/test_pages.py"),
+        reason="gradients would be those of another layer's rows, and every number finite",
+    ),
+    Bug(
+        name="rows that found no room come back as whatever was there",
+        file="megatron_moe/kernels/reference_pages.py",
+        old="masked_fill(lost, torch.nan)",
+        new="masked_fill(lost, 0)",
+        select=("tests/memory/test_stash.py::test_a_step_whose_rows_find_no_room_is_refused_on_every_rank",),
+        reason="the step would count as sound",
     ),
 )

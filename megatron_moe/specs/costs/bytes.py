@@ -282,7 +282,8 @@ class RankMemory:
         if kept.low and precision.low:
             size = kept.elements * _low_activation(precision.low)
         if memory.stash is not None and kept.fair_bytes:
-            return _Remains(kept.module, memory.stash.factor * kept.fair_bytes, again=kept.bytes)
+            share = memory.stash.factor * kept.fair_bytes / kept.bytes
+            return _Remains(kept.module, size * share, again=size)
         moved = size * memory.offload.fraction if _moves(kept, memory.offload) else 0.0
         return _Remains(kept.module, size - moved, host=moved)
 
