@@ -1,6 +1,6 @@
 """The list of planted bugs."""
 
-from tests.planted import in_checkpoints, in_layouts, in_memory, in_models
+from tests.planted import in_checkpoints, in_layouts, in_memory, in_models, in_watch
 from tests.planted.bug import Bug
 
 BUGS: tuple[Bug, ...] = (
@@ -14,4 +14,5 @@ BUGS: tuple[Bug, ...] = (
     *in_models.RESUMING,
     *in_checkpoints.SAVING,
     *in_checkpoints.LOADING,
+    *in_watch.WATCHING,
 )

@@ -1,6 +1,7 @@
 """Errors of broken connections, and whom they are blamed on."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,28 @@ def test_a_rank_that_told_why_it_failed_is_quoted(tmp_path: Path) -> None:
     problem = blamed(tmp_path, BROKEN)
     assert str(problem) == "rank 1 failed first, code 4: no data"
     assert json.loads((tmp_path / "status.json").read_text())["rank"] == 1
+
+
+def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
+    """What a rank has left, so many seconds from now."""
+    folder = run_dir / "crash"
+    folder.mkdir(exist_ok=True)
+    content = {"code": int(code), "sentence": f"of rank {rank}", "time": time.time() + seconds}
+    (folder / f"rank_{rank:05d}.json").write_text(json.dumps(content))
+
+
+def test_of_several_that_failed_the_first_is_blamed(tmp_path: Path) -> None:
+    """P8."""
+    report(tmp_path, 1, ExitCode.MEMORY, seconds=3.0)
+    report(tmp_path, 2, ExitCode.DATA, seconds=2.0)
+    assert str(blamed(tmp_path, BROKEN)) == "rank 2 failed first, code 4: of rank 2"
+
+
+def test_a_report_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
+    """P8."""
+    report(tmp_path, 1, ExitCode.DATA, seconds=-60.0)
+    report(tmp_path, 2, ExitCode.MEMORY, seconds=1.0)
+    assert str(blamed(tmp_path, BROKEN)).startswith("rank 2 failed first, code 7")
 
 
 def test_who_waited_too_long_for_a_rank_ends_with_the_code_of_a_hang(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ def test_a_result_that_changes_accuses_the_rank_whose_loss_changed() -> None:
     assert found.problem("x").code == ExitCode.RERUN_DISAMBIGUATE
 
 
+def test_losses_that_change_on_two_ranks_are_seen_although_their_sum_is_the_same() -> None:
+    found = judge({"loss": 5.0}, {"loss": 5.0}, [twice(0, 5.0, 4.0), twice(1, 5.0, 6.0), twice(2, 5.0, 5.0)])
+    assert (found.kind, found.suspects) == ("transient", (0, 1))
+
+
 def test_gradients_alone_may_change_without_a_suspect() -> None:
     found = judge({"loss": 5.0, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, [twice(0, 5.0, 5.0)])
     assert (found.kind, found.suspects) == ("transient", ())
