@@ -102,6 +102,16 @@ def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
         yield f"  {verdict}: {spare:.1f} of the {limit} are left for CUDA, NCCL, workspaces and fragmentation"
     if memory["host_gib"] >= 0.005:
         yield f"  in host memory, per rank: {memory['host_gib']:.2f}"
+    if memory["switches"]:
+        yield "  what each memory switch saves there as the last one turned, and what it costs (docs/planning.md)"
+        rows = [(each["flags"], *_effect(each, unit, times)) for each in memory["switches"]]
+        yield from (f"  {line}" for line in _table(None, rows, left=(0,)))
+
+
+def _effect(switch: dict[str, Any], unit: str, times: int) -> tuple[str, str]:
+    slower = switch["slower"]
+    cost = f"step {slower:+.1%}" if abs(slower) >= 0.0005 else "no time"
+    return f"{switch['saves_gib'] * times:.2f} {unit}", cost
 
 
 def _schedule(schedule: dict[str, Any]) -> Iterator[str]:

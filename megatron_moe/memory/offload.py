@@ -140,7 +140,9 @@ class Offload:
         backwards = [at for kind, at in computations if kind == "backward"]
         self._after = dict(zip(backwards, backwards[1:], strict=False))
         following = zip(computations, computations[1:], strict=False)
-        self._at_once = frozenset(at for (kind, at), after in following if kind == "forward" and after[0] == "backward")
+        self._at_once = frozenset(
+            at for (kind, at), after in following if kind == "forward" and after == ("backward", at)
+        )
         self._flights.clear()
 
     def begin_forward(self, at: At) -> None:

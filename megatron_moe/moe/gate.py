@@ -46,7 +46,8 @@ def draw_logits(
     tokens are `part` (index, number) of more tokens, for which the noise is drawn. Drawn in single precision, so that a
     double precision run sees the same numbers.
     """
-    noise_TE = rng.normal(torch.Size(shape), noise_key, device, part=part).to(dtype)
+    # a copy: a part of the noise would keep all of it in memory until the backward
+    noise_TE = rng.normal(torch.Size(shape), noise_key, device, part=part).to(dtype, copy=part[1] > 1)
     if bias_std is None:
         return noise_TE
     return noise_TE + bias_std * rng.normal(torch.Size(shape[1:]), bias_key, device).to(dtype)

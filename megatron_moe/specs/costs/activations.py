@@ -23,6 +23,8 @@ from megatron_moe.specs.pipeline.layout import StageSpec
 from megatron_moe.specs.precision import FloatName, PrecisionSpec
 
 _BYTES = (("fp64", 8), ("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 1))
+WHOLE_LAYER = "whole layer"
+"""What frees a tensor of a layer that looks ahead where all whole layers are computed again."""
 _INDEX = 8
 """Bytes of an id."""
 
@@ -37,7 +39,7 @@ class Kept:
     """One saved tensor."""
 
     module: str
-    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding."""
+    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding, positions."""
     name: str
     shape: str
     bytes: int
@@ -64,6 +66,8 @@ class Sizes:
     """Bytes of an activation."""
     internal: int
     """Bytes of promote(fp32, activation)."""
+    sequences: int = 1
+    """Of a microbatch."""
     imbalance: float = 1.0
     """Rows of the fullest rank's experts, as a multiple of the mean."""
 
@@ -79,6 +83,7 @@ class Sizes:
             inner=inner,
             activation=num_bytes(precision.params),
             internal=num_bytes(wide),
+            sequences=micro,
             imbalance=imbalance,
         )
 
@@ -123,7 +128,7 @@ def layer_tensors(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> lis
 
 def stage_tensors(model: ModelSpec, stage: StageSpec, parallel: ParallelSpec, sizes: Sizes) -> list[Kept]:
     """What a stage keeps besides its layers: ids, the final norm, logits, and multi-token prediction."""
-    kept: list[Kept] = []
+    kept: list[Kept] = list(_rotations(model, stage, sizes))
     if stage.embedding:
         kept.append(_tensor("embedding", "tokens", "U", sizes.inner, _INDEX))
     if stage.final_norm:
@@ -137,6 +142,14 @@ def stage_tensors(model: ModelSpec, stage: StageSpec, parallel: ParallelSpec, si
     if stage.loss:
         kept += [replace(each, module="mtp") for _ in range(depths) for each in _head(model, parallel, sizes)]
     return kept
+
+
+def _rotations(model: ModelSpec, stage: StageSpec, sizes: Sizes) -> Iterator[Kept]:
+    """cos and sin, made once per microbatch for all layers of a stage that rotate alike."""
+    layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * bool(stage.num_mtp)
+    for rope in dict.fromkeys(layer.mixer.rope for layer in layers):
+        if rope is not None:
+            yield _tensor("positions", "cos and sin", "2 U D", 2 * sizes.inner * rope.dim, sizes.internal)
 
 
 def _tensor(module: str, name: str, shape: str, elements: float, size: int, **marks: object) -> Kept:
@@ -169,14 +182,17 @@ def _attention(spec: AttentionSpec, layer: LayerSpec, sizes: Sizes) -> Iterator[
     tokens, size = sizes.inner, sizes.activation
     moved = {"moves": "core_attn"}
     gathered = spec.num_query_groups > 1
+    # one kernel norms, rotates and splits the product, and reads it again in its backward
+    in_one = spec.qk_norm == "per_head" and spec.norm.kind == "RMSNorm" and spec.rope is not None
+    in_one = in_one and not spec.output_gate
     qkv = spec.q_width + 2 * spec.kv_width + (spec.q_width if spec.output_gate else 0)
     yield _tensor("attention", "qkv", "U (N+2G) D", tokens * qkv, size, **moved)
     if spec.qk_norm == "full":
         whole = (layer.mixer.num_heads + _groups(layer)) * spec.head_dim
         yield _tensor("attention", "q and k before their norm", "U (N+G) D", tokens * whole, size)
-    elif spec.qk_norm in ("per_head", "l2") and gathered:
+    elif spec.qk_norm in ("per_head", "l2") and gathered and not in_one:
         yield _tensor("attention", "q before its norm", "U N D", tokens * spec.q_width, size)
-    if spec.qk_norm != "none":
+    if spec.qk_norm != "none" and not in_one:
         rows = 2 if spec.qk_norm == "full" else spec.num_heads + spec.num_query_groups
         yield _tensor("attention", "statistics of q and k", "U (N+G)", tokens * rows, sizes.internal)
     changed = spec.qk_norm != "none" or spec.rope is not None
@@ -249,7 +265,7 @@ def _router(spec: MoESpec, sizes: Sizes) -> Iterator[Kept]:
 
 
 def _experts(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> Iterator[Kept]:
-    """The first matrix's rows are copies of tokens; the result of the second is kept by nobody, unless it is weighed."""
+    """The first matrix's rows are copies of tokens; the result of the second is kept only where it is weighed."""
     experts, size = spec.experts, sizes.activation
     rows = expert_rows(spec, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
@@ -298,5 +314,8 @@ def _look_ahead(model: ModelSpec, parallel: ParallelSpec, sizes: Sizes) -> Itera
     yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
     yield _tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)
     yield _tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, low=True)
-    for each in (*layer_tensors(model.layers[-1], parallel, sizes), *_norm("mtp", model.norm, hidden, sizes)):
-        yield replace(each, module="mtp")
+    for each in layer_tensors(model.layers[-1], parallel, sizes):
+        its_input = (each.module, each.name) == ("input_norm", "input")
+        forgotten = each.forgotten if its_input else (*each.forgotten, WHOLE_LAYER)
+        yield replace(each, module="mtp", forgotten=forgotten)
+    yield from _norm("mtp", model.norm, hidden, sizes)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
-from megatron_moe.specs.costs.activations import Kept, Sizes, expert_rows, layer_tensors, num_bytes, stage_tensors
-from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements, share_of_layer
+from megatron_moe.specs.costs.activations import WHOLE_LAYER, Kept, Sizes, layer_tensors, num_bytes, stage_tensors
+from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements
+from megatron_moe.specs.costs.working import ATTENTION, AtWork, in_attention, in_feed_forward, in_loss
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import LayerSpec
-from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.pipeline.actions import Entry, parts
 from megatron_moe.specs.pipeline.schedule import computations
 from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
@@ -53,7 +53,7 @@ class RankBytes:
     """Rows on their way to experts and back, of one layer."""
     working: float
     """Gradients of activations, and what is computed again, of the layer at work; or the gradient of the logits, where
-    the loss is and that is more. The two are never there together."""
+    the loss is and that is more. The two are never there together, and rows are on their way only beside the first."""
     transfers: float
     """Hidden states and gradients that travel between pipeline ranks."""
     visiting: float = 0.0
@@ -167,7 +167,11 @@ class RankMemory:
 
     def with_switches(self, memory: MemorySpec) -> "RankMemory":
         """Of the same plan with other trades of memory against time; what they do not change is not counted again."""
-        other = RankMemory(replace(self.plan, memory=memory), self.sizes.imbalance)
+        return self.on_another_plan(replace(self.plan, memory=memory))
+
+    def on_another_plan(self, plan: RunPlan) -> "RankMemory":
+        """Of a plan with the same model, layout and batch, but other memory switches or another optimizer."""
+        other = RankMemory(plan, self.sizes.imbalance)
         other._layers, other._held, other._in_flight = self._layers, self._held, self._in_flight
         return other
 
@@ -177,7 +181,7 @@ class RankMemory:
 
     def of_rank(self, rank: int, num_microbatches: int) -> RankBytes:
         """One pipeline rank."""
-        layout = self.plan.layout
+        plan, layout = self.plan, self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         fullest, in_flight = _fullest(self.moments(rank, num_microbatches), [chunk.total for chunk in chunks])
@@ -185,15 +189,21 @@ class RankMemory:
         for count, chunk in zip(fullest, chunks, strict=True):
             for module, size in chunk.modules.items():
                 modules[module] = modules.get(module, 0.0) + count * size
-        has_loss = any(stage.loss for stage in stages)
+        moments = [self._at_work(layer) for layer in dict.fromkeys(layers)]
+        if any(stage.loss for stage in stages):
+            moments.append(in_loss(plan.model, plan.parallel, self.sizes))
+        at_work = max(moments, key=lambda moment: moment.total, default=AtWork())
+        if plan.pipeline.overlap:
+            # a pair keeps a layer more than a chunk: that of the forward while the same one's backward is not over
+            at_work = at_work.and_more(max((self._left(layer) for layer in set(layers)), default=0.0))
         return RankBytes(
             rank=rank,
             held=self.held(rank),
             state=self.state_of_rank(rank),
             activations=tuple(modules.items()),
             in_flight=in_flight,
-            dispatch=max((self._dispatch(layer) for layer in set(layers)), default=0.0),
-            working=max(self._working(layers), self._logits() if has_loss else 0.0),
+            dispatch=at_work.dispatch,
+            working=at_work.other,
             transfers=self._transfers(),
             visiting=self._visiting(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
@@ -278,50 +288,41 @@ class RankMemory:
         memory, precision = self.plan.memory, self.plan.precision
         if memory.recompute.granularity == "selective" and set(kept.forgotten) & set(memory.recompute.modules):
             return _Remains(kept.module, 0.0, again=kept.bytes)
+        if memory.recompute.granularity == "full" and memory.recompute.method == "uniform":
+            if WHOLE_LAYER in kept.forgotten:
+                return _Remains(kept.module, 0.0, again=kept.bytes)
         size = float(kept.bytes)
         if kept.low and precision.low:
             size = kept.elements * _low_activation(precision.low)
         if memory.stash is not None and kept.fair_bytes:
-            share = memory.stash.factor * kept.fair_bytes / kept.bytes
-            return _Remains(kept.module, size * share, again=size)
+            # they come back when no rows travel, and are less than rows that do
+            return _Remains(kept.module, size * memory.stash.factor * kept.fair_bytes / kept.bytes)
         moved = size * memory.offload.fraction if _moves(kept, memory.offload) else 0.0
         return _Remains(kept.module, size - moved, host=moved)
 
-    def _working(self, layers: Sequence[LayerSpec]) -> float:
-        """Of the dearest layer: gradients of its activations, half of which are alive together, and what is computed
-        again for it or comes back from the host."""
-        most = 0.0
-        recompute = self.plan.memory.recompute
-        for layer in dict.fromkeys(layers):
-            tensors = self.tensors(layer)
-            left = [self._remains(each) for each in tensors]
-            again = sum(each.again + each.host for each in left)
-            if recompute.granularity == "full":
-                run = recompute.num_layers if recompute.method == "uniform" else 1
-                again = run * sum(each.bytes for each in tensors)
-            most = max(most, sum(each.bytes for each in tensors) / 2 + again)
-        return most
+    def _left(self, layer: LayerSpec) -> float:
+        """What a layer keeps on the device."""
+        return sum(self._remains(each).device for each in self.tensors(layer))
 
-    def _dispatch(self, layer: LayerSpec) -> float:
-        """Rows as they leave and as they arrive."""
-        feed_forward, parallel = layer.feed_forward, self.plan.parallel
-        if not isinstance(feed_forward, MoESpec) or parallel.ep * parallel.etp == 1:
-            return 0.0
-        width = share_of_layer(layer, parallel).feed_forward.experts.hidden_size  # type: ignore[union-attr]
-        tokens = self.sizes.residual
-        sent = tokens * feed_forward.router.topk
-        if feed_forward.dispatcher == "allgather":
-            sent = tokens * parallel.ep * parallel.etp
-            return sent * width * (self.sizes.activation + self.sizes.internal)
-        return (
-            (sent + expert_rows(feed_forward, parallel, tokens, self.sizes.imbalance)) * width * self.sizes.activation
-        )
-
-    def _logits(self) -> float:
-        """Their gradient, computed in the internal format where the vocabulary is shared out."""
-        tp = self.plan.parallel.tp
-        size = self.sizes.activation if tp == 1 else self.sizes.internal
-        return float(self.sizes.inner * (self.plan.model.vocab_size // tp) * size)
+    def _at_work(self, layer: LayerSpec) -> AtWork:
+        """The fuller of the two parts of a layer."""
+        parts: dict[bool, float] = {True: 0.0, False: 0.0}
+        """Of attention and of the feed-forward part: what is computed again for it or comes back from the host."""
+        gone = 0.0
+        for each in self.tensors(layer):
+            left = self._remains(each)
+            parts[each.module in ATTENTION] += left.again + left.host
+            if each.module not in ATTENTION:
+                gone += left.device + left.again + left.host
+        recompute, run = self.plan.memory.recompute, 1
+        if recompute.granularity == "full":
+            run = recompute.num_layers if recompute.method == "uniform" else 1
+            again = run * float(sum(each.bytes for each in self.tensors(layer)))
+            parts = {True: again, False: again}
+        known = layer, self.plan.parallel, self.sizes
+        first = in_feed_forward(*known).and_more(parts[False])
+        last = in_attention(*known).and_more(parts[True] - gone)
+        return max(first, last, key=lambda moment: moment.total)
 
     def _visiting(self, rank: int) -> float:
         """State that waits on the host between updates and comes for one: all of it, or two chunks at a time."""
@@ -352,17 +353,17 @@ def _moves(kept: Kept, offload: OffloadSpec) -> bool:
 
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int) -> list[tuple[int, ...]]:
-    """Microbatches in flight by chunk after every forward, in order, each set of numbers once."""
+    """Microbatches in flight by chunk after every forward, in order, each set of numbers once. In a pair what one
+    microbatch takes layer by layer the other one gives back."""
     now = [0] * num_chunks
     found: dict[tuple[int, ...], None] = {}
     for entry in entries:
         for action in parts(entry):
             if action.kind == "forward":
                 now[action.chunk] += 1
-                found[tuple(now)] = None
-        for action in parts(entry):
-            if action.kind in ("backward", "backward_weight"):
+            elif action.kind in ("backward", "backward_weight"):
                 now[action.chunk] -= 1
+        found[tuple(now)] = None
     return list(found)
 
 

@@ -16,6 +16,7 @@ from megatron_moe.specs.costs.volumes import Communication, Traffic
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, all_groups, attention_grid, expert_grid
 from megatron_moe.specs.moe import MoESpec
+from megatron_moe.specs.planning.turned import turned
 from megatron_moe.specs.run import RunPlan
 
 Facts = dict[str, Any]
@@ -36,7 +37,13 @@ def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
         "model": _model(plan),
         "ranks": _ranks(plan, gpu, placements),
         "stages": list(_stages(plan)),
-        "memory": _memory(ranks, memory, plan, gpu),
+        "memory": {
+            **_memory(ranks, memory, plan, gpu),
+            "switches": [
+                {"flags": each.flags, "saves_gib": each.saves / GIB, "slower": each.slower}
+                for each in turned(plan, memory, heaviest(ranks).rank, num_microbatches, gpu, placements)
+            ],
+        },
         "schedule": _schedule(plan, num_microbatches, time),
         "communication": _communication(traffic, heaviest(ranks).rank, gpu),
         "experts": _experts(plan, traffic),

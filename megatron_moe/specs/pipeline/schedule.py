@@ -127,7 +127,8 @@ def computations(spec: ScheduleSpec, rank: int) -> list[Entry]:
 
 
 def _backward(backward: Action, spec: ScheduleSpec) -> list[Action]:
-    if not spec.split_backward:
+    # with one pipeline rank nobody waits for the gradient of the input
+    if not spec.split_backward or spec.pp == 1:
         return [backward]
     at = (backward.microbatch, backward.chunk)
     return [Action("backward_input", *at), Action("backward_weight", *at)]

@@ -119,13 +119,11 @@ def listed(spec: ModelSpec) -> list[Kept]:
 
 
 def beyond_fused_kernels(spec: ModelSpec) -> Iterator[int]:
-    """What plain torch keeps on the CPU: the product of a norm before it meets the weight; cos and sin,
-    once per rotation; of attention with values of another width the probabilities instead of the log-sum-exp."""
+    """What plain torch keeps on the CPU: the product of a norm before it meets the weight; of attention with values of
+    another width the probabilities instead of the log-sum-exp; of norms of heads their inputs and statistics."""
     blocks = [*spec.layers, *([spec.layers[-1]] * (spec.mtp.num_layers if spec.mtp else 0))]
     norms = 2 * len(blocks) + 1 + (3 * spec.mtp.num_layers if spec.mtp else 0)
     yield norms * TOKENS * HIDDEN * FP32
-    ropes = {block.mixer.rope for block in blocks if block.mixer.rope is not None}
-    yield sum(2 * TOKENS * rope.dim * FP32 for rope in ropes)
     for block in blocks:
         mixer = block.mixer
         if isinstance(mixer, MLASpec):
@@ -134,6 +132,8 @@ def beyond_fused_kernels(spec: ModelSpec) -> Iterator[int]:
             yield TOKENS * (mixer.kv_lora_rank + (mixer.q_lora_rank or 0)) * FP32 if mixer.qk_norm else 0
         elif mixer.qk_norm in ("per_head", "full"):
             yield TOKENS * (mixer.q_width + mixer.kv_width) * FP32
+            heads = mixer.num_heads + mixer.num_query_groups
+            yield TOKENS * (mixer.q_width + heads) * FP32 if mixer.qk_norm == "per_head" else 0
 
 
 @pytest.mark.parametrize("name", MODELS)

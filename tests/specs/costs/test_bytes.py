@@ -193,11 +193,12 @@ def test_recomputing_the_moe_keeps_its_input_alone():
 def test_full_recompute_keeps_inputs_of_layers_and_works_on_one_of_them():
     spec = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
     rank = of_rank(replace(DEEPSEEK, memory=MemorySpec(recompute=spec)))
-    assert rank.kept == 68 * 4096 * 7168 * 2
+    rotations = 17 * 2 * 4096 * 64 * 4
+    assert rank.kept == 68 * 4096 * 7168 * 2 + rotations
     assert rank.working > of_rank(DEEPSEEK).kept / 68
     every_second = replace(spec, num_layers=2)
     half = of_rank(replace(DEEPSEEK, memory=MemorySpec(recompute=every_second)))
-    assert half.kept == rank.kept / 2
+    assert half.kept - rotations == (rank.kept - rotations) / 2
     first_of_stage = of_rank(replace(DEEPSEEK, memory=MemorySpec(recompute=replace(spec, method="block"))))
     assert rank.kept < first_of_stage.kept < of_rank(DEEPSEEK).kept
 

@@ -1,0 +1,135 @@
+"""What is on the device for a moment, besides what is kept: gradients of activations, rows on their way, gathered
+inputs.
+
+A layer is differentiated from its end. While its feed-forward part is at work all that it keeps is there; while its
+attention is, the feed-forward part has gone already. What a part computes again, or has back from the host, it has
+while it is at work. Shapes are written as in `activations.py`; gradients have the activations' format.
+"""
+
+from dataclasses import dataclass
+
+from megatron_moe.specs.attention import AttentionSpec, MLASpec
+from megatron_moe.specs.costs.activations import Sizes, expert_rows
+from megatron_moe.specs.costs.shards import share_of_layer
+from megatron_moe.specs.model import LayerSpec, ModelSpec
+from megatron_moe.specs.moe import MLPSpec, MoESpec
+from megatron_moe.specs.parallel import ParallelSpec
+
+ATTENTION = ("input_norm", "attention")
+"""Modules of the part of a layer that is differentiated last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtWork:
+    """Bytes at one moment of a backward."""
+
+    dispatch: float = 0.0
+    """Rows on their way to experts and back."""
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.dispatch + self.other
+
+    def and_more(self, size: float) -> "AtWork":
+        """The same moment with so many bytes more."""
+        return AtWork(dispatch=self.dispatch, other=self.other + size)
+
+
+def in_attention(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:
+    """The fullest moment of the backward of attention."""
+    mixer = share_of_layer(layer, parallel).mixer
+    size, tokens = sizes.activation, sizes.inner
+    if isinstance(mixer, MLASpec):
+        queries, values = mixer.num_heads * mixer.q_head_dim, mixer.num_heads * mixer.v_head_dim
+        keys, by_head, latent = queries, 0, mixer.q_lora_rank or mixer.kv_lora_rank
+    else:
+        queries, keys, values = mixer.q_width, mixer.kv_width, mixer.kv_width
+        shared = mixer.num_query_groups < mixer.num_heads and not _own_kernel(mixer)
+        by_head, latent = 2 * queries if shared else 0, mixer.hidden_size
+    output = values if isinstance(mixer, MLASpec) else queries
+    # cuDNN's workspace: the gradient of q in the internal format, those of k and v by head where heads share them
+    wide = 0 if _own_kernel(mixer) else queries * sizes.internal
+    core = tokens * ((output + queries + keys + values + by_head) * size + wide)
+    gathered = _gathered(parallel, sizes)
+    projection = gathered * mixer.hidden_size + tokens * output * size
+    most = max(core + _in_blocks(mixer, parallel, sizes), projection, 2 * gathered * latent)
+    return AtWork(other=most + _stream(mixer.hidden_size, sizes))
+
+
+def _in_blocks(mixer: AttentionSpec | MLASpec, parallel: ParallelSpec, sizes: Sizes) -> float:
+    """Keys and values that come round in a ring meet the queries block by block in plain torch: five times the logits
+    of a block in the internal format, in the backward."""
+    exchange = mixer.core.context_exchange
+    if parallel.cp == 1 or exchange == "a2a":
+        return 0.0
+    # ranks that exchange heads have fewer of them and more places; an all-gather brings the keys of all ranks at once
+    longer = parallel.cp_sub_axes[0] if parallel.cp_sub_axes else parallel.cp if exchange == "allgather" else 1
+    return 5.0 * mixer.num_heads * sizes.inner**2 / sizes.sequences * longer * sizes.internal
+
+
+def in_feed_forward(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:
+    """The fullest moment of the backward of a dense block, or of experts with those that are shared."""
+    spec, hidden = share_of_layer(layer, parallel).feed_forward, layer.mixer.hidden_size
+    stream = _stream(hidden, sizes)
+    if isinstance(spec, MLPSpec):
+        return AtWork(other=_in_mlp(spec, parallel, sizes) + stream)
+    moments = [_in_experts(spec, parallel, sizes), _on_their_way(spec, parallel, sizes)]
+    if spec.shared is not None:
+        moments.append(AtWork(other=_in_mlp(spec.shared.mlp, parallel, sizes)))
+    return max(moments, key=lambda moment: moment.total).and_more(stream)
+
+
+def in_loss(model: ModelSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:
+    """The gradient of the logits. Where the vocabulary is shared out the forward needs more: the logits, their distance
+    from the largest and its exponential in the internal format. With a chunked loss also the logits themselves, of as
+    many tokens as a chunk has."""
+    vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
+    size = sizes.activation if parallel.tp == 1 else 3 * sizes.internal
+    if chunk is None:
+        return AtWork(other=float(sizes.inner * vocab * size))
+    return AtWork(other=float(min(chunk, sizes.inner) * vocab * (size + sizes.activation)))
+
+
+def _own_kernel(mixer: AttentionSpec | MLASpec) -> bool:
+    """Attention whose backward needs no workspace of the size of its inputs."""
+    return mixer.core.window is not None or mixer.core.sinks or mixer.core.off_by_one
+
+
+def _stream(hidden: int, sizes: Sizes) -> float:
+    """T H twice: the gradient of the residual stream, and that of what a part took of it."""
+    return 2.0 * sizes.residual * hidden * sizes.activation
+
+
+def _gathered(parallel: ParallelSpec, sizes: Sizes) -> float:
+    """Bytes per channel of a tensor of all positions, where a rank has its own ones between parts."""
+    return float(sizes.inner * sizes.activation) if parallel.sequence_parallel and parallel.tp > 1 else 0.0
+
+
+def _in_mlp(spec: MLPSpec, parallel: ParallelSpec, sizes: Sizes) -> float:
+    """Gradients of the first product and of the activation; before, the gathered gradient of the result, and behind,
+    the gathered input with its gradient."""
+    ffn, gathered = sizes.inner * spec.ffn_hidden_size * sizes.activation, _gathered(parallel, sizes)
+    products = (1 + spec.activation.fan) * ffn
+    return max(products, gathered * spec.hidden_size + ffn, 2 * gathered * spec.hidden_size + spec.activation.fan * ffn)
+
+
+def _in_experts(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:
+    """Gradients of the first product, and of the activation or of the rows."""
+    experts = spec.experts
+    rows = expert_rows(spec, parallel, sizes.residual, sizes.imbalance) * sizes.activation
+    ffn = experts.ffn_hidden_size
+    return AtWork(other=rows * (experts.activation.fan * ffn + max(ffn, experts.hidden_size)))
+
+
+def _on_their_way(spec: MoESpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:
+    """Rows as they leave and as they arrive, and sorted for the experts."""
+    if parallel.ep * parallel.etp == 1:
+        return AtWork()
+    width, tokens = spec.experts.hidden_size, sizes.residual
+    held = expert_rows(spec, parallel, tokens, sizes.imbalance) * width * sizes.activation
+    if spec.dispatcher == "allgather":
+        everyone = tokens * parallel.ep * parallel.etp
+        return AtWork(dispatch=everyone * width * (sizes.activation + sizes.internal), other=held)
+    sent = tokens * spec.router.topk * width * sizes.activation
+    return AtWork(dispatch=sent + held, other=held)
