@@ -16,7 +16,10 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("dense matrices", r"nvjet|gemm|cutlass|splitK|cublas"),
     ("head and loss", r"cross_entropy|log_softmax|LogSoftMax|nll_loss|SoftMaxForward|SoftMaxBackward"),
     ("optimizer", r"adamw|FusedAdam|sum_of_squares|NormTwoOps|multi_tensor"),
-    ("norms and positions", r"rms_norm|layer_norm|rope|rotate_heads|turn_heads|join_keys|part_keys|sum_shares|norm_kernel|Norm"),
+    (
+        "norms and positions",
+        r"rms_norm|layer_norm|rope|rotate_heads|turn_heads|join_keys|part_keys|sum_shares|norm_kernel|Norm",
+    ),
     ("activation", r"swiglu|activation|silu"),
     ("copies and fills", r"Memcpy|Memset|copy_kernel|FillFunctor|fill"),
     ("elementwise", r"elementwise|reduce_kernel|vectorized|CatArray"),
