@@ -96,3 +96,10 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
         for kind, packed in named:
             for tensor in packed.parts:
                 tracker.is_state(tensor, kind if state.home == "device" else "host")
+
+
+def mark_pages(trainer: Trainer, tracker: Tracker) -> None:
+    """Pages hold activations; they are made in the first step."""
+    if trainer.model.keeping.stash is not None:
+        for tensor in trainer.model.keeping.stash.buffers():
+            tracker.is_state(tensor, "activations")

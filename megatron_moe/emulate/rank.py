@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe import build
 from megatron_moe.data.batch import MicroBatch, TokenMeta, split_sequence
 from megatron_moe.emulate.kernels import emulated_bundle
-from megatron_moe.emulate.labels import label_links, label_model, mark_state
+from megatron_moe.emulate.labels import label_links, label_model, mark_pages, mark_state
 from megatron_moe.emulate.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.logs.timers import Timers
@@ -81,6 +81,7 @@ def take_steps(plan: RunPlan, context: ParallelContext, kernels: Bundle, num_mic
                 tracker.begin()
                 _reset_peak(context.device)
             outcome = trainer.step(batches, state)
+            mark_pages(trainer, tracker)
             state.advance(outcome.num_samples, plan)
             del batches, outcome
     return Played(

@@ -43,6 +43,11 @@ class Stash:
             )
         return self._pages[width]
 
+    def buffers(self) -> list[Tensor]:
+        """All pages that were needed so far, and their free lists."""
+        every = self._pages.values()
+        return [each for pages in every for each in (pages.data_PLW, pages.free_P, pages.ends, pages.overflowed)]
+
     def overflowed(self) -> bool:
         """Whether there ever was no room since the last question. Waits for the device."""
         found = False

@@ -130,6 +130,8 @@ def test_an_emulation_sees_what_pages_save() -> None:
     whole, saved = (play(each, 1, torch.device("meta"), num_microbatches=2).timeline.peak() for each in (base, paged))
     closed = [RankMemory(each).of_rank(0, 2).kept for each in (base, paged)]
     assert saved.total < whole.total and closed[1] < closed[0]
+    assert saved.categories["activations"] < whole.categories["activations"]
+    assert saved.categories["other"] == whole.categories["other"], "pages are activations"
     # 5 layers keep 32 rows of 104 numbers for each rank, in pages 1.1 of them and a page more for each of 3 tensors
     rows, num_layers = 4 * 32 * 2, 5
     assert closed[0] - closed[1] == pytest.approx(num_layers * 2 * 104 * (rows - 1.1 * rows / 4), rel=1e-3)
