@@ -1,7 +1,9 @@
 """Which tensors and facts of a run go into a checkpoint, and how a run goes on from one."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -24,6 +26,13 @@ from megatron_moe.train.step import Trainer
 from megatron_moe.train.upcycle import load_upcycled
 from megatron_moe.watch.status import Status
 
+_GRACE_SECONDS = 30.0
+"""What launchers leave between a signal and the kill, unless told otherwise."""
+_LONGER_GRACE: Mapping[str, str] = MappingProxyType(
+    {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
+)
+"""launcher -> what leaves a run so many seconds."""
+
 
 class Checkpoints:
     """Restores a run at its start and saves it as it goes."""
@@ -45,6 +54,7 @@ class Checkpoints:
         self._reporter = reporter
         self._status = status
         self._last_saved: int | None = None
+        self._warned = False
         self._exports = Exports.of(plan, context, reporter)
         writes = plan.logging.log_progress and context.is_first and saver is not None
         self._progress = ProgressLog(plan.checkpoint.save if writes else None, plan.launch.world_size)
@@ -152,6 +162,19 @@ class Checkpoints:
             f"in {saved.seconds:.1f} s: {saved.num_bytes / 1e9:.2f} GB, written at "
             f"{saved.num_bytes / 1e9 / max(saved.write_seconds, 1e-9):.2f} GB/s; "
             f"training waited {saved.blocked_seconds:.2f} s"
+        )
+        self._warn_of_grace(saved.seconds)
+
+    def _warn_of_grace(self, seconds: float) -> None:
+        """Tells once that a checkpoint upon a signal would come too late."""
+        launcher = self._plan.launch.launcher
+        if self._warned or seconds < _GRACE_SECONDS or not self._plan.resilience.exit_signals:
+            return
+        self._warned = True
+        remedy = _LONGER_GRACE.get(launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
+        self._reporter.note(
+            f"  a signal leads to a checkpoint only if the kill comes later than {seconds:.0f} s after it; launchers "
+            f"wait for {_GRACE_SECONDS:.0f} s: {remedy}"
         )
 
     def _export(self, state: TrainState) -> None:

@@ -233,7 +233,7 @@ PROMISES: Mapping[int, tuple[str, ...]] = MappingProxyType(
         9: FAULTS[40],
         10: (*FAULTS[53], _BAD_INPUT + "test_all_wrong_flags_at_once"),
         11: FAULTS[57],
-        12: FAULTS[27],
+        12: (*FAULTS[27], _RESUME + "test_a_save_that_takes_longer_than_launchers_wait_is_told_once"),
         13: FAULTS[42],
         14: FAULTS[56],
     }

@@ -18,6 +18,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import CheckpointSpec
+from megatron_moe.train import checkpoints as checkpoints_module
 from megatron_moe.train.checkpoints import Checkpoints
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
@@ -45,6 +46,9 @@ class Run:
     checkpoints: Checkpoints
     state: TrainState
     said: str
+    """At the start."""
+    notes: list[str]
+    """Since the start, too."""
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -67,7 +71,7 @@ def start(plan: RunPlan) -> Run:
     finally:
         if saver:
             saver.close()
-    return Run(trainer, loader, checkpoints, state, "\n".join(said))
+    return Run(trainer, loader, checkpoints, state, "\n".join(said), said)
 
 
 def plan_of(*, save: Path | None = None, load: Path | None = None, **changes: Any) -> RunPlan:
@@ -102,6 +106,22 @@ def test_another_sequence_length_is_refused_with_both_numbers(trained: tuple[Pat
     plan = changed(plan_of(load=trained[0]), "data", seq_length=16)
     with pytest.raises(CheckpointProblem, match="sequences of 32 tokens, this run has --seq-length 16"):
         start(plan)
+
+
+def test_a_save_that_takes_longer_than_launchers_wait_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12."""
+    monkeypatch.setattr(checkpoints_module, "_GRACE_SECONDS", 0.0)
+    launched = changed(plan_of(save=tmp_path), "launch", launcher="torchrun")
+    told = []
+    for plan in (launched, changed(launched, "resilience", exit_signals=("SIGTERM",))):
+        run = start(plan)
+        for _ in range(2):
+            run.train(1)
+            run.checkpoints.save(run.state, run.loader)
+        told.append([note for note in run.notes if "give torchrun --shutdown-timeout" in note])
+    assert [len(notes) for notes in told] == [0, 1]
 
 
 def test_other_data_is_told(trained: tuple[Path, Run]) -> None:
