@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import optimizer
+from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
@@ -292,6 +294,25 @@ def test_adamw_moves_masters_and_rounds_the_weights(step: int) -> None:
         FP32_REF.check(actual, expected, name)
     # the interpreter cuts digits off where a GPU rounds
     BF16_KERNEL.check(weights, mine[0].bfloat16(), "weights")
+
+
+def test_adamw_beside_other_work_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few programs take one tile after the other."""
+    monkeypatch.setattr(optimizer, "BESIDE_PROGRAMS", 2)
+    monkeypatch.setattr(optimizer, "BESIDE_BLOCK", 512)
+    settings = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    counters = dict(step=torch.tensor(7), grad_scale=torch.tensor(0.5), proceed=torch.tensor(True))
+    alone, beside = adamw_state(), adamw_state()
+    triton_kernels.adamw_(*alone, **settings, **counters)
+    triton_kernels.adamw_(*beside, **settings, **counters, beside=True)
+    for number, (actual, expected) in enumerate(zip(beside, alone, strict=True)):
+        EXACT.check(actual, expected, f"tensor {number}")
+
+
+@pytest.mark.parametrize("num_programs", [1, 64, 130])
+def test_shares_of_all_programs_are_summed(num_programs: int) -> None:
+    shares_PW = draw(num_programs, 70).float()
+    FP32_REF.check(sum_of_shares(shares_PW, torch.float32), shares_PW.double().sum(dim=0), "sum")
 
 
 def test_a_refused_step_leaves_every_bit() -> None:
