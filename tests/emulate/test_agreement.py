@@ -1,0 +1,68 @@
+"""The closed form of the dry run and the emulation of the real program say the same of every shipped recipe."""
+
+from dataclasses import replace
+
+import pytest
+
+from arguments.flags import Registry
+from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
+from megatron_moe.specs.moe import MoESpec
+from megatron_moe.specs.run import RunPlan
+from tests.emulate.agreement import FEATURES, can_be_emulated, compare, missing, plan_of, without_hardware
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+REGISTRY = Registry.declared()
+WITHIN = 0.03
+"""Of the closed form."""
+SMALL = ("quickstart", "q6", "m8", "ds4", "olmoe-1b-7b-h100-8")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_closed_form_and_emulation_agree(name: str) -> None:
+    assert abs(compare(plan_of(name, REGISTRY)).ratio - 1) < WITHIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in can_be_emulated() if name not in SMALL])
+def test_closed_form_and_emulation_agree_for_every_recipe(name: str) -> None:
+    assert abs(compare(plan_of(name, REGISTRY)).ratio - 1) < WITHIN
+
+
+@pytest.mark.parametrize("name", sorted(FEATURES))
+def test_a_recipe_that_is_left_out_asks_for_layers_that_are_not_available(name: str) -> None:
+    assert missing(without_hardware(name, REGISTRY)[0], 1024)
+
+
+def weighed_behind_the_experts(plan: RunPlan) -> RunPlan:
+    """--no-moe-memory-efficient-permutation"""
+    layers = []
+    for layer in plan.model.layers:
+        spec = layer.feed_forward
+        if isinstance(spec, MoESpec):
+            spec = replace(spec, experts=replace(spec.experts, probs_on_output=True))
+        layers.append(replace(layer, feed_forward=spec))
+    return replace(plan, model=replace(plan.model, layers=tuple(layers)))
+
+
+def test_the_standard_permutation_keeps_the_experts_results() -> None:
+    plan = plan_of("m8", REGISTRY)
+    efficient, standard = compare(plan), compare(weighed_behind_the_experts(plan))
+    rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
+    expected = num_moe * rows * plan.model.hidden_size * 2
+    assert standard.emulated["activations"] - efficient.emulated["activations"] == expected
+    assert standard.closed.kept - efficient.closed.kept == expected
+    assert abs(standard.ratio - 1) < WITHIN
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        MemorySpec(recompute=RecomputeSpec(granularity="selective", modules=("moe", "mla_up_proj", "layernorm"))),
+        MemorySpec(recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1)),
+        MemorySpec(offload=OffloadSpec(modules=("expert_fc1", "moe_act"))),
+    ],
+    ids=["moe", "whole layers", "offload"],
+)
+def test_switches_are_counted_alike(memory: MemorySpec) -> None:
+    assert abs(compare(replace(plan_of("m8", REGISTRY), memory=memory)).ratio - 1) < WITHIN
