@@ -67,11 +67,11 @@ class Bench:
         self.folder = folder
         self.context = ParallelContext.within(ParallelSpec(world_size=num_ranks), rank, dtype=torch.float32)
         rows = num_bytes // (BYTES_PER_PARAMETER * NUM_PARAMETERS * COLUMNS * num_ranks)
-        source = torch.Generator().manual_seed(rank)
+        drawn = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rank))
         self.local = {
-            tensor_key(kind, f"layer{n}"): torch.randn(rows, COLUMNS, generator=source).to(dtype)
+            tensor_key(kind, f"layer{n}"): drawn.roll(k + n * len(KINDS), 0).to(dtype)
             for n in range(NUM_PARAMETERS)
-            for kind, dtype in KINDS
+            for k, (kind, dtype) in enumerate(KINDS)
         }
         mesh = init_device_mesh("cpu", (num_ranks,))
         self.theirs = {key: DTensor.from_local(data, mesh, [Shard(0)]) for key, data in self.local.items()}
@@ -213,7 +213,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output-dir", type=Path, help="gets <date>-<machine>-checkpoint.md")
     options = parser.parse_args(argv)
     num_bytes = int(options.gigabytes * 1e9)
-    parts = [table(n, num_bytes, measured(n, num_bytes, options.repeats, options.folder)) for n in options.ranks]
+    parts = []
+    for num_ranks in options.ranks:
+        parts.append(table(num_ranks, num_bytes, measured(num_ranks, num_bytes, options.repeats, options.folder)))
+        print(parts[-1], flush=True)
     machine = f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, torch {torch.__version__}, gloo, CPU"
     head = (
         f"# Checkpoints against torch.distributed.checkpoint\n\n{options.gigabytes:g} GB of state (bf16 weights, fp32 "
@@ -223,10 +226,10 @@ def main(argv: Sequence[str]) -> None:
         f"above 1, this program takes less time."
     )
     report = "\n\n".join([head, *parts, f"    python tools/bench_checkpoint.py {' '.join(argv)}"]) + "\n"
-    print(report)
     if options.output_dir:
         path = options.output_dir / f"{date.today()}-{os.cpu_count()}-cores-checkpoint.md"
         path.write_text(report, encoding="utf-8")
+        print(path)
 
 
 if __name__ == "__main__":
