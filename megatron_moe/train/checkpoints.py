@@ -202,7 +202,7 @@ class Checkpoints:
         say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
         if not source.train_state:
             return TrainState()
-        if source.optimizer:
+        if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
             trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"])
             for line in differences:
                 say(line)

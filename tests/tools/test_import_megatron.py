@@ -1,0 +1,258 @@
+"""Megatron-Core's own checkpoints come in whole, and nothing that a checkpoint names is executed.
+
+The checkpoints in tests/data_files/megatron were written by Megatron-Core (make.py there).
+"""
+
+import io
+import pickle
+import shutil
+import tarfile
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_moe.checkpoint.load import read_manifest
+from megatron_moe.checkpoint.shards import TORCH_DTYPES as DTYPES
+from megatron_moe.checkpoint.shards import Box, FileReader, SavedTensor, fill
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
+from tests.tolerances import BF16_RUN, EXACT
+from tools import import_megatron
+from tools.generate import load_model, newest, plan_of
+from tools.megatron.pickles import Inert, load_archive, load_pickle
+
+FILES = Path(__file__).parents[1] / "data_files" / "megatron"
+COMMON = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --num-experts 4 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 8 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --swiglu --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 2 --mock-data --train-iters 5 --lr 1e-3 --tokenizer-type NullTokenizer "
+    "--vocab-size 64 --make-vocab-size-divisible-by 1 --bf16 --rotary-base 10000 --device cpu"
+)
+GROUPED = "--group-query-attention --num-query-groups 2 --kv-channels 8"
+MODELS = {
+    "gqa": f"{COMMON} {GROUPED} --qk-layernorm --moe-layer-freq [0,1]",
+    "alike": f"{COMMON} {GROUPED}",
+    "mla": f"{COMMON} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8 "
+    "--qk-pos-emb-head-dim 8 --qk-layernorm --mtp-num-layers 1 --moe-layer-freq [0,1]",
+}
+KEPT = (("0.16.1", "gqa"), ("0.19.2", "gqa"), ("0.19.2", "alike"), ("0.19.2", "mla"))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each version, with a folder for each model."""
+    root = tmp_path_factory.mktemp("megatron")
+    for archive in FILES.glob("*.tar.xz"):
+        with tarfile.open(archive) as tar:
+            tar.extractall(root / archive.name.removesuffix(".tar.xz").removeprefix("megatron-core-"), filter="data")
+    return root
+
+
+def imported(folder: Path, save: Path, model: str, *more: str) -> dict[str, Tensor]:
+    """The tensors of the checkpoint that the tool writes."""
+    words = ["--load", str(folder), "--save", str(save), *more, "--", *MODELS[model].split()]
+    assert import_megatron.main(words) == ExitCode.OK
+    (path,) = save.glob("iter_*")
+    manifest = read_manifest(path)
+    reader, tensors = FileReader(path, manifest.files), {}
+    for key, entry in manifest.tensors.items():
+        data = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        target = SavedTensor(entry.shape, (Box((0,) * data.dim(), data),))
+        fill(target, entry, lambda piece, place, key=key, entry=entry: reader.piece(key, entry, piece, place))
+        tensors[key] = data
+    return tensors
+
+
+@pytest.mark.parametrize("version, model", KEPT)
+def test_weights_are_megatrons_and_give_its_logits(version: str, model: str, kept: Path, tmp_path: Path) -> None:
+    tensors = imported(kept / version / model, tmp_path / "ours", model)
+    truth = load_file(kept / version / model / "truth.safetensors")
+    common = [key for key in truth if key in tensors]
+    assert len(common) > 10
+    for key in common:
+        EXACT.check(tensors[key].float(), truth[key].float(), key)
+    candidate = newest(tmp_path / "ours")
+    network = load_model(candidate, plan_of(candidate, "cpu", []))
+    tokens_BS = truth["tokens"]
+    meta = TokenMeta(positions_BS=torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS), training=False)
+    with torch.no_grad():
+        logits_BSV = network.logits(tokens_BS, meta).transpose(0, 1).float()
+    errors_BS = (logits_BSV - truth["logits"]).norm(dim=-1) / truth["logits"].norm(dim=-1)
+    # both in bf16, so a token here and there takes another expert: the median position tells
+    assert errors_BS.median() < BF16_RUN.rtol, f"relative errors {errors_BS}"
+
+
+@pytest.mark.parametrize("version, model", KEPT)
+def test_the_optimizers_state_comes_along(version: str, model: str, kept: Path, tmp_path: Path) -> None:
+    tensors = imported(kept / version / model, tmp_path / "ours", model)
+    assert tensors["optimizer.step_count"] == 3
+    trained = [key.removeprefix("model.") for key in tensors if key.startswith("model.") and "expert_bias" not in key]
+    for name in trained:
+        EXACT.check(tensors[f"master.{name}"].bfloat16().float(), tensors[f"model.{name}"].float(), name)
+        assert tensors[f"exp_avg_sq.{name}"].ge(0).all() and tensors[f"exp_avg.{name}"].dtype is torch.float32
+    moved = [name for name in trained if tensors[f"exp_avg_sq.{name}"].gt(0).any()]
+    assert len(moved) > 0.9 * len(trained), f"moments are zero but for {moved}"
+
+
+def test_a_run_goes_on_where_megatron_stopped(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import pretrain_moe
+
+    imported(kept / "0.19.2" / "gqa", tmp_path / "ours", "gqa")
+    words = [*MODELS["gqa"].split(), "--load", str(tmp_path / "ours"), "--log-interval", "1"]
+    assert pretrain_moe.main([*words, "--run-dir", str(tmp_path / "run")], {}) == ExitCode.OK
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert " 4/" in log and " 5/" in log and " 3/" not in log, log[-2000:]
+
+
+@pytest.mark.parametrize("model", ["gqa", "alike", "mla"])
+def test_a_checkpoint_per_rank_has_the_same_weights(model: str, kept: Path, tmp_path: Path) -> None:
+    whole = imported(kept / "0.19.2" / model, tmp_path / "whole", model)
+    ranks = imported(kept / "0.19.2" / f"{model}-per-rank", tmp_path / "ranks", model, "--no-optimizer")
+    assert set(ranks) == {key for key in whole if key.startswith("model.")}
+    for key, value in ranks.items():
+        EXACT.check(value.float(), whole[key].float(), key)
+
+
+def test_parts_of_ranks_are_put_together(kept: Path, tmp_path: Path) -> None:
+    """Two tensor-, two pipeline- and two expert-parallel ranks, cut as Megatron cuts."""
+    whole = imported(kept / "0.19.2" / "gqa", tmp_path / "whole", "gqa", "--no-optimizer")
+    weights = {key.removeprefix("model."): value for key, value in whole.items()}
+    folder = tmp_path / "cut"
+    args = Namespace(
+        pipeline_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2, swiglu=True
+    )
+    for tp in range(2):
+        for pp in range(2):
+            for ep in range(2):
+                place = folder / f"mp_rank_{tp:02d}_{pp:03d}_{ep:03d}"
+                place.mkdir(parents=True)
+                content = {"model": cut(weights, tp, pp, ep), "args": args, "iteration": 3}
+                torch.save(content, place / "model_optim_rng.pt")
+    again = imported(folder, tmp_path / "again", "gqa", "--no-optimizer")
+    for key, value in whole.items():
+        EXACT.check(again[key].float(), value.float(), key)
+
+
+def cut(weights: dict[str, Tensor], tp: int, pp: int, ep: int) -> dict[str, Tensor]:
+    """What Megatron's rank would hold: layer 0 on the first stage and layer 1, there called 0, on the second."""
+    held = {}
+    for name, value in weights.items():
+        first = name.startswith(("embedding", "decoder.layers.0"))
+        if first != (pp == 0):
+            continue
+        name = name.replace("decoder.layers.1.", "decoder.layers.0.")
+        if "mlp.experts." in name:
+            for number in range(2):
+                matrix = name.split(".")[-2]
+                piece = part(value[2 * ep + number], name, tp)
+                held[f"decoder.layers.0.mlp.experts.local_experts.{number}.{matrix}.weight"] = piece
+        else:
+            held[name] = part(value, name, tp)
+    return held
+
+
+def part(value: Tensor, name: str, tp: int) -> Tensor:
+    if "linear_fc1" in name:
+        return torch.cat([half.chunk(2)[tp] for half in value.chunk(2)]).clone()
+    if "linear_qkv" in name or "word_embeddings" in name or "output_layer" in name:
+        return value.chunk(2)[tp].clone()
+    return value.chunk(2, dim=1)[tp].clone() if "linear_proj" in name or "linear_fc2" in name else value
+
+
+def test_a_model_of_another_shape_is_refused_with_the_list(kept: Path, tmp_path: Path, capsys) -> None:
+    words = MODELS["gqa"].replace("--moe-ffn-hidden-size 8", "--moe-ffn-hidden-size 16").split()
+    load = ["--load", str(kept / "0.19.2" / "gqa"), "--save", str(tmp_path / "ours")]
+    assert import_megatron.main([*load, "--", *words]) == ExitCode.CHECKPOINT
+    message = capsys.readouterr().err
+    assert "does not fit this model" in message and "linear_fc1.weight: [4, 32, 16] here, [4, 16, 16]" in message
+    words = [*MODELS["gqa"].split(), "--num-layers", "3", "--moe-layer-freq", "[0,1,1]"]
+    assert import_megatron.main([*load, "--", *words]) == ExitCode.CHECKPOINT
+    assert "missing: decoder.layers.2.self_attention.linear_qkv.weight" in capsys.readouterr().err
+    words = [*MODELS["gqa"].split(), "--num-layers", "1", "--moe-layer-freq", "[0]"]
+    assert import_megatron.main([*load, "--", *words]) == ExitCode.CHECKPOINT
+    assert "left over: decoder.layers.1." in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists() or not any((tmp_path / "ours").glob("iter_*"))
+
+
+class Crime:
+    """Writes a file when it is unpickled by somebody careless."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("victim", [".metadata", "common state", "tensor", "per rank"])
+def test_nothing_that_a_checkpoint_names_is_executed(victim: str, kept: Path, tmp_path: Path) -> None:
+    evidence = tmp_path / "evidence"
+    crime = {"args": Crime(evidence), "iteration": 3, "optimizer": Crime(evidence)}
+    folder = tmp_path / "ckpt"
+    if victim == "per rank":
+        shutil.copytree(kept / "0.19.2" / "gqa-per-rank" / "iter_0000003", folder)
+        torch.save(crime, folder / "mp_rank_00" / "model_optim_rng.pt")
+    else:
+        shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
+        if victim == ".metadata":
+            (folder / ".metadata").write_bytes(pickle.dumps(Crime(evidence)))
+        elif victim == "common state":
+            torch.save(crime, folder / "common.pt")
+        else:
+            buffer = io.BytesIO()
+            torch.save(Crime(evidence), buffer)
+            for file in folder.glob("*.distcp"):
+                size = file.stat().st_size
+                file.write_bytes((buffer.getvalue() * (size // len(buffer.getvalue()) + 1))[:size])
+    words = ["--load", str(folder), "--save", str(tmp_path / "ours"), "--", *MODELS["gqa"].split()]
+    assert import_megatron.main(words) == ExitCode.CHECKPOINT
+    assert not evidence.exists(), "the pickle was obeyed"
+
+
+def test_names_that_nobody_vouches_for_become_inert(tmp_path: Path) -> None:
+    evidence = tmp_path / "evidence"
+    found = load_pickle(pickle.dumps([Crime(evidence), Path("x"), 3]), "a pickle")
+    assert isinstance(found[0], Inert) and isinstance(found[1], Inert) and found[2] == 3
+    assert not evidence.exists()
+
+
+def test_tensors_stay_inside_their_storage(tmp_path: Path) -> None:
+    file = tmp_path / "t.pt"
+    torch.save(torch.arange(8.0).view(2, 4)[:, 1:3], file)
+    EXACT.check(load_archive(file, "t").load(), torch.tensor([[1.0, 2.0], [5.0, 6.0]]), "a view")
+    torch.save(torch.arange(8.0), file)
+    with zipfile.ZipFile(file) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data[:16] if name.endswith("/data/0") else data)
+    with pytest.raises(CheckpointProblem, match="reaches beyond the 4 stored elements"):
+        load_archive(file, "t").load()
+
+
+@pytest.mark.parametrize("damage", ["no file", "cut", "other backend", "piece elsewhere"])
+def test_a_damaged_checkpoint_is_refused(damage: str, kept: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
+    file = next(iter(sorted(folder.glob("*.distcp"))))
+    match damage:
+        case "no file":
+            file.unlink()
+        case "cut":
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        case "other backend":
+            (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+        case "piece elsewhere":
+            metadata = (folder / ".metadata").read_bytes()
+            (folder / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"../../passwd"))
+    words = ["--load", str(folder), "--save", str(tmp_path / "ours"), "--", *MODELS["gqa"].split()]
+    assert import_megatron.main(words) == ExitCode.CHECKPOINT
+    assert str(folder) in capsys.readouterr().err
