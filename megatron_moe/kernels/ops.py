@@ -299,13 +299,11 @@ class Kernels(Protocol):
         grad_scale: Tensor,
         proceed: Tensor,
         weights: Tensor | None = None,
-        beside: bool = False,
     ) -> None:
         """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar,
         already counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False,
         even if the gradient is not finite. `weights`, the masters in another dtype, follow them if given (rounded as
-        in `kernels/packed.py`). Afterwards `grad` is undefined. `beside`: other work runs at the same time, to which a
-        backend that can leaves a part of the device; the numbers are the same."""
+        in `kernels/packed.py`). Afterwards `grad` is undefined."""
         ...
 
     def adamw_packed_(
@@ -325,7 +323,6 @@ class Kernels(Protocol):
         proceed: Tensor,
         weights: Tensor | None = None,
         first: int = 0,
-        beside: bool = False,
     ) -> None:
         """The same on state in the formats of `kernels/packed.py`, with arithmetic in fp32: the numbers of `adamw_`
         where no format loses digits. `first`: number of the first element, from which random rounding is drawn."""

@@ -283,7 +283,6 @@ def adamw_(
     grad_scale: Tensor,
     proceed: Tensor,
     weights: Tensor | None = None,
-    beside: bool = False,
 ) -> None:
     """Loshchilov and Hutter, arXiv 1711.05101, as `torch.optim.AdamW` computes it."""
     wide = internal_dtype(master.dtype)
@@ -315,7 +314,6 @@ def adamw_packed_(
     proceed: Tensor,
     weights: Tensor | None = None,
     first: int = 0,
-    beside: bool = False,
 ) -> None:
     """See `Kernels.adamw_packed_`."""
     step_unpacked(

@@ -79,8 +79,7 @@ class Optimizer:
             buckets.append(pieces_of(mine, *buffer.layout.buckets[index]))
         side = side_of(self.buffers.device)
         self._beside = UpdatesBeside(buckets, self.spec, self.buffers.kernels, side, self._gather)
-        needed = wait_in_forward(model, self._beside, self._bucket_of())
-        self._beside.num_first = max((bucket + 1 for each in needed[:2] for bucket in each), default=0)
+        wait_in_forward(model, self._beside, self._bucket_of())
 
     def gather_in_forward(self, model: nn.Module) -> None:
         """From now on `step` returns while new weights travel, and the layers of `model` wait for their own.

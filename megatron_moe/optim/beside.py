@@ -38,10 +38,10 @@ class Side:
 
 
 class CudaSide(Side):
-    """The side of a GPU: a stream whose programs are the first to take a multiprocessor that becomes free."""
+    """The side of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.cuda.Stream(device)
 
     def begin(self) -> AbstractContextManager[object]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -91,8 +91,6 @@ class UpdatesBeside:
         self._update: Update | None = None
         """Its scalars are read on the side until all marks are passed."""
         self._marks: dict[int, Mark] = {}
-        self.num_first = 0
-        """So many buckets are needed before there is anything to be beside of."""
 
     def start(self, update: Update) -> None:
         """Launches the update of all buckets."""
@@ -101,7 +99,7 @@ class UpdatesBeside:
         with self._side.begin():
             for number, bucket in enumerate(self._buckets):
                 for piece in bucket:
-                    self._apply(update, piece, beside=number >= self.num_first)
+                    self._apply(update, piece)
                 if self._gather is not None:
                     self._gather.start_bucket(number)
                 self._marks[number] = self._side.mark()
@@ -122,10 +120,10 @@ class UpdatesBeside:
         """See `Arrivals`."""
         self.acquire(range(len(self._buckets)))
 
-    def _apply(self, update: Update, piece: Piece, *, beside: bool) -> None:
+    def _apply(self, update: Update, piece: Piece) -> None:
         state, start, end = piece
         kept, weights, grads = state.kept.part(start, end), state.weights[start:end], state.grads[start:end]
-        apply(update, self._spec, self._kernels, state, kept, weights, grads, state.start + start, beside=beside)
+        apply(update, self._spec, self._kernels, state, kept, weights, grads, state.start + start)
 
 
 def pieces_of(states: Iterable[AdamState], start: int, end: int) -> list[Piece]:

@@ -39,12 +39,9 @@ class Update:
 
 def apply(
     update: Update, spec: OptimizerSpec, kernels: Kernels, state: AdamState, kept: Kept, weights: Tensor, grads: Tensor,
-    first: int, *, beside: bool = False,
+    first: int,
 ) -> None:  # fmt: skip
-    """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on.
-
-    `beside`: while the device does other work.
-    """
+    """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on."""
     key = state.buffer.key
     settings: dict[str, Any] = {
         "lr": update.decoupled_lr if key.decoupled_lr and update.decoupled_lr is not None else update.lr,
@@ -56,7 +53,6 @@ def apply(
         "grad_scale": update.grad_scale,
         "proceed": update.proceed,
         "weights": None if kept.master is None else weights,
-        "beside": beside,
     }
     master, exp_avg, exp_avg_sq = kept.master or Packed("plain", weights), kept.exp_avg, kept.exp_avg_sq
     if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):

@@ -99,8 +99,8 @@ class WeightGather:
         self.acquire(range(len(self._buckets)))
 
 
-def wait_in_forward(model: nn.Module, arrivals: Arrivals, bucket_of: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Makes every layer wait for its weights when the first of its modules is called. Returns the buckets of each.
+def wait_in_forward(model: nn.Module, arrivals: Arrivals, bucket_of: Mapping[int, int]) -> None:
+    """Makes every layer wait for its weights when the first of its modules is called.
 
     Word and position embeddings are read by others too (tied head, multi-token prediction), so every layer waits for
     them. `state_dict` waits for everything.
@@ -112,12 +112,11 @@ def wait_in_forward(model: nn.Module, arrivals: Arrivals, bucket_of: Mapping[int
     layers = list(_layers(model))
     inside = {id(p) for layer in layers for p in layer.parameters()}
     held |= {bucket_of[id(p)] for p in model.parameters() if id(p) not in inside}
-    needed = [tuple(sorted(held | {bucket_of[id(p)] for p in layer.parameters()})) for layer in layers]
-    for layer, buckets in zip(layers, needed, strict=True):
+    for layer in layers:
+        needed = tuple(sorted(held | {bucket_of[id(p)] for p in layer.parameters()}))
         for module in layer.modules():
-            module.register_forward_pre_hook(partial(_acquire, arrivals, buckets))
+            module.register_forward_pre_hook(partial(_acquire, arrivals, needed))
     model.register_state_dict_pre_hook(lambda *_: arrivals.finish())
-    return needed
 
 
 def _acquire(arrivals: Arrivals, buckets: tuple[int, ...], *_: object) -> None:

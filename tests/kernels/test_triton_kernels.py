@@ -1,5 +1,6 @@
 """Our Triton kernels under the interpreter against the reference: every op, sizes that are no multiple of a tile."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.backends import triton_kernels
-from megatron_moe.kernels.backends.triton import optimizer
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
@@ -156,6 +156,22 @@ def test_attention_with_windows_sinks_and_documents_is_the_reference(
     )
 
 
+@pytest.fixture
+def repeating() -> Iterator[None]:
+    """As with --deterministic-mode."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.attention")
+    spec = CoreAttentionSpec(softmax_scale=0.3, causal=causal)
+    inputs = [draw(65, 2, 2, 24), draw(65, 2, 1, 24, seed=1), draw(65, 2, 1, 12, seed=2)]
+    compare(lambda k: lambda q, key, v: k.attention(q, key, v, spec, None, None, None), inputs, torch.float32)
+
+
 @DTYPES
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -294,19 +310,6 @@ def test_adamw_moves_masters_and_rounds_the_weights(step: int) -> None:
         FP32_REF.check(actual, expected, name)
     # the interpreter cuts digits off where a GPU rounds
     BF16_KERNEL.check(weights, mine[0].bfloat16(), "weights")
-
-
-def test_adamw_beside_other_work_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few programs take one tile after the other."""
-    monkeypatch.setattr(optimizer, "BESIDE_PROGRAMS", 2)
-    monkeypatch.setattr(optimizer, "BESIDE_BLOCK", 512)
-    settings = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-    counters = dict(step=torch.tensor(7), grad_scale=torch.tensor(0.5), proceed=torch.tensor(True))
-    alone, beside = adamw_state(), adamw_state()
-    triton_kernels.adamw_(*alone, **settings, **counters)
-    triton_kernels.adamw_(*beside, **settings, **counters, beside=True)
-    for number, (actual, expected) in enumerate(zip(beside, alone, strict=True)):
-        EXACT.check(actual, expected, f"tensor {number}")
 
 
 @pytest.mark.parametrize("num_programs", [1, 64, 130])

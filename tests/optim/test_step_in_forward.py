@@ -151,17 +151,6 @@ def test_an_update_that_nobody_waited_for_is_over_before_the_next_one(slow: Slow
     assert not num_wild(model) and optimizer.step_count.item() == 2
 
 
-def test_the_first_buckets_have_nothing_to_be_beside_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[bool] = []
-
-    def note(*args: Any, beside: bool) -> None:
-        told.append(beside)
-
-    monkeypatch.setattr(beside, "apply", note)
-    stepped_in_forward()
-    assert told[0] is False and told[-1] is True and told == sorted(told), f"beside other work: {told}"
-
-
 def test_state_in_host_memory_is_refused() -> None:
     spec = OptimizerSpec(offload=StateOffloadSpec(fraction=1.0))
     optimizer = Optimizer(make_buffers(make_parameters(), optimizer=spec), FP64)

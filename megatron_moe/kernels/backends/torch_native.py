@@ -361,7 +361,6 @@ def adamw_(
     grad_scale: Tensor,
     proceed: Tensor,
     weights: Tensor | None = None,
-    beside: bool = False,
 ) -> None:
     """Torch's fused kernel leaves the scaled gradient in `grad`."""
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
@@ -417,7 +416,6 @@ def adamw_packed_(
     proceed: Tensor,
     weights: Tensor | None = None,
     first: int = 0,
-    beside: bool = False,
 ) -> None:
     """Unpacked for torch's fused kernel, so that the arithmetic is that of `adamw_`."""
     step_unpacked(

@@ -18,9 +18,6 @@ from megatron_moe.kernels.packed import Packed
 
 BLOCK = 1024
 """Elements of a program."""
-BESIDE_BLOCK, BESIDE_WARPS, BESIDE_PROGRAMS = 8192, 32, 40
-"""Beside other work: elements of a program at a time; its warps, which fill a multiprocessor, so that the others are
-left alone; and how many programs there are."""
 PLAIN, FP16, FP8, REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 SCALED = tl.constexpr(packed.BLOCK)
 LEAST_EXPONENT = tl.constexpr(packed.LEAST_EXPONENT)
@@ -41,11 +38,10 @@ def adamw_(
     grad_scale: Tensor,
     proceed: Tensor,
     weights: Tensor | None = None,
-    beside: bool = False,
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
     states = (Packed("plain", master), Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
-    _launch(states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0, beside)
+    _launch(states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0)
 
 
 def adamw_packed_(
@@ -64,11 +60,10 @@ def adamw_packed_(
     proceed: Tensor,
     weights: Tensor | None = None,
     first: int = 0,
-    beside: bool = False,
 ) -> None:
     """See `Kernels.adamw_packed_`. The gradient keeps its bits."""
     numbers = (lr, beta1, beta2, eps, weight_decay)
-    _launch((master, exp_avg, exp_avg_sq), grad, weights, step, grad_scale, proceed, numbers, first, beside)
+    _launch((master, exp_avg, exp_avg_sq), grad, weights, step, grad_scale, proceed, numbers, first)
 
 
 def _launch(
@@ -80,7 +75,6 @@ def _launch(
     proceed: Tensor,
     numbers: tuple[float, float, float, float, float],
     first: int,
-    beside: bool,
 ) -> None:
     master, _, exp_avg_sq = states
     if not master.size:
@@ -88,16 +82,14 @@ def _launch(
     lr, beta1, beta2, eps, weight_decay = numbers
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
-    block = BESIDE_BLOCK if beside else BLOCK
-    num_tiles = triton.cdiv(master.size, block)
-    _adamw[(min(num_tiles, BESIDE_PROGRAMS) if beside else num_tiles,)](
+    _adamw[(triton.cdiv(master.size, BLOCK),)](
         *(state.data for state in states), grad, rounded,
         *(state.data if state.exponents is None else state.exponents for state in states),
         grad_scale, proceed.view(torch.uint8), step, master.size, first,
         *_log2(beta1), *_log2(beta2), lr, beta1, beta2, eps, weight_decay,
         *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
         ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
-        BLOCK=block, num_warps=BESIDE_WARPS if beside else 4,
+        BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -123,41 +115,40 @@ def _adamw(
     if tl.load(proceed_ptr) != 0:
         scale, step = tl.load(scale_ptr).to(tl.float32), tl.load(step_ptr)
         correction1, correction2 = _correction(log1_high, log1_low, step), _correction(log2_high, log2_low, step)
-        for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK), tl.num_programs(0)):
-            start = tl.cast(tile, tl.int64) * BLOCK
-            blocks = start // SCALED + tl.arange(0, BLOCK // SCALED)
-            if BLOCKED:
-                each = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
-            else:
-                each = start + tl.arange(0, BLOCK)
-            held, here = each < num, blocks * SCALED < num
-            grad = tl.load(grad_ptr + each, mask=held, other=0.0).to(tl.float32) * scale
-            first = _unpacked(first_ptr, first_exp_ptr, each, held, blocks, here, FIRST, False)
-            second = _unpacked(second_ptr, second_exp_ptr, each, held, blocks, here, SECOND, ROOT)
-            if MASTER == REMAINDER:
-                high = tl.load(weights_ptr + each, mask=held, other=0).to(tl.int32) << 16
-                rest = tl.load(master_ptr + each, mask=held, other=0).to(tl.int32)
-                master = (high + rest).to(tl.float32, bitcast=True)
-            else:
-                master = _unpacked(master_ptr, master_exp_ptr, each, held, blocks, here, MASTER, False)
-            first = beta1 * first + (1.0 - beta1) * grad
-            second = beta2 * second + (1.0 - beta2) * grad * grad
-            update = first / correction1 / (tl.sqrt(second / correction2) + eps)
-            master = master * (1.0 - lr * weight_decay) - lr * update
-            _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
-            _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
-            if MASTER == REMAINDER:
-                bits = master.to(tl.int32, bitcast=True)
-                high = _bf16_bits(master)
-                tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=held)
-            else:
-                master = _pack(
-                    master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
-                )  # fmt: skip
-            if AS_BITS:
-                tl.store(weights_ptr + each, _bf16_bits(master).to(tl.int16), mask=held)
-            elif ROUNDED:
-                tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        blocks = start // SCALED + tl.arange(0, BLOCK // SCALED)
+        if BLOCKED:
+            each = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+        else:
+            each = start + tl.arange(0, BLOCK)
+        held, here = each < num, blocks * SCALED < num
+        grad = tl.load(grad_ptr + each, mask=held, other=0.0).to(tl.float32) * scale
+        first = _unpacked(first_ptr, first_exp_ptr, each, held, blocks, here, FIRST, False)
+        second = _unpacked(second_ptr, second_exp_ptr, each, held, blocks, here, SECOND, ROOT)
+        if MASTER == REMAINDER:
+            high = tl.load(weights_ptr + each, mask=held, other=0).to(tl.int32) << 16
+            rest = tl.load(master_ptr + each, mask=held, other=0).to(tl.int32)
+            master = (high + rest).to(tl.float32, bitcast=True)
+        else:
+            master = _unpacked(master_ptr, master_exp_ptr, each, held, blocks, here, MASTER, False)
+        first = beta1 * first + (1.0 - beta1) * grad
+        second = beta2 * second + (1.0 - beta2) * grad * grad
+        update = first / correction1 / (tl.sqrt(second / correction2) + eps)
+        master = master * (1.0 - lr * weight_decay) - lr * update
+        _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
+        _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
+        if MASTER == REMAINDER:
+            bits = master.to(tl.int32, bitcast=True)
+            high = _bf16_bits(master)
+            tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=held)
+        else:
+            master = _pack(
+                master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
+            )  # fmt: skip
+        if AS_BITS:
+            tl.store(weights_ptr + each, _bf16_bits(master).to(tl.int16), mask=held)
+        elif ROUNDED:
+            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
