@@ -138,6 +138,31 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
     compare(op, inputs, BF16)
 
 
+@pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (192, 128)])
+def test_attention_that_must_repeat_does_and_agrees_with_fp64(qk_dim: int, v_dim: int, repeating: None) -> None:
+    spec = CoreAttentionSpec(softmax_scale=qk_dim**-0.5)
+    inputs = [draw(645, 2, 4, qk_dim), draw(645, 2, 2, qk_dim, seed=1), draw(645, 2, 2, v_dim, seed=2)]
+    compare(lambda k: lambda q, key, v: k.attention(q, key, v, spec, None, None, None), inputs, BF16)
+    kernels, _ = bundles(BF16)
+
+    def gradients() -> list[Tensor]:
+        leaves = [each.to(BF16).cuda().requires_grad_() for each in inputs]
+        kernels.attention(*leaves, spec, None, None, None).square().sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    for once, again in zip(gradients(), gradients(), strict=True):
+        EXACT.check(once, again, "gradients")
+
+
+@pytest.fixture
+def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with --deterministic-mode."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @DTYPES
 def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> None:
     for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"):

@@ -70,7 +70,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
     if op == "grouped_weight_grad" and dtype is torch.float32:
         return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
     reasons = {
-        "attention": "windows, sinks and documents tile by tile; without them torch's",
+        "attention": "windows, sinks, documents and --deterministic-mode tile by tile; else torch's",
         "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
         "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",

@@ -33,8 +33,10 @@ def attention(
     dropout_key: tuple[int | str, ...] | None,
     head_part: Part = (0, 1),
 ) -> Tensor:
-    """See `Kernels.attention`. Without window, sinks and documents it is torch's, and so are dropout and fp32."""
+    """See `Kernels.attention`. Without window, sinks and documents it is torch's, and so are dropout and fp32. Where
+    everything must repeat it is ours: torch then takes no backward of cuDNN, and all others are slower."""
     special = spec.window is not None or sinks_N is not None or spec.off_by_one or segments_BS is not None
+    special = special or torch.are_deterministic_algorithms_enabled()
     drops = spec.dropout > 0.0 and dropout_key is not None
     narrow = max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST and q_SBND.numel() > 0
     near = all(x.shape[0] * x.stride(0) < 2**31 for x in (q_SBND, k_SBGD, v_SBGE))  # offsets are 32-bit
