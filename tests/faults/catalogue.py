@@ -59,7 +59,10 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _SAVE + "test_the_first_rank_writes_and_all_ranks_know_the_outcome",
             _BACKGROUND + "test_what_fails_in_the_thread_is_told_counted_and_leaves_nothing",
         ),
-        8: (_BACKGROUND + "test_the_caller_is_not_held_up_by_slow_storage",),
+        8: (
+            _BACKGROUND + "test_the_caller_is_not_held_up_by_slow_storage",
+            _INJECTED + "test_a_save_that_stands_still_ends_with_code_10",
+        ),
         9: (
             _SAVE + "test_a_folder_that_cannot_be_written_is_refused_at_start",
             _BAD_INPUT + "test_an_unwritable_run_folder",
@@ -101,6 +104,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         27: (
             _PREEMPTION + "test_a_signal_to_one_rank_ends_both_with_a_checkpoint",
             _PREEMPTION + "test_a_signal_before_the_first_step_has_nothing_to_save",
+            _INJECTED + "test_a_signal_in_the_midst_of_something_leads_to_a_checkpoint",
         ),
         28: (_PREEMPTION + "test_a_signal_to_one_rank_ends_both_with_a_checkpoint",),
         29: (
@@ -110,14 +114,18 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         30: (
             "tests/faults/test_hang.py::test_a_stopped_rank_is_named_by_its_peer",
             "tests/watch/test_hang.py::test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks",
+            _INJECTED + "test_a_save_that_stands_still_ends_with_code_10",
         ),
         31: (
             _INJECTED + "test_the_rank_that_failed_first_is_blamed_and_its_reason_told",
             "tests/watch/test_peers.py::test_a_rank_that_told_why_it_failed_is_quoted",
         ),
-        32: (_INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",),
+        32: (
+            _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
+            _INJECTED + "test_a_rank_that_leaves_or_runs_out_of_memory_is_blamed",
+        ),
         33: (
-            _INJECTED + "test_the_rank_that_failed_first_is_blamed_and_its_reason_told",
+            _INJECTED + "test_a_rank_that_leaves_or_runs_out_of_memory_is_blamed",
             "tests/train/test_step.py::test_running_out_of_memory_is_told_with_its_remedy",
         ),
         34: (

@@ -1,6 +1,6 @@
 """Starts of a tiny run that are broken by `--inject`, all in one program, so that torch is loaded once.
 
-python -m tests.faults.scenarios FOLDER DATA     writes FOLDER/outcomes.json
+python -m tests.faults.scenarios FOLDER DATA NAME ...     writes FOLDER/outcomes.json
 """
 
 import json
@@ -22,35 +22,44 @@ SCENARIOS = {
     "bit": ["--inject bit-flip@1:3 --check-weight-hash-across-dp-replicas-interval 1"],
     "disk": ["--inject disk-full@0:2:save"],
     "background": ["--async-save"],
+    "unlike": [""],
+    "signal in backward": ["--exit-signal-handler --inject terminate@1:2:backward"],
+    "signal in save": ["--exit-signal-handler --inject terminate@1:2:save"],
+    "signal at the end": ["--exit-signal-handler --inject terminate@1:4:exit"],
+    "hang in save": ["--inject hang@1:2:save --save-deadline 6"],
     "slow": [
         "--inject slow@1:1 --log-straggler --log-progress --rerun-mode report_stats "
         "--distributed-timeout-seconds-after-init 60"
     ],
 }
 """name -> flags of one start after the other."""
+NIGHTLY = ("exit", "memory", "signal in backward", "signal in save", "signal at the end", "hang in save")
+"""What follows them follows a kill, an exception, a signal or a hang elsewhere, too."""
+DIFFERING = {"unlike": ["--lr", "0.5"]}
+"""name -> flags of the last rank alone."""
 NUM_RANKS = 3
 FLAGS = "--train-iters 4 --global-batch-size 6 --eval-iters 0 --save-interval 2 --no-plots --step-deadline 20".split()
 
 
-def main(folder: Path, data: str) -> None:
+def main(folder: Path, data: str, names: Sequence[str]) -> None:
     outcomes = {}
-    for name, starts in SCENARIOS.items():
+    for name in names:
         run = folder / name.replace(" ", "-")
-        outcomes[name] = [outcome(run, arguments(data, run, *FLAGS, *flags.split())) for flags in starts]
-    run = folder / "unlike"
-    alike = arguments(data, run, *FLAGS)
-    outcomes["unlike"] = [outcome(run, alike, [*alike, "--lr", "0.5"])]
+        outcomes[name] = [
+            outcome(run, arguments(data, run, *FLAGS, *flags.split()), DIFFERING.get(name, []))
+            for flags in SCENARIOS[name]
+        ]
     (folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 
-def outcome(run: Path, argv: Sequence[str], last: Sequence[str] | None = None) -> dict:
-    """How one start ends; `last`: what the last rank is started with, if not with the same."""
+def outcome(run: Path, argv: Sequence[str], last: Sequence[str]) -> dict:
+    """How one start ends; `last`: more flags of the last rank."""
     said = run.with_name(run.name + "-said")
-    ranks = Ranks([argv] * (NUM_RANKS - 1) + [argv if last is None else last], said)
+    ranks = Ranks([argv] * (NUM_RANKS - 1) + [[*argv, *last]], said)
     codes = ranks.wait()
     texts = [(said / f"{rank}.txt").read_text(errors="replace") for rank in range(NUM_RANKS)]
     return {"codes": codes, "said": texts, "status": json.loads((run / "status.json").read_text())}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

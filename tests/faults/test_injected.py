@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_moe.checkpoint.verify import verify
-from tests.faults.scenarios import NUM_RANKS
+from tests.faults.scenarios import NIGHTLY, NUM_RANKS, SCENARIOS
 from tests.ranks import REPOSITORY
 
 VANISHED = "rank 1 vanished without a report: killed, or its node failed"
@@ -17,9 +18,17 @@ VANISHED = "rank 1 vanished without a report: killed, or its node failed"
 
 @pytest.fixture(scope="module")
 def folder(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all scenarios have left their run folders."""
-    folder = tmp_path_factory.mktemp("scenarios")
-    command = [sys.executable, "-m", "tests.faults.scenarios", str(folder), data]
+    """Where the scenarios have left their run folders."""
+    return played(tmp_path_factory.mktemp("scenarios"), data, [name for name in SCENARIOS if name not in NIGHTLY])
+
+
+@pytest.fixture(scope="module")
+def nightly_folder(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return played(tmp_path_factory.mktemp("nightly"), data, NIGHTLY)
+
+
+def played(folder: Path, data: str, names: Sequence[str]) -> Path:
+    command = [sys.executable, "-m", "tests.faults.scenarios", str(folder), data, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -36,23 +45,59 @@ def outcome(folder: Path, name: str) -> dict:
     return only
 
 
-@pytest.mark.parametrize(("name", "own"), [("kill", -9), ("segfault", -11), ("exit", 1)])
+@pytest.mark.parametrize(("name", "own"), [("kill", -9), ("segfault", -11)])
 def test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it(folder: Path, name: str, own: int) -> None:
     """P8, faults 3 and 32."""
+    found = vanished(folder, name, own)
+    if name == "segfault":
+        assert "Fatal Python error: Segmentation fault" in found["said"][1] and "inject.py" in found["said"][1]
+
+
+def vanished(folder: Path, name: str, own: int) -> dict:
+    """The outcome of a scenario in which rank 1 ends with the code `own` and says nothing."""
     found = outcome(folder, name)
     assert found["codes"] == [11, own, 11], found["said"]
     assert (found["status"]["code"], found["status"]["rank"]) == (11, 1)
     assert found["status"]["sentence"].startswith(VANISHED)
     assert "Traceback" not in found["said"][0] + found["said"][2]
-    if name == "segfault":
-        assert "Fatal Python error: Segmentation fault" in found["said"][1] and "inject.py" in found["said"][1]
+    return found
 
 
-@pytest.mark.parametrize(("name", "own", "words"), [("exception", 1, "InjectedFault"), ("memory", 7, "out of memory")])
-def test_the_rank_that_failed_first_is_blamed_and_its_reason_told(
-    folder: Path, name: str, own: int, words: str
-) -> None:
-    """P8, faults 31 and 33: the trace is printed once, by the rank it belongs to."""
+def test_the_rank_that_failed_first_is_blamed_and_its_reason_told(folder: Path) -> None:
+    """P8, fault 31: the trace is printed once, by the rank it belongs to."""
+    blamed(folder, "exception", 1, "InjectedFault")
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_or_runs_out_of_memory_is_blamed(nightly_folder: Path) -> None:
+    """P8, faults 32 and 33."""
+    vanished(nightly_folder, "exit", 1)
+    blamed(nightly_folder, "memory", 7, "out of memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("backward", 75), ("save", 75), ("end", 0)])
+def test_a_signal_in_the_midst_of_something_leads_to_a_checkpoint(nightly_folder: Path, name: str, code: int) -> None:
+    """P12, fault 27: in backward, in a save, and when all is done."""
+    name = "signal at the end" if name == "end" else f"signal in {name}"
+    found = outcome(nightly_folder, name)
+    assert found["codes"] == [code] * NUM_RANKS, found["said"]
+    checkpoints = sorted((nightly_folder / name.replace(" ", "-") / "checkpoints").glob("iter_*"))
+    assert [path.name for path in checkpoints] == [f"iter_{n:07d}" for n in ((2,) if code else (2, 4))]
+    assert not any(verify(path) for path in checkpoints)
+
+
+@pytest.mark.slow
+def test_a_save_that_stands_still_ends_with_code_10(nightly_folder: Path) -> None:
+    """P7, faults 8 and 30: by its deadline; no checkpoint is left behind."""
+    found = outcome(nightly_folder, "hang in save")
+    assert found["codes"] == [10] * NUM_RANKS, found["said"]
+    assert found["status"]["code"] == 10 and "phase save, iteration 2" in found["status"]["sentence"]
+    assert list((nightly_folder / "hang-in-save" / "checkpoints").glob("iter_*")) == []
+
+
+def blamed(folder: Path, name: str, own: int, words: str) -> None:
+    """Rank 1 ends with the code `own` and `words`, and the others name it."""
     found = outcome(folder, name)
     assert found["codes"] == [11, own, 11], found["said"]
     assert (found["status"]["code"], found["status"]["rank"]) == (own, 1) and words in found["status"]["sentence"]
