@@ -21,7 +21,7 @@ class KernelFlags:
 
     kernel_cache_dir: str | None = flag(None, status="ours")
     """Folder for compiled kernels, with a folder per node in it. Not set: megatron_moe in the user's cache."""
-    compile_first: bool = flag(False, status="ours")
+    compile_first: bool = flag(True, status="ours")
     """On a GPU compile kernels and make the plans of libraries before ranks meet, on one layer of every kind."""
 
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(

@@ -35,7 +35,8 @@ _NUM_MICROBATCHES = 2
 
 
 def rehearse(plan: RunPlan, deadlines: Deadlines) -> str:
-    """Rehearses where kernels are compiled, and says what that took; no deadline runs meanwhile.
+    """Rehearses where kernels are compiled, and says what that took; no deadline runs meanwhile. What fails in a
+    rehearsal is said too, and the run begins without it.
 
     Raises EnvironmentProblem when the folder cannot be written.
     """
@@ -44,15 +45,29 @@ def rehearse(plan: RunPlan, deadlines: Deadlines) -> str:
     deadlines.enter("compilation")
     begin = time.monotonic()
     folder = cache_folder(plan)
-    device = torch.device("cuda", plan.launch.local_rank)
-    torch.cuda.set_device(device)
     before = _num_compiled(folder)
-    with taking_turns(folder, plan):
-        take_step(plan, device)
-    torch.cuda.empty_cache()
+    failure = attempt(plan, torch.device("cuda", plan.launch.local_rank), folder)
     deadlines.enter("start")
     seconds, compiled = time.monotonic() - begin, _num_compiled(folder) - before
-    return f"kernels: {compiled} compiled into {folder}, and plans made, in {seconds:.1f} s before the ranks meet"
+    done = f"kernels: {compiled} compiled into {folder}"
+    if failure:
+        return f"{done}; then, after {seconds:.1f} s, the rehearsal failed, and the rest is compiled later: {failure}"
+    return f"{done}, and plans made, in {seconds:.1f} s before the ranks meet"
+
+
+def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
+    """Takes the step, and leaves nothing of it in memory; if it fails, why. A run may still be possible: it has its own
+    messages for its own failures."""
+    failure = ""
+    try:
+        with taking_turns(folder, plan):
+            take_step(plan, device)
+    except (RuntimeError, AssertionError) as problem:
+        failure = f"{type(problem).__name__}: {problem}".splitlines()[0]
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return failure
 
 
 def cache_folder(plan: RunPlan) -> Path:
@@ -82,17 +97,14 @@ def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
 
 
 def take_step(plan: RunPlan, device: torch.device) -> None:
-    """One step of the rehearsed plan, forwards, backwards and update, with weights that mean nothing. Leaves nothing in
-    memory."""
-    build.set_algorithms(plan)
-    _step_once(rehearsed(plan), plan.launch.rank, device)
-    gc.collect()
-
-
-def _step_once(small: RunPlan, rank: int, device: torch.device) -> None:
+    """One step of the rehearsed plan, forwards, backwards and update, with weights that mean nothing."""
+    small = rehearsed(plan)
+    build.set_algorithms(small)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     context = ParallelContext.fake(
         small.parallel,
-        rank % small.parallel.world_size,
+        plan.launch.rank % small.parallel.world_size,
         dtype=torch_dtype(small.precision.params),
         device=device,
     )

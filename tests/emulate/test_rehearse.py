@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.emulate.rehearse import cache_folder, rehearse, rehearsed, take_step, taking_turns
+from megatron_moe.emulate.rehearse import attempt, cache_folder, rehearse, rehearsed, take_step, taking_turns
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
@@ -37,10 +37,11 @@ def test_a_step_is_taken_without_peers_and_leaves_no_world_behind(parallel):
     assert not dist.is_initialized()
 
 
-def test_a_rehearsal_leaves_no_memory_behind():
+def test_a_rehearsal_leaves_no_memory_behind(tmp_path):
     plan = replace(tiny.plan(), data_parallel=DataParallelSpec(overlap_grad_reduce=True))
+    gc.collect()
     before = num_parameters_alive()
-    take_step(plan, torch.device("cpu"))
+    assert not attempt(plan, torch.device("cpu"), tmp_path)
     assert num_parameters_alive() == before
 
 
@@ -50,6 +51,16 @@ def num_parameters_alive() -> int:
 
 def test_on_a_cpu_nothing_is_rehearsed():
     assert rehearse(tiny.plan(), Deadlines({}, None)) == "kernels are compiled when they are first needed"
+
+
+def test_a_rehearsal_that_fails_says_why_and_stops_nothing(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no room\nfor details")
+
+    monkeypatch.setattr("megatron_moe.emulate.rehearse.take_step", fail)
+    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "RuntimeError: no room"
+    monkeypatch.undo()
+    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "", "the lock is free again"
 
 
 def test_every_node_has_a_folder_of_its_own(tmp_path, monkeypatch):
