@@ -3,13 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
+from arguments.flags import Registry
+from arguments.parser import settle, split
 from megatron_moe.specs.costs.bytes import RankMemory
 from megatron_moe.specs.costs.hardware import GIB
 from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.specs.moe import SharedExpertsSpec
 from megatron_moe.specs.planning.switches import more_switches, saved
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.train.out_of_memory import REPORT, DeviceMemory, helpful, out_of_memory
 from tests import tiny
+from tests.tiny_models import mlp_spec
 
 PLAN = tiny.plan(precision=PrecisionSpec(params="bf16"))
 FOUND = DeviceMemory(
@@ -66,3 +70,16 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_report(tmp_path: Path
     (tmp_path / "crash").write_text("in the way")
     plan = replace(PLAN, logging=replace(PLAN.logging, run_dir=tmp_path))
     assert "expected of pipeline rank 0" in str(out_of_memory(plan, 0, 3, RuntimeError("no room"), FOUND))
+
+
+def test_the_flags_that_are_offered_are_flags_that_are_available():
+    registry = Registry.declared()
+    latent = replace(PLAN, model=tiny.model(moe_spec=tiny.moe(shared=SharedExpertsSpec(mlp=mlp_spec()))))
+    offered = {switch.flags for plan in (PLAN, latent) for switch in more_switches(plan)}
+    assert len(offered) > 8
+    for flags in offered:
+        given, problems = split(flags.split())
+        settings = settle(registry, [given])
+        assert not problems and not settings.problems, flags
+        for name in settings.values:
+            assert registry.flags[name].available(settings.setting(name).value), flags

@@ -301,8 +301,9 @@ class RankMemory:
         return _Remains(kept.module, size - moved, host=moved)
 
     def _left(self, layer: LayerSpec) -> float:
-        """What a layer keeps on the device."""
-        return sum(self._remains(each).device for each in self.tensors(layer))
+        """What a layer keeps, before any of it has left for the host."""
+        left = [self._remains(each) for each in self.tensors(layer)]
+        return sum(each.device + each.host for each in left)
 
     def _at_work(self, layer: LayerSpec) -> AtWork:
         """The fuller of the two parts of a layer."""
