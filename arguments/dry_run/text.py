@@ -104,8 +104,8 @@ def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
         yield f"  in host memory, per rank: {memory['host_gib']:.2f}"
     if memory["switches"]:
         yield "  what each memory switch saves there as the last one turned, and what it costs (docs/planning.md)"
-        rows = [(each["flags"], *_effect(each, unit, times)) for each in memory["switches"]]
-        yield from (f"  {line}" for line in _table(None, rows, left=(0,)))
+        effects = [(each["flags"], *_effect(each, unit, times)) for each in memory["switches"]]
+        yield from (f"  {line}" for line in _table(None, effects, left=(0,)))
 
 
 def _effect(switch: dict[str, Any], unit: str, times: int) -> tuple[str, str]:
