@@ -68,11 +68,13 @@ def _starts(option: str, registry: Registry) -> bool:
 
 def to_search(settings: Settings, num_gpus: int) -> RunPlan:
     """The run with every axis of its layout at one: what a search starts from."""
-    return planned(_with(settings, _ONE_RANK), Launch(world_size=num_gpus))
+    return as_given(_with(settings, _ONE_RANK), num_gpus)
 
 
 def as_given(settings: Settings, num_gpus: int) -> RunPlan:
     """The run with the layout that its flags ask for."""
+    if settings.setting("tokenizer_type").value is None:  # nothing here depends on it
+        settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
     return planned(settings, Launch(world_size=num_gpus))
 
 

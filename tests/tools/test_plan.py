@@ -24,3 +24,11 @@ def test_what_fits_nowhere_says_so(capsys):
 def test_wrong_flags_are_refused(capsys):
     assert plan.main(["--recipe", "q6", "--no-such-flag", "1"]) == ExitCode.CONFIG
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_planned(capsys):
+    """As one from a published config.json is."""
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --seq-length 64 --vocab-size 96"
+    run = "--micro-batch-size 1 --global-batch-size 8 --max-position-embeddings 64 --train-iters 2 --bf16"
+    assert plan.main([*model.split(), *run.split(), "--gpu", "h100", "--gpus", "2", "--best", "1"]) == ExitCode.OK
+    assert "the fastest layouts on 2 H100" in capsys.readouterr().out
