@@ -284,16 +284,15 @@ def _overlap(a: Piece, b: Piece) -> bool:
 
 def _check_bytes(manifest: Manifest) -> None:
     """Head and pieces fill every file exactly, without overlap or gap."""
-    spans: dict[str, list[tuple[int, int]]] = {
-        name: [(0, entry.head), (entry.size, entry.size)] for name, entry in manifest.files.items()
-    }
+    spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.head)] for name, file in manifest.files.items()}
     for key, entry in manifest.tensors.items():
         for piece in entry.pieces:
             if piece.file not in spans:
                 raise Corrupt(f"{MANIFEST}: {key}: stored in {piece.file}, which is not among the files")
             spans[piece.file].append((piece.start, piece.start + entry.num_bytes(piece)))
     for name, filled in spans.items():
-        for (_, end), (start, _) in pairwise(sorted(filled)):
+        size = manifest.files[name].size
+        for (_, end), (start, _) in pairwise([*sorted(filled), (size, size)]):
             if start != end:
                 raise Corrupt(f"{MANIFEST}: {name}: a piece begins at byte {start} where the one before ends at {end}")
 

@@ -6,10 +6,10 @@ import torch
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
 from megatron_moe.kernels import reference
+from megatron_moe.logs import timers
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.train import LoggingSpec
-from megatron_moe.train import reading
 from megatron_moe.train.reading import LateReader
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import StepOutcome
@@ -44,7 +44,7 @@ def test_a_step_is_read_when_the_next_one_is_there():
 
 def test_each_step_has_its_own_time(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(reading.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: clock[0])
     late, readings = LateReader(CPU), []
 
     def step(iteration, seconds):
