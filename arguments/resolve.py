@@ -246,6 +246,7 @@ def _optimizer(flags: Flags) -> OptimizerSpec:
         decoupled_lr=optimizer.decoupled_lr,
         decoupled_min_lr=optimizer.decoupled_min_lr,
         offload=_state_offload(flags),
+        in_forward=optimizer.overlap_optimizer_step,
     )
 
 

@@ -61,7 +61,7 @@ class CheckpointFlags:
     override_ckpt_iteration: int | None = flag(
         None, least=0, status="close", note="not of the run's own checkpoints, so that a restart goes on"
     )
-    """Pretend another iteration."""
+    """What the iteration of a checkpoint of `--load` counts as."""
 
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag(
         "torch_dist", status="no effect", note=_OWN_FORMAT
