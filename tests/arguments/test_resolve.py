@@ -393,8 +393,9 @@ def test_optimizer_loop_and_kernels():
         "--adam-beta2 0.95 --clip-grad 0.5 --apply-wd-to-qk-layernorm --decoupled-lr 1e-2 --decoupled-min-lr 1e-3 "
         "--exit-interval 5 --exit-duration-in-mins 30 --calculate-per-token-loss --skip-train --manual-gc "
         "--no-check-for-nan-in-loss-and-grad --kernel-backend reference --kernel-per-op rms_norm=torch_native "
-        "--device cpu"
+        "--device cpu --overlap-optimizer-step"
     )
+    assert plan.optimizer.in_forward and not plan_of().optimizer.in_forward
     assert (plan.optimizer.beta2, plan.optimizer.clip_grad, plan.optimizer.decay_qk_norm) == (0.95, 0.5, True)
     assert (plan.optimizer.decoupled_lr, plan.optimizer.decoupled_min_lr) == (1e-2, 1e-3)
     assert (plan.loop.exit_interval, plan.loop.exit_duration_minutes) == (5, 30.0)
