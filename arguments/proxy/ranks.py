@@ -26,6 +26,9 @@ def fold_ranks(draft: Draft, sizes: Sizes) -> None:
     if draft.value("hierarchical_context_parallel_sizes") is not None:
         levels = (2, sizes.cp // 2) if sizes.cp % 2 == 0 else (1, sizes.cp)
         draft.put("hierarchical_context_parallel_sizes", levels, _FOLDED)
+    over_ranks = sizes.ep * sizes.etp > 1 and draft.value("moe_token_dispatcher_type") == "alltoall"
+    if over_ranks and draft.value("moe_paged_stash"):
+        draft.default("moe_paged_stash", "an all-to-all leaves no room unused that pages could save")
 
 
 def lower_length(draft: Draft, sizes: Sizes) -> None:
