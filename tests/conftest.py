@@ -1,6 +1,7 @@
 """Set before anything else: one thread per process, the repository root on the path, repeatable random examples."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ os.environ["OMP_NUM_THREADS"] = (
 os.environ.setdefault("WANDB_MODE", "offline")  # no test talks to a server
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: without a GPU they are interpreted
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so are tests started behind a shell's `&`, and their processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:

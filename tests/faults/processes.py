@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +18,7 @@ def start(argv: list[str], rank: int = 0, world_size: int = 1, port: int = 0) ->
     launched = {name: str(value) for name, value in place.items()} if world_size > 1 else {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **launched}
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *argv]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run behind a shell's `&`
-    try:
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def read_until(process: subprocess.Popen, words: str) -> str:
