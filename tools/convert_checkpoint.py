@@ -93,7 +93,7 @@ def _to_ours(options: argparse.Namespace, words: Sequence[str]) -> Outcome:
     report = from_hf(
         folder,
         save,
-        _skeleton(plan),
+        skeleton(plan),
         plan.model,
         TrainState().to_json(plan),
         {"run.yaml": plan.resolved_yaml},
@@ -121,11 +121,11 @@ def _to_hugging_face(options: argparse.Namespace, words: Sequence[str]) -> Outco
     dtype = None if options.dtype == "keep" else torch_dtype(options.dtype)
     template = options.hf_config or _template(plan)
     shard_bytes = _bytes(options.shard_size)
-    report = to_hf(candidate.path, output, _skeleton(plan), plan.model, template, dtype=dtype, shard_bytes=shard_bytes)
+    report = to_hf(candidate.path, output, skeleton(plan), plan.model, template, dtype=dtype, shard_bytes=shard_bytes)
     return Outcome(report, output, output, candidate.path, plan)
 
 
-def _skeleton(plan: RunPlan) -> GPT:
+def skeleton(plan: RunPlan) -> GPT:
     """The whole model without values."""
     context = ParallelContext.single(dtype=torch.bfloat16, device="meta")
     return GPT(plan.model, context, build.build_kernels(plan, ParallelContext.single()))

@@ -25,7 +25,7 @@ from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.train.state import TrainState  # noqa: E402
-from tools.convert_checkpoint import _skeleton  # noqa: E402
+from tools.convert_checkpoint import skeleton  # noqa: E402
 from tools.megatron.source import imported  # noqa: E402
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -66,7 +66,7 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
     plan = read_plan(words, {}, vocab_size_of=vocab_size_of)
-    source = imported(folder, _skeleton(plan).state_dict(), optimizer=optimizer)
+    source = imported(folder, skeleton(plan).state_dict(), optimizer=optimizer)
     state = TrainState()
     if optimizer:
         state.iteration, state.consumed_samples = source.iteration, source.consumed_samples
