@@ -5,7 +5,7 @@ and keeps the same tensors for its backward. Values are whatever was in memory. 
 torch on the GPU too, are taken from the reference. `tests/emulate/test_kernels.py` compares with the kernels' own code.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS, power_of_two, rows
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import Operand, internal_dtype
+from megatron_moe.kernels.ops import GroupedPart, Operand, internal_dtype
 from megatron_moe.kernels.packed import Packed
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec
@@ -84,11 +84,12 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
     return grad_RO.new_empty(grad_RO.shape[0], weight.plain().shape[2])
 
 
-def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """Accumulates in place; factors whose rows have gaps are copied."""
-    grad_RO, rows_RI = grad.plain(), rows.plain()
-    grad_RO = grad_RO if grad_RO.stride(-1) == 1 else grad_RO.contiguous()
-    rows_RI = rows_RI if rows_RI.stride(-1) == 1 else rows_RI.contiguous()
+    for grad, rows, _ in parts:
+        grad_RO, rows_RI = grad.plain(), rows.plain()
+        grad_RO = grad_RO if grad_RO.stride(-1) == 1 else grad_RO.contiguous()
+        rows_RI = rows_RI if rows_RI.stride(-1) == 1 else rows_RI.contiguous()
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -1,10 +1,12 @@
 """Grouped products as a loop of plain ones, with whatever backend computes those."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import Kernels, Operand
-from megatron_moe.kernels.reference import slices
+from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
+from megatron_moe.kernels.reference import one_by_one, slices
 
 REASON = "loop over experts"
 
@@ -24,9 +26,10 @@ def looped(kernels: Kernels) -> Bundle:
             out_RI[held] = kernels.linear_input_grad(_part(grad, held), _part(weight, expert))
         return out_RI
 
-    def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
-        for expert, held in enumerate(slices(offsets_e)):
-            kernels.linear_weight_grad(_part(grad, held), _part(rows, held), out[expert], accumulate)
+    def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+        for (grad, rows, offsets_e), adds in one_by_one(parts, accumulate):
+            for expert, held in enumerate(slices(offsets_e)):
+                kernels.linear_weight_grad(_part(grad, held), _part(rows, held), out[expert], adds)
 
     loops = {f.__name__: f for f in (grouped_forward, grouped_input_grad, grouped_weight_grad)}
     functions = {op: loops.get(op, getattr(kernels, op)) for op in OPS}

@@ -5,8 +5,9 @@ Internals run in promote(fp32, input dtype); outputs have the input's dtype unle
 "differentiable" bring their own backward; the others are called inside autograd Functions (`autograd.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,17 @@ class Operand:
         quantised = self.row_scales is not None or self.col_scales is not None
         assert not quantised and self.layout == "row_major", f"quantised operand in layout {self.layout}"
         return self.data
+
+
+class GroupedPart(NamedTuple):
+    """What one microbatch brings to the weight gradient of a stack of experts."""
+
+    grad: Operand
+    """[R, O] of the result"""
+    rows: Operand
+    """[R, I] sorted by expert"""
+    offsets_e: Tensor
+    """int32 end of every expert's rows; rows past the last offset hold nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +113,9 @@ class Kernels(Protocol):
         """grad [R, O], weight [e, O, I] -> [R, I]; rows past the last offset are undefined."""
         ...
 
-    def grouped_weight_grad(
-        self, grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool
-    ) -> None:
-        """grad [R, O], rows [R, I]; writes or adds grad_e^T rows_e of every expert e to `out` [e, O, I]; 0 for an empty
-        expert; accumulated in the dtype of `out`."""
+    def grouped_weight_grad(self, parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+        """Writes or adds the sum over parts, at least one, of grad_e^T rows_e of every expert e to `out` [e, O, I]; 0
+        for an empty expert; accumulated in the dtype of `out`."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

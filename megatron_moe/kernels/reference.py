@@ -5,13 +5,14 @@ Routing and rows are in `reference_routing.py`, attention between parts of a seq
 """
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import Operand, Span, internal_dtype
+from megatron_moe.kernels.ops import GroupedPart, Operand, Span, internal_dtype
 from megatron_moe.kernels.packed import Packed, round_weights, step_unpacked
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
@@ -74,11 +75,12 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
     return out_RI
 
 
-def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
-    grad_RO, rows_RI = grad.plain(), rows.plain()
-    for expert, held in enumerate(slices(offsets_e)):
-        product = grad_RO[held].to(out.dtype).T @ rows_RI[held].to(out.dtype)
-        store(out[expert], product, accumulate)
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+    for (grad, rows, offsets_e), adds in one_by_one(parts, accumulate):
+        grad_RO, rows_RI = grad.plain(), rows.plain()
+        for expert, held in enumerate(slices(offsets_e)):
+            product = grad_RO[held].to(out.dtype).T @ rows_RI[held].to(out.dtype)
+            store(out[expert], product, adds)
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -94,6 +96,12 @@ def valid_rows(operand: Operand) -> Tensor:
         return data
     held = torch.arange(data.shape[0], device=data.device) < operand.valid_rows
     return torch.where(held[:, None], data, 0)
+
+
+def one_by_one(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[GroupedPart, bool]]:
+    """Every part, and whether its product is added: for products that know one part."""
+    for number, part in enumerate(parts):
+        yield part, accumulate or number > 0
 
 
 def slices(offsets_e: Tensor) -> list[slice]:

@@ -18,7 +18,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends import triton as triton_folder
 from megatron_moe.kernels.bundle import OPS
-from megatron_moe.kernels.ops import Operand, RowIndex
+from megatron_moe.kernels.ops import GroupedPart, Operand, RowIndex
 from megatron_moe.kernels.pages import make_pages
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
@@ -146,7 +146,7 @@ def embedding_grad(k: Any) -> Any:
 def grouped_weight_grad(k: Any) -> Any:
     out, offsets = torch.zeros(2, 48, 64), torch.tensor([4, 10], dtype=torch.int32)
     grad, rows = torch.ones(48, 10, dtype=BF16).T, torch.ones(10, 64, dtype=BF16)
-    k.grouped_weight_grad(Operand(data=grad), Operand(data=rows), offsets, out, True)
+    k.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), offsets)], out, True)
     return out, []
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.choose import choose
-from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
 from megatron_moe.moe.experts import _bias_of_rows
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
@@ -292,8 +292,8 @@ def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
     before = draw(4, 24, 32, seed=2).float() if accumulate else torch.full((4, 24, 32), torch.nan)
     actual, expected = before.cuda(), before.double()
     operands = [Operand(data=grad.cuda()), Operand(data=rows.cuda())]
-    kernels.grouped_weight_grad(*operands, ends.cuda(), actual, accumulate)
-    REFERENCE.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends, expected, accumulate)
+    kernels.grouped_weight_grad([GroupedPart(*operands, ends.cuda())], actual, accumulate)
+    REFERENCE.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), ends)], expected, accumulate)
     BF16_KERNEL.check(actual, expected, "grouped")
 
 

@@ -11,7 +11,7 @@ from arguments.read import read_plan
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.choose import choose
-from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec
 from megatron_moe.specs.run import KernelSpec
@@ -88,7 +88,7 @@ def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
     for k, device, dtype in ((kernels, "cuda", torch.float32), (REFERENCE, "cpu", torch.float64)):
         out = draw(3, 256, 128, seed=2).float().to(device, dtype)
         operands = (Operand(data=x.to(device).to(torch.bfloat16 if k is kernels else dtype)) for x in (grad, rows))
-        k.grouped_weight_grad(*operands, offsets.to(device), out, accumulate)
+        k.grouped_weight_grad([GroupedPart(*operands, offsets.to(device))], out, accumulate)
         outs.append(out.double().cpu())
     BF16_KERNEL.check(*outs, "grouped weight gradient")
 

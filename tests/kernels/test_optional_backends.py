@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import autograd, choose
 from megatron_moe.kernels.bundle import Fit
-from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec
@@ -140,7 +140,7 @@ def test_grouped_products_are_those_of_the_reference(
     results = []
     for k in (kernels, REFERENCE):
         out = draw(len(sizes), 6, 4, seed=3).float()
-        k.grouped_weight_grad(Operand(data=grad), Operand(data=rows), offsets, out, accumulate)
+        k.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), offsets)], out, accumulate)
         forward = k.grouped_forward(Operand(data=rows), Operand(data=weight), offsets)[:held]
         results.append((forward, k.grouped_input_grad(Operand(data=grad), Operand(data=weight), offsets)[:held], out))
     for what, ours, theirs in zip(("forward", "input gradient", "weight gradient"), *results, strict=True):

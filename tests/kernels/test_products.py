@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.looped import looped
-from megatron_moe.kernels.ops import Operand
+from megatron_moe.kernels.ops import GroupedPart, Operand
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.specs.params import ParamMeta
@@ -108,8 +108,9 @@ class TestGroupedProducts:
                 expected[expert] += torch.outer(grad[r], rows[r])
         grad[offsets[-1] :], rows[offsets[-1] :] = torch.nan, torch.nan
         stored, added = torch.full_like(before, torch.nan), before.clone()
-        kernels.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends(offsets), stored, False)
-        kernels.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends(offsets), added, True)
+        part = GroupedPart(Operand(data=grad), Operand(data=rows), ends(offsets))
+        kernels.grouped_weight_grad([part], stored, False)
+        kernels.grouped_weight_grad([part], added, True)
         FP64_REF.check(stored, expected, "stored")
         FP64_REF.check(added, before + expected, "added")
 

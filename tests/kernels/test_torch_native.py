@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import autograd, choose
 from megatron_moe.kernels.backends import torch_native
-from megatron_moe.kernels.ops import Operand
+from megatron_moe.kernels.ops import GroupedPart, Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec
@@ -125,7 +125,9 @@ def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wid
         ((24, 16), lambda k, out: k.linear_weight_grad(Operand(data=grad), Operand(data=rows), out, accumulate)),
         (
             (3, 24, 16),
-            lambda k, out: k.grouped_weight_grad(Operand(data=grad), Operand(data=rows), ends, out, accumulate),
+            lambda k, out: k.grouped_weight_grad(
+                [GroupedPart(Operand(data=grad), Operand(data=rows), ends)], out, accumulate
+            ),
         ),
     )
     for shape, call in cases:
@@ -150,7 +152,7 @@ def test_grouped_mm_itself_gives_forward_input_and_weight_gradients(dtype: torch
     bar.check(forward[:7], REFERENCE.grouped_forward(wide[0], wide[1], ends)[:7], "forward")
     bar.check(input_grad[:7], REFERENCE.grouped_input_grad(wide[2], wide[1], ends)[:7], "input gradient")
     expected = torch.zeros(4, 8, 16, dtype=torch.float64)
-    REFERENCE.grouped_weight_grad(wide[2], wide[0], ends, expected, False)
+    REFERENCE.grouped_weight_grad([GroupedPart(wide[2], wide[0], ends)], expected, False)
     bar.check(weight_grad, expected, "weight gradient")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
-from megatron_moe.kernels.ops import Operand
+from megatron_moe.kernels.ops import GroupedPart, Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
 from tests import kernel_comparison
@@ -285,10 +285,9 @@ def test_grouped_weight_gradients_add_up_in_the_buffer(
     grad[sum(counts) :], rows[sum(counts) :] = torch.nan, torch.nan
     before = draw(len(counts), 24, 40, seed=2).float()
     actual, expected = before.clone(), before.double()
-    triton_kernels.grouped_weight_grad(Operand(data=grad), Operand(data=rows), offsets, actual, accumulate)
-    REFERENCE.grouped_weight_grad(
-        Operand(data=grad.double()), Operand(data=rows.double()), offsets, expected, accumulate
-    )
+    for k, out in ((triton_kernels, actual), (REFERENCE, expected)):
+        factors = (Operand(data=x.to(dtype if k is triton_kernels else torch.float64)) for x in (grad, rows))
+        k.grouped_weight_grad([GroupedPart(*factors, offsets)], out, accumulate)
     FP32_REF.check(actual, expected, "weight gradient")
 
 

@@ -3,13 +3,15 @@
 It wants the rows of every expert on the host, which makes the host wait once per product; `auto` does not take it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from grouped_gemm import backend
 from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Fit, Judgement
-from megatron_moe.kernels.ops import Operand
+from megatron_moe.kernels.ops import GroupedPart, Operand
 
 NAME = "grouped_gemm"
 NEEDS = ("grouped_gemm",)
@@ -34,8 +36,13 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
     return _product(grad.plain(), weight.plain(), offsets_e, trans_b=False)
 
 
-def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """The product is rounded to bf16 before it is added: the package gives no other."""
+    for part, adds in reference.one_by_one(parts, accumulate):
+        _weight_grad(*part, out, adds)
+
+
+def _weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
     sizes_e = _sizes(offsets_e)
     held = int(sizes_e.sum())
     a, b = (x.plain()[:held].contiguous() for x in (grad, rows))

@@ -4,6 +4,7 @@ In the CUDA paths nothing is read from the device by the host. Where `auto` pref
 `tools/time_kernels.py`; the tables are in benchmarks/.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Fit, Judgement
-from megatron_moe.kernels.ops import Operand, RowIndex, internal_dtype
+from megatron_moe.kernels.ops import GroupedPart, Operand, RowIndex, internal_dtype
 from megatron_moe.kernels.packed import Packed, round_weights, step_unpacked
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.attention import CoreAttentionSpec
@@ -102,10 +103,11 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
     return _grouped_mm(grad.plain().contiguous(), weight.plain(), offsets_e)
 
 
-def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """The product is rounded to the dtype of its factors before it is added: grouped_mm gives no other."""
-    product = _grouped_mm(grad.plain().contiguous().T, rows.plain(), offsets_e)
-    reference.store(out, product, accumulate)
+    for (grad, rows, offsets_e), adds in reference.one_by_one(parts, accumulate):
+        product = _grouped_mm(grad.plain().contiguous().T, rows.plain(), offsets_e)
+        reference.store(out, product, adds)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ For comparison, and for those who trust it: our own kernels are faster, so `auto
 want the rows of every expert on the host, which makes the host wait once per product.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Fit, Judgement
-from megatron_moe.kernels.ops import Operand
+from megatron_moe.kernels.ops import GroupedPart, Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec
 from megatron_moe.specs.params import Part
@@ -98,7 +99,12 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
     return _grouped_product(grad.plain().contiguous(), weight.plain(), offsets_e, "NN")
 
 
-def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+    for part, adds in reference.one_by_one(parts, accumulate):
+        _grouped_weight_grad(*part, out, adds)
+
+
+def _grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
     splits = _splits(offsets_e)
     inputs, grads = (list(_held(x.plain(), splits).split(splits)) for x in (rows, grad))
     if not accumulate:

@@ -4,16 +4,24 @@ One program makes one tile of one expert's gradient from that expert's rows; the
 grouped product gives bf16 alone, which would cost a rounding and three more passes over the buffer.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED
-from megatron_moe.kernels.ops import Operand
+from megatron_moe.kernels.ops import GroupedPart, Operand
 
 
-def grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """See `Kernels.grouped_weight_grad`."""
+    for part, adds in reference.one_by_one(parts, accumulate):
+        _weight_grad(*part, out, adds)
+
+
+def _weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
     grad_RO, rows_RI = grad.plain(), rows.plain()
     grad_RO = grad_RO if grad_RO.stride(-1) == 1 else grad_RO.contiguous()
     rows_RI = rows_RI if rows_RI.stride(-1) == 1 else rows_RI.contiguous()
