@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.attention.tiles import Shape, dot, load_rows, tile_width, visible
+from megatron_moe.kernels.backends.triton.attention.tiles import Shape, dot, load_rows, stretches, tile_width, visible
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED
 
 
@@ -92,25 +92,12 @@ def _key_grads(
     factor = scale * 1.4426950408889634
     grad_k = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
     grad_v = tl.zeros((KEYS, VALUE), dtype=tl.float32)
-    begin = tl.maximum(first - right, 0) // ROWS * ROWS
-    end = tl.minimum(first + KEYS + left, seq)
-    inner_begin, inner_end = begin, begin
-    if not SEGMENTS:  # tiles of rows that see all keys
-        inner_begin = tl.maximum(tl.cdiv(tl.maximum(first + KEYS - 1 - right, 0), ROWS) * ROWS, begin)
-        inner_end = tl.maximum(tl.minimum(first + left + 1, seq) // ROWS * ROWS, inner_begin)
-        if first + KEYS > seq:
-            inner_begin, inner_end = begin, begin
+    ends = stretches(first, KEYS, right, left, seq, ROWS, SEGMENTS)
     for head in range(0, heads_per_group):
         n = group * heads_per_group + head
         of_head = (b * num_heads + n) * seq
         for part in tl.static_range(3):
-            if part == 0:
-                start, stop = begin, tl.minimum(inner_begin, end)
-            elif part == 1:
-                start, stop = inner_begin, tl.minimum(inner_end, end)
-            else:
-                start, stop = tl.minimum(inner_end, end), end
-            for at in range(start, stop, ROWS):
+            for at in range(ends[part], tl.minimum(ends[part + 1], ends[3]), ROWS):
                 rows = at + tl.arange(0, ROWS)
                 q = load_rows(q_ptr + b * q_b + n * q_n, q_s, rows, seq, width, WIDTH, part != 1)
                 grad = load_rows(grad_ptr + b * g_b + n * g_n, g_s, rows, seq, value_width, VALUE, part != 1)
@@ -160,20 +147,9 @@ def _query_grads(
         of_rows = tl.load(segments_ptr + rows, mask=rows < seq, other=-1)
     factor = scale * 1.4426950408889634
     grad_q = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    begin = tl.maximum(first - left, 0) // KEYS * KEYS
-    end = tl.minimum(first + ROWS + right, seq)
-    inner_begin, inner_end = begin, begin
-    if not SEGMENTS:
-        inner_begin = tl.maximum(tl.cdiv(tl.maximum(first + ROWS - 1 - left, 0), KEYS) * KEYS, begin)
-        inner_end = tl.maximum(tl.minimum(first + right + 1, seq) // KEYS * KEYS, inner_begin)
+    ends = stretches(first, ROWS, left, right, seq, KEYS, SEGMENTS)
     for part in tl.static_range(3):
-        if part == 0:
-            start, stop = begin, tl.minimum(inner_begin, end)
-        elif part == 1:
-            start, stop = inner_begin, tl.minimum(inner_end, end)
-        else:
-            start, stop = tl.minimum(inner_end, end), end
-        for at in range(start, stop, KEYS):
+        for at in range(ends[part], tl.minimum(ends[part + 1], ends[3]), KEYS):
             keys = at + tl.arange(0, KEYS)
             k = load_rows(k_ptr, k_s, keys, seq, width, WIDTH, part != 1)
             v = load_rows(v_ptr, v_s, keys, seq, value_width, VALUE, part != 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.backends.triton.attention.backward import gradients
-from megatron_moe.kernels.backends.triton.attention.tiles import Shape, dot, load_rows, tile_width, visible
+from megatron_moe.kernels.backends.triton.attention.tiles import Shape, dot, load_rows, stretches, tile_width, visible
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.params import Part
@@ -116,20 +116,9 @@ def _attend(
         peak = tl.full((ROWS,), 1.0, dtype=tl.float32) * tl.load(sinks_ptr + n).to(tl.float32) * 1.4426950408889634
         total += 1.0
     out = tl.zeros((ROWS, VALUE), dtype=tl.float32)
-    begin = tl.maximum(first - left, 0) // KEYS * KEYS
-    end = tl.minimum(first + ROWS + right, seq)
-    inner_begin, inner_end = begin, begin
-    if not SEGMENTS:  # tiles of keys that all rows see
-        inner_begin = tl.maximum(tl.cdiv(tl.maximum(first + ROWS - 1 - left, 0), KEYS) * KEYS, begin)
-        inner_end = tl.maximum(tl.minimum(first + right + 1, seq) // KEYS * KEYS, inner_begin)
+    ends = stretches(first, ROWS, left, right, seq, KEYS, SEGMENTS)
     for part in tl.static_range(3):
-        if part == 0:
-            start, stop = begin, tl.minimum(inner_begin, end)
-        elif part == 1:
-            start, stop = inner_begin, tl.minimum(inner_end, end)
-        else:
-            start, stop = tl.minimum(inner_end, end), end
-        for at in range(start, stop, KEYS):
+        for at in range(ends[part], tl.minimum(ends[part + 1], ends[3]), KEYS):
             keys = at + tl.arange(0, KEYS)
             k = load_rows(k_ptr, k_s, keys, seq, width, WIDTH, part != 1)
             logits = dot(q, tl.trans(k), None, WIDEN) * factor

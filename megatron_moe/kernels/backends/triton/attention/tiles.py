@@ -80,3 +80,16 @@ def visible(rows, keys, of_rows, segments_ptr, seq, left, right, SEGMENTS: tl.co
         of_keys = tl.load(segments_ptr + keys, mask=keys < seq, other=-2)
         seen = seen & (of_rows[:, None] == of_keys[None, :])
     return seen
+
+
+@triton.jit
+def stretches(first, TILE: tl.constexpr, left, right, seq, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Four ends of the three stretches that a tile sees, which a caller walks in steps up to the last end: every place
+    of the tile sees all of the middle one, so that it needs no mask. With left and right changed, who sees a tile."""
+    begin = tl.maximum(first - left, 0) // STEP * STEP
+    end = tl.minimum(first + TILE + right, seq)
+    inner_begin, inner_end = begin, begin
+    if not SEGMENTS:
+        inner_begin = tl.maximum(tl.cdiv(tl.maximum(first + TILE - 1 - left, 0), STEP) * STEP, begin)
+        inner_end = tl.maximum(tl.minimum(first + right + 1, seq) // STEP * STEP, inner_begin)
+    return begin, inner_begin, inner_end, end
