@@ -223,6 +223,7 @@ def _memory(flags: Flags) -> MemorySpec:
             optimizer_fraction=max(waiting, parked),
         ),
         stash=_stash(flags),
+        expert_wgrad_interval=flags.moe.moe_expert_wgrad_interval,
     )
 
 

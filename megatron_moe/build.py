@@ -121,7 +121,13 @@ def build_trainer(
     """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
     parallel = plan.data_parallel
     buffers = GradBuffers(
-        named_parameters(model), plan.precision, context, kernels, optimizer=plan.optimizer, data_parallel=parallel
+        named_parameters(model),
+        plan.precision,
+        context,
+        kernels,
+        optimizer=plan.optimizer,
+        data_parallel=parallel,
+        expert_interval=plan.memory.expert_wgrad_interval,
     )
     experts = count_expert_elements(plan.model)
     if context.assumed_load is None:

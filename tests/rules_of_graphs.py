@@ -5,6 +5,7 @@ from tests.rules_of_ranks import EIGHT_RANKS, EP2, PP2, TP2, Case
 _STILL = "--attention-dropout 0 --hidden-dropout 0"
 GRAPHS = f"{_STILL} --cuda-graph-impl local"
 PARTS = f"{GRAPHS} --cuda-graph-modules"
+LATE = "--moe-expert-wgrad-interval 2"
 WHOLE = f"{_STILL} --cuda-graph-impl full_iteration"
 
 GRAPH_CASES = (
@@ -40,6 +41,18 @@ GRAPH_CASES = (
         f"{PARTS} attn --recompute-granularity selective --recompute-modules core_attn moe_act",
         "core_attn stands in recorded parts (attn)",
         f"{PARTS} attn --recompute-granularity selective --recompute-modules moe_act",
+    ),
+    Case(
+        "recorded_rows_do_not_wait",
+        f"{GRAPHS} {LATE} --bf16",
+        "with recorded moe (--cuda-graph-impl local)",
+        f"{PARTS} attn moe_router {LATE} --bf16",
+    ),
+    Case(
+        "recorded_rows_do_not_wait",
+        f"{PARTS} moe_router moe_preprocess {LATE}",
+        "with recorded moe_preprocess",
+        f"{WHOLE} {LATE}",
     ),
     Case(
         "recorded_parts_exchange_nothing",

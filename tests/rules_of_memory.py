@@ -91,6 +91,19 @@ MEMORY_CASES = (
         "--moe-paged-stash with --recompute-granularity full",
         f"{PAGED} {CHOSEN} moe_act",
     ),
+    Case(
+        "rows_wait_for_weight_gradients_of_experts",
+        "--moe-expert-wgrad-interval 2",
+        "interval 2 has nothing to compute later",
+        "--moe-expert-wgrad-interval 1",
+        without="--num-experts",
+    ),
+    Case(
+        "rows_wait_for_weight_gradients_of_experts",
+        f"{PAGED} --moe-expert-wgrad-interval 2",
+        "interval 2 with --moe-paged-stash",
+        "--moe-expert-wgrad-interval 2",
+    ),
     Case("lost_rows_are_noticed", f"{PAGED} --no-check-for-nan-in-loss-and-grad", "that found no room", PAGED),
     Case(
         "fractions_are_shares",

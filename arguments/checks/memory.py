@@ -220,6 +220,20 @@ def pages_stand_alone(
     return (f"{_PAGED} with {' and '.join(names)}", "leave out one of them") if names else None
 
 
+def rows_wait_for_weight_gradients_of_experts(
+    moe_expert_wgrad_interval: int, num_experts: int | None, moe_paged_stash: bool
+) -> Complaint:
+    """They wait as whole tensors of what buffers have room for, and pages are there to have none of those."""
+    asked = f"--moe-expert-wgrad-interval {moe_expert_wgrad_interval}"
+    if moe_expert_wgrad_interval == 1:
+        return None
+    if not num_experts:
+        return f"{asked} has nothing to compute later: no layer has experts", "leave it out"
+    if moe_paged_stash:
+        return f"{asked} with {_PAGED}: rows would wait outside of the pages, at full size", "leave out one of them"
+    return None
+
+
 def lost_rows_are_noticed(moe_paged_stash: bool, check_for_nan_in_loss_and_grad: bool) -> Complaint:
     """Rows that found no room come back as no number."""
     if not moe_paged_stash or check_for_nan_in_loss_and_grad:
@@ -247,6 +261,7 @@ RULES = (
     offloaded_modules_are_named,
     modules_can_be_offloaded,
     offloaded_modules_are_kept,
+    rows_wait_for_weight_gradients_of_experts,
     lost_rows_are_noticed,
     fractions_are_shares,
 )

@@ -80,6 +80,9 @@ class MoEFlags:
 
     moe_grouped_gemm: bool = flag(False)
     """One grouped matrix product over all experts instead of a loop."""
+    moe_expert_wgrad_interval: int = flag(1, least=1, status="ours")
+    """Compute weight gradients of experts once for so many microbatches, in one product: their buffer is read and
+    written once for all of them, while rows of the microbatches before the last wait in memory."""
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
     """Width of all shared experts together, which every token visits. Not set or 0: none."""
     moe_shared_expert_gate: bool = flag(False)

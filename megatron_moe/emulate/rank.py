@@ -95,11 +95,12 @@ def take_steps(plan: RunPlan, context: ParallelContext, kernels: Bundle, num_mic
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Warm-up of the first pipeline rank and two more rounds: after these nothing new is ever kept."""
+    """Warm-up of the first pipeline rank and two more rounds, and as many as wait for weight gradients: after these
+    nothing new is ever kept."""
     whole = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
     spec = plan.schedule(whole)
     warmup = -(-num_warmup(spec, 0) // spec.vpp)
-    wanted = warmup + 2 * spec.pp
+    wanted = warmup + 2 * spec.pp + plan.memory.expert_wgrad_interval - 1
     rounds = -(-wanted // spec.group) * spec.group
     return min(rounds if spec.vpp > 1 else wanted, whole)
 

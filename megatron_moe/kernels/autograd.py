@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand, internal_dtype
-from megatron_moe.parallel.parameter import GradSink
+from megatron_moe.parallel.parameter import GradSink, PartedGrad
 
 
 class Saved(NamedTuple):
@@ -141,12 +141,10 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_rows = kernels.grouped_input_grad(Operand(data=grad), Operand(data=weight), offsets_e)
         if ctx.needs_input_grad[2]:
-            part = GroupedPart(Operand(data=grad), Operand(data=ctx.restore(*kept)), offsets_e)
-
-            def compute(out: Tensor, accumulate: bool) -> None:
-                kernels.grouped_weight_grad([part], out, accumulate)
-
-            grad_weight = give(weight, compute)
+            # a part may outlive this backward, and must not keep the graph that the rows came from
+            rows = ctx.restore(*kept).detach()
+            part = GroupedPart(Operand(data=grad), Operand(data=rows), offsets_e)
+            grad_weight = give(weight, PartedGrad(kernels.grouped_weight_grad, (part,)))
         return None, grad_rows, grad_weight, None, None, None
 
 

@@ -9,6 +9,7 @@ is told to whoever listens, so that a bucket's reduction can start when it is co
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.reduce import Bucket, GradReducer
 from megatron_moe.optim.sharded import is_first_owner, owned_ranges, replica_group, tensor_group
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
-from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.parallel.parameter import Parameter, PartedGrad
 from megatron_moe.specs.layout_params import BufferKey, BufferLayout, ParamShape, place_parameters, reduction_order
 from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import FloatName, PrecisionSpec
@@ -52,9 +53,15 @@ class WeightGradQueue:
 
 
 class GradSlot:
-    """Where the gradient of one parameter is accumulated. It is the parameter's `sink`."""
+    """Where the gradient of one parameter is accumulated. It is the parameter's `sink`.
 
-    def __init__(self, name: str, parameter: Parameter, main_grad: Tensor, queue: WeightGradQueue) -> None:
+    Gradients that can be computed in one go wait until there are `interval` of them, or until every microbatch of the
+    step has brought one. Then memory is read and written once for all of them.
+    """
+
+    def __init__(
+        self, name: str, parameter: Parameter, main_grad: Tensor, queue: WeightGradQueue, interval: int = 1
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self.main_grad = main_grad
@@ -62,18 +69,47 @@ class GradSlot:
         self.filled = False
         """Holds a gradient of this step; what it held before counts for nothing."""
         self.on_arrival: Callable[[], None] = _nobody_listens
-        """Called after every gradient."""
+        """Called once for every gradient, when it is in the buffer."""
         self._queue = queue
+        self._interval = interval
+        self._waiting: PartedGrad | None = None
+        self._num_left: int | None = None
+        """Microbatches of this step that have not brought a gradient of parts; None: not known."""
+
+    def begin_step(self, num_microbatches: int | None) -> None:
+        """See `GradBuffers.begin_step`."""
+        assert self._waiting is None, f"{self.name}: a weight gradient of the last step was never computed"
+        self.filled = False
+        self._num_left = num_microbatches
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Implements `GradSink`."""
+        self._queue.submit(partial(self._take, compute))
 
-        def task() -> None:
-            compute(self.main_grad, self.filled)
-            self.filled = True
+    def compute_waiting(self) -> None:
+        """Computes the gradients that wait for others."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._compute(waiting, len(waiting.parts))
+
+    @torch.no_grad()
+    def _take(self, compute: Callable[[Tensor, bool], None]) -> None:
+        if not isinstance(compute, PartedGrad):
+            self._compute(compute, 1)
+            return
+        self._waiting = compute if self._waiting is None else self._waiting.with_later(compute)
+        if self._num_left is not None:
+            self._num_left -= 1
+        is_last = self._num_left is not None and self._num_left <= 0
+        if is_last or len(self._waiting.parts) >= self._interval:
+            self.compute_waiting()
+
+    @torch.no_grad()
+    def _compute(self, compute: Callable[[Tensor, bool], None], num_gradients: int) -> None:
+        compute(self.main_grad, self.filled)
+        self.filled = True
+        for _ in range(num_gradients):
             self.on_arrival()
-
-        self._queue.submit(task)
 
     @torch.no_grad()
     def accept(self, *_: object) -> None:
@@ -138,7 +174,7 @@ class FlatBuffer:
         for place in self.layout.places:
             yield place.name, flat[place.start : place.end].view(place.shape)
 
-    def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue) -> None:
+    def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int) -> None:
         """Moves the parameters into this buffer, keeping their values, and gives them their sinks."""
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
@@ -146,7 +182,7 @@ class FlatBuffer:
             weight.copy_(parameter.data)
             parameter.data = weight
             parameter.grad = None
-            slots.append(GradSlot(name, parameter, main_grad, queue))
+            slots.append(GradSlot(name, parameter, main_grad, queue, interval))
             parameter.sink = slots[-1]
         self.slots = tuple(slots)
 
@@ -160,6 +196,7 @@ class GradBuffers:
         kernels: the bundle that norms and optimizer use on these buffers.
         optimizer: decides what shares a buffer: weight decay and learning rate.
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
+        expert_interval: weight gradients of experts are computed once for so many microbatches.
     """
 
     def __init__(
@@ -171,6 +208,7 @@ class GradBuffers:
         *,
         optimizer: OptimizerSpec | None = None,
         data_parallel: DataParallelSpec | None = None,
+        expert_interval: int = 1,
     ) -> None:
         self.data_parallel = data_parallel or DataParallelSpec()
         self.context = context
@@ -191,7 +229,7 @@ class GradBuffers:
             FlatBuffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
         )
         for buffer in self.buffers:
-            buffer.adopt(parameters, self.queue)
+            buffer.adopt(parameters, self.queue, expert_interval)
         if self.data_parallel.overlap_grad_reduce:
             # So that a bucket is complete before the whole backward is over. Where no hook fires `collect` sweeps.
             for slot in self.slots:
@@ -218,7 +256,7 @@ class GradBuffers:
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
-            slot.filled = False
+            slot.begin_step(num_microbatches)
         self.reducer.begin_step(num_microbatches)
 
     def collect(self) -> None:
@@ -230,6 +268,7 @@ class GradBuffers:
         """Computes what still waits and zeroes what received nothing. Afterwards the buffers hold this step's sums."""
         self.queue.run()
         for slot in self.slots:
+            slot.compute_waiting()
             slot.zero_if_empty()
 
 

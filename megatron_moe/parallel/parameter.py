@@ -1,8 +1,8 @@
 """Parameters that know what they are, and where their gradient goes."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,25 @@ class GradSink(Protocol):
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Runs `compute(out, accumulate)` now or later. It must write (or add, if `accumulate`) the gradient to `out`,
-        which has the parameter's shape and the accumulation dtype."""
+        which has the parameter's shape and the accumulation dtype. A `PartedGrad` may wait for others."""
         ...
+
+
+@dataclass(frozen=True)
+class PartedGrad:
+    """A weight gradient that can be computed in one go with later ones of the same parameter. Whoever does not know
+    that calls it, and has it alone."""
+
+    product: Callable[[Sequence[Any], Tensor, bool], None]
+    """Writes or adds the sum over parts."""
+    parts: tuple[Any, ...]
+    """What the product reads. Nobody else may write there."""
+
+    def __call__(self, out: Tensor, accumulate: bool) -> None:
+        self.product(self.parts, out, accumulate)
+
+    def with_later(self, later: "PartedGrad") -> "PartedGrad":
+        return replace(self, parts=self.parts + later.parts)
 
 
 class Parameter(nn.Parameter):

@@ -48,12 +48,15 @@ class StashSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySpec:
-    """Trades of memory against time. None of them changes a number."""
+    """Trades of memory against time. None of them changes a number, but for the last."""
 
     recompute: RecomputeSpec = RecomputeSpec()
     offload: OffloadSpec = OffloadSpec()
     stash: StashSpec | None = None
     """None: rows are kept with the rows behind them that are not used."""
+    expert_wgrad_interval: int = 1
+    """Weight gradients of experts are computed once for so many microbatches, whose rows wait for that. Rows of several
+    microbatches are summed before the buffer, so last digits change."""
 
 
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]

@@ -111,9 +111,9 @@ def test_pages_are_counted_at_the_fullest_moment_of_the_schedule() -> None:
     assert pages_of_rank(again, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
     # of 1F1B in two chunks of one layer each: the first stage has a dense layer
-    in_flight = RankMemory(stages).moments(1, 4)
+    in_flight = [counts for counts, _ in RankMemory(stages).moments(1, 4)]
     assert pages_of_rank(stages, 1)[32] == 4 * max(sum(counts) for counts in in_flight)
-    assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts in RankMemory(stages).moments(0, 4))
+    assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts, _ in RankMemory(stages).moments(0, 4))
 
 
 def test_an_emulation_sees_what_pages_save() -> None:

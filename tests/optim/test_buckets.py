@@ -78,6 +78,58 @@ def test_a_second_step_forgets_the_first() -> None:
     EXACT.check_all(run(parameters, buffers, 2), first, "gradients of the second step")
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    "interval, known, arrived",
+    [(1, True, [1, 2, 3]), (2, True, [0, 2, 3]), (2, False, [0, 2, 2]), (4, True, [0, 0, 3])],
+)
+def test_gradients_of_experts_wait_for_others_and_are_told_when_they_are_there(
+    interval: int, known: bool, arrived: list[int], deferred: bool
+) -> None:
+    """Of three microbatches, in two steps; one expert has no rows. What is deferred waits in the queue first."""
+    parameters = make_parameters()
+    buffers = make_buffers(parameters, expert_interval=interval)
+    (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
+    seen: list[bool] = []
+    slot.on_arrival = lambda: seen.append(slot.filled)
+    for _ in range(2):
+        seen.clear()
+        buffers.begin_step(3 if known else None)
+        buffers.queue.deferred = deferred
+        found = []
+        for microbatch in range(3):
+            toy_loss(parameters, tokens(microbatch)).backward()
+            before = len(seen)
+            buffers.queue.run()
+            assert not deferred or before == (found[-1] if found else 0)
+            buffers.collect()
+            found.append(len(seen))
+        buffers.complete()
+        assert found == arrived and seen == [True] * 3
+        FP64_LAYOUT.check_all(main_grads(buffers), autograd_sums(torch.float64, 3), "gradients")
+        assert not slot.main_grad[1].any()
+
+
+def test_a_gradient_that_waits_does_not_keep_the_graph_that_its_rows_came_from() -> None:
+    parameters = make_parameters()
+    buffers = make_buffers(parameters, expert_interval=2)
+    buffers.begin_step(2)
+    toy_loss(parameters, tokens(0)).backward()
+    (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
+    assert slot._waiting is not None
+    (part,) = slot._waiting.parts
+    assert part.rows.data.grad_fn is None and part.grad.data.grad_fn is None
+
+
+def test_a_step_does_not_begin_while_gradients_of_the_last_one_wait() -> None:
+    parameters = make_parameters()
+    buffers = make_buffers(parameters, expert_interval=2)
+    buffers.begin_step(2)
+    toy_loss(parameters, tokens(0)).backward()
+    with pytest.raises(AssertionError, match="linear_fc1.weight: a weight gradient of the last step"):
+        buffers.begin_step(2)
+
+
 def test_a_parameter_that_received_nothing_has_gradient_zero() -> None:
     parameters = make_parameters()
     buffers = make_buffers(parameters)

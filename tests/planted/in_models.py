@@ -125,10 +125,38 @@ TRAINING = (
     Bug(
         name="gradients of the last step are added to",
         file="megatron_moe/optim/buckets.py",
-        old="slot.filled = False\n        self.reducer.begin_step",
-        new="pass\n        self.reducer.begin_step",
+        old="        self.filled = False\n        self._num_left = num_microbatches",
+        new="        self._num_left = num_microbatches",
         select=("tests/optim/test_buckets.py::test_a_second_step_forgets_the_first",),
         reason="a momentum that nobody asked for",
+    ),
+    Bug(
+        name="weight gradients that wait are not computed with the last microbatch of a step",
+        file="megatron_moe/optim/buckets.py",
+        old="is_last = self._num_left is not None and self._num_left <= 0",
+        new="is_last = False",
+        select=(
+            "tests/optim/test_buckets.py::test_gradients_of_experts_wait_for_others_and_are_told_when_they_are_there",
+        ),
+        reason="their buckets would never be reduced beside the backward",
+    ),
+    Bug(
+        name="of weight gradients that wait only the last one counts",
+        file="megatron_moe/parallel/parameter.py",
+        old="parts=self.parts + later.parts",
+        new="parts=later.parts",
+        select=("tests/train/test_late_weight_gradients.py",),
+        reason="experts would learn from every other microbatch",
+    ),
+    Bug(
+        name="weight gradients that wait are forgotten at the end of a step",
+        file="megatron_moe/optim/buckets.py",
+        old="            slot.compute_waiting()\n            slot.zero_if_empty()",
+        new="            slot.zero_if_empty()",
+        select=(
+            "tests/optim/test_buckets.py::test_gradients_of_experts_wait_for_others_and_are_told_when_they_are_there",
+        ),
+        reason="where the number of microbatches is not known nobody else computes them",
     ),
     Bug(
         name="gradients are accumulated in the type of the weights",

@@ -109,6 +109,30 @@ def _touched(recorded: Sequence[str]) -> set[str]:
     return {module for part in recorded for module in _RECOMPUTED_IN[part]}
 
 
+def recorded_rows_do_not_wait(
+    moe_expert_wgrad_interval: int,
+    cuda_graph_impl: str,
+    cuda_graph_modules: tuple[str, ...],
+    bf16: bool,
+    tensor_model_parallel_size: int,
+    expert_model_parallel_size: int,
+    expert_tensor_parallel_size: int | None,
+) -> Complaint:
+    """Rows that wait for weight gradients stand where the next replay writes, if a recording made them."""
+    if moe_expert_wgrad_interval == 1 or cuda_graph_impl in ("none", "full_iteration"):
+        return None
+    alone = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size) == 1
+    recorded = cuda_graph_modules or (("moe",) if alone and bf16 else ())
+    rows = [name for name in recorded if name in ("moe", "moe_preprocess")]
+    if not rows:
+        return None
+    return (
+        f"--moe-expert-wgrad-interval {moe_expert_wgrad_interval} with recorded {' '.join(rows)} ({_IMPL} "
+        f"{cuda_graph_impl}): the next replay writes where rows of experts wait",
+        "leave out one of them, or record other --cuda-graph-modules: attn moe_router",
+    )
+
+
 def recorded_parts_exchange_nothing(
     cuda_graph_impl: str,
     cuda_graph_modules: tuple[str, ...],
@@ -185,6 +209,7 @@ RULES = (
 WAITING = (
     replays_draw_nothing,
     recorded_parts_run_once,
+    recorded_rows_do_not_wait,
     recorded_parts_exchange_nothing,
     recorded_steps_are_whole,
     recorded_parts_wait_for_nothing,

@@ -8,11 +8,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
-from megatron_moe.specs.costs.activations import WHOLE_LAYER, Kept, Sizes, layer_tensors, num_bytes, stage_tensors
-from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements
+from megatron_moe.specs.costs.activations import (
+    WHOLE_LAYER,
+    Kept,
+    Sizes,
+    expert_rows,
+    layer_tensors,
+    num_bytes,
+    stage_tensors,
+)
+from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements, share_of_layer
 from megatron_moe.specs.costs.working import ATTENTION, AtWork, in_attention, in_feed_forward, in_loss
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import LayerSpec
+from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.pipeline.actions import Entry, parts
 from megatron_moe.specs.pipeline.schedule import computations
 from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
@@ -20,6 +29,10 @@ from megatron_moe.specs.run import RunPlan
 
 _FEW_GROUPS = 4
 """Groups of microbatches after which a schedule repeats itself."""
+LATE = "waiting for weight gradients"
+"""Rows of experts and their gradients, behind the backward of their microbatch."""
+Moment = tuple[tuple[int, ...], tuple[int, ...]]
+"""By chunk: microbatches in flight, and those behind their backward whose rows wait for weight gradients of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +176,7 @@ class RankMemory:
         self.sizes = Sizes.of(plan.parallel, plan.precision, micro=micro, seq_length=seq, imbalance=imbalance)
         self._layers: dict[LayerSpec, list[Kept]] = {}
         self._held: dict[int, tuple[Held, Held]] = {}
-        self._in_flight: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        self._moments: dict[tuple[int, int, int], list[Moment]] = {}
 
     def with_switches(self, memory: MemorySpec) -> "RankMemory":
         """Of the same plan with other trades of memory against time; what they do not change is not counted again."""
@@ -172,7 +185,7 @@ class RankMemory:
     def on_another_plan(self, plan: RunPlan) -> "RankMemory":
         """Of a plan with the same model, layout and batch, but other memory switches or another optimizer."""
         other = RankMemory(plan, self.sizes.imbalance)
-        other._layers, other._held, other._in_flight = self._layers, self._held, self._in_flight
+        other._layers, other._held, other._moments = self._layers, self._held, self._moments
         return other
 
     def all_ranks(self, num_microbatches: int) -> list[RankBytes]:
@@ -184,11 +197,14 @@ class RankMemory:
         plan, layout = self.plan, self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
-        fullest, in_flight = _fullest(self.moments(rank, num_microbatches), [chunk.total for chunk in chunks])
+        late = [sum(map(self._late, of_chunk)) for of_chunk in self.layers_of_chunks(rank)]
+        fullest, waiting = _fullest(self.moments(rank, num_microbatches), [chunk.total for chunk in chunks], late)
         modules: dict[str, float] = {}
         for count, chunk in zip(fullest, chunks, strict=True):
             for module, size in chunk.modules.items():
                 modules[module] = modules.get(module, 0.0) + count * size
+        if any(waiting):
+            modules[LATE] = sum(map(mul, waiting, late))
         moments = [self._at_work(layer) for layer in dict.fromkeys(layers)]
         if any(stage.loss for stage in stages):
             moments.append(in_loss(plan.model, plan.parallel, self.sizes))
@@ -201,7 +217,7 @@ class RankMemory:
             held=self.held(rank),
             state=self.state_of_rank(rank),
             activations=tuple(modules.items()),
-            in_flight=in_flight,
+            in_flight=sum(fullest),
             dispatch=at_work.dispatch,
             working=at_work.other,
             transfers=self._transfers(),
@@ -209,14 +225,17 @@ class RankMemory:
             on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
         )
 
-    def moments(self, rank: int, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Microbatches in flight by chunk after every forward of a pipeline rank, each set of numbers once. Of a few
-        groups of microbatches: the rest of a long step repeats itself."""
-        several = min(num_microbatches, _FEW_GROUPS * self.plan.schedule(num_microbatches).group)
-        if (rank, several) not in self._in_flight:
+    def moments(self, rank: int, num_microbatches: int) -> list[Moment]:
+        """What waits after every computation of a pipeline rank, each set of numbers once. Of a few groups of
+        microbatches: the rest of a long step repeats itself."""
+        interval = self.plan.memory.expert_wgrad_interval
+        group = self.plan.schedule(num_microbatches).group
+        several = min(num_microbatches, (_FEW_GROUPS + interval - 1) * group)
+        known = rank, several, interval
+        if known not in self._moments:
             entries = computations(self.plan.schedule(several), rank)
-            self._in_flight[rank, several] = _moments_of(entries, self.plan.layout.vpp)
-        return self._in_flight[rank, several]
+            self._moments[known] = _moments_of(entries, self.plan.layout.vpp, several, interval)
+        return self._moments[known]
 
     def state_of_rank(self, rank: int) -> StateBytes:
         """Weights, gradients and optimizer of one pipeline rank."""
@@ -305,6 +324,17 @@ class RankMemory:
         left = [self._remains(each) for each in self.tensors(layer)]
         return sum(each.device + each.host for each in left)
 
+    def _late(self, layer: LayerSpec) -> float:
+        """What a layer with experts keeps for its weight gradients behind the backward of a microbatch."""
+        feed_forward = share_of_layer(layer, self.plan.parallel).feed_forward
+        if not isinstance(feed_forward, MoESpec):
+            return 0.0
+        experts = feed_forward.experts
+        rows = expert_rows(feed_forward, self.plan.parallel, self.sizes.residual, self.sizes.imbalance)
+        # inputs of both products and gradients of both results
+        width = 2 * experts.hidden_size + (1 + experts.activation.fan) * experts.ffn_hidden_size
+        return rows * width * self.sizes.activation
+
     def _at_work(self, layer: LayerSpec) -> AtWork:
         """The fuller of the two parts of a layer."""
         parts: dict[bool, float] = {True: 0.0, False: 0.0}
@@ -353,25 +383,26 @@ def _moves(kept: Kept, offload: OffloadSpec) -> bool:
     return kept.moves in offload.modules and kept.elements >= offload.min_elements
 
 
-def _moments_of(entries: Iterable[Entry], num_chunks: int) -> list[tuple[int, ...]]:
-    """Microbatches in flight by chunk after every forward, in order, each set of numbers once. In a pair what one
-    microbatch takes layer by layer the other one gives back."""
-    now = [0] * num_chunks
-    found: dict[tuple[int, ...], None] = {}
+def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:
+    """What waits after every entry, in order, each set of numbers once. In a pair what one microbatch takes layer by
+    layer the other one gives back. Weight gradients of experts wait until they are `interval`, or the step's last."""
+    now, done = [0] * num_chunks, [0] * num_chunks
+    found: dict[Moment, None] = {}
     for entry in entries:
         for action in parts(entry):
             if action.kind == "forward":
                 now[action.chunk] += 1
             elif action.kind in ("backward", "backward_weight"):
                 now[action.chunk] -= 1
-        found[tuple(now)] = None
+                done[action.chunk] += 1
+        late = tuple(0 if count == num_microbatches else count % interval for count in done)
+        found[tuple(now), late] = None
     return list(found)
 
 
-def _fullest(moments: Iterable[tuple[int, ...]], chunks: Sequence[float]) -> tuple[tuple[int, ...], int]:
-    """(microbatches in flight by chunk, all of them) at the moment at which their activations are largest."""
-    fullest = max(moments, key=lambda counts: sum(map(mul, counts, chunks)))
-    return fullest, sum(fullest)
+def _fullest(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
+    """The moment at which most waits; of every chunk what one microbatch leaves in flight, and what behind it."""
+    return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
 def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:

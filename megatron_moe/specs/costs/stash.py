@@ -19,7 +19,7 @@ def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
     number = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
     chunks = [_of_layers(layers, memory, plan.memory.stash) for layers in memory.layers_of_chunks(rank)]
     most: Counter[int] = Counter()
-    for in_flight in memory.moments(rank, number):
+    for in_flight, _ in memory.moments(rank, number):
         now: Counter[int] = Counter()
         for count, pages in zip(in_flight, chunks, strict=True):
             now += Counter({width: count * each for width, each in pages.items()})

@@ -57,13 +57,16 @@ def whole_layers(plan: RunPlan) -> RunPlan:
     """The plan with every layer computed again. Modules need nothing then, and their inputs do not move."""
     spec = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
     offload = replace(plan.memory.offload, modules=())
-    return replace(plan, memory=MemorySpec(recompute=spec, offload=offload))
+    interval = plan.memory.expert_wgrad_interval
+    return replace(plan, memory=MemorySpec(recompute=spec, offload=offload, expert_wgrad_interval=interval))
 
 
 def without_switches(plan: RunPlan) -> RunPlan:
-    """The plan with all activations kept on the device; the optimizer stays as it is."""
+    """The plan with all activations kept on the device; the optimizer stays as it is, and when experts get their weight
+    gradients."""
     offload = OffloadSpec(optimizer_fraction=plan.memory.offload.optimizer_fraction)
-    return replace(plan, memory=MemorySpec(offload=offload))
+    interval = plan.memory.expert_wgrad_interval
+    return replace(plan, memory=MemorySpec(offload=offload, expert_wgrad_interval=interval))
 
 
 def more_switches(plan: RunPlan) -> list[Switch]:

@@ -56,6 +56,10 @@ def ways_back(plan: RunPlan) -> Iterator[Switch]:
     for module in offload.modules:
         rest = [name for name in offload.modules if name != module]
         yield Switch(f"--offload-modules {module}", lambda given, rest=rest: moving(given, rest))  # type: ignore[misc]
+    interval = plan.memory.expert_wgrad_interval
+    if interval > 1:
+        at_once = replace(plan.memory, expert_wgrad_interval=1)
+        yield Switch(f"--moe-expert-wgrad-interval {interval}", lambda given: replace(given, memory=at_once))
     yield from _of_state(plan)
 
 

@@ -102,10 +102,14 @@ class LayerWork:
         )
 
     def _weights_of_experts(self, layer: LayerSpec) -> float:
-        """Bytes: read forward and backward; the gradient read and written. A few rows per expert do not hide them."""
-        precision = self.plan.precision
+        """Bytes: read forward and backward; the gradient read and written, once for several microbatches where it
+        waits for them. A few rows per expert do not hide them."""
+        plan, precision = self.plan, self.plan.precision
         weight = 1 if precision.low else num_bytes(precision.params)
-        return held_by_layer(layer, self.plan.parallel).expert * (2.0 * weight + 2 * num_bytes(precision.grads))
+        number = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+        together = max(1, min(plan.memory.expert_wgrad_interval, number))
+        gradient = 2 * num_bytes(precision.grads) / together
+        return held_by_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
     def _head(self) -> Work:
         """Logits and loss, once per depth of multi-token prediction too; in the parameters' format."""

@@ -1,0 +1,165 @@
+"""Weight gradients of experts that are computed once for several microbatches are those of one at a time."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer, record_steps
+from megatron_moe.data import mock
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.bundle import OPS, Bundle
+from megatron_moe.memory.recorder import Repeater
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.memory import GraphSpec, MemorySpec, OffloadSpec, RecomputeSpec
+from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
+from megatron_moe.specs.moe import SharedExpertsSpec
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.pipeline.spec import PipelineSpec
+from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import BatchSpec
+from megatron_moe.train.evaluate import evaluate
+from megatron_moe.train.state import TrainState
+from megatron_moe.train.step import Trainer
+from tests import tiny, tiny_models
+from tests.pipelines import laid_out, run_steps
+from tests.ranks import on_threads
+from tests.tolerances import FP64_LAYOUT
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_documents() -> Iterator[None]:
+    """Most of a short run's time would go to the shuffling of documents that it never sees."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mock, "_NUM_DOCUMENTS", 100)
+        yield
+
+
+def experts(**changes: Any) -> Any:
+    return replace(tiny.moe().experts, **changes)
+
+
+def model(num_layers: int = 2, *, moe: Any = None, **changes: Any) -> ModelSpec:
+    """Experts in every layer."""
+    layer = LayerSpec(mixer=tiny.attention(), feed_forward=moe or tiny.moe(), norm=tiny.NORM)
+    return tiny.model(layers=(layer,) * num_layers, **changes)
+
+
+def plan(num_microbatches: int = 4, spec: ModelSpec | None = None, *, dp: int = 1, **changes: Any) -> RunPlan:
+    """Microbatches of one short sequence."""
+    return tiny.plan(
+        model=spec or model(),
+        data=replace(tiny.plan().data, seq_length=8),
+        batch=BatchSpec(micro=1, global_size=num_microbatches * dp),
+        **changes,
+    )
+
+
+def over_ranks(num_microbatches: int = 3, moe: Any = None, **sizes: Any) -> RunPlan:
+    """Two ranks that share the experts and see different tokens."""
+    parallel = ParallelSpec(**{"world_size": 2, "ep": 2, **sizes})
+    return plan(num_microbatches, model(moe=moe), dp=2, parallel=parallel)
+
+
+def selective(*modules: str) -> MemorySpec:
+    return MemorySpec(recompute=RecomputeSpec(granularity="selective", modules=modules))
+
+
+LATENT = tiny.moe(
+    latent_size=16,
+    experts=experts(hidden_size=16),
+    shared=SharedExpertsSpec(mlp=tiny_models.mlp_spec(ffn_hidden_size=16)),
+)
+AGAIN = MTPSpec(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
+ALL_TO_ALL, ALL_GATHER = tiny.moe(dispatcher="alltoall"), tiny.moe(dispatcher="allgather")
+STAGES = laid_out(plan(), "Et|tL", 2)
+CHUNKS = laid_out(plan(spec=model(4)), "Et|t|t|tL", 2)
+PAIRS = PipelineSpec(overlap=True, split_backward=True)
+EARLY = DataParallelSpec(overlap_grad_reduce=True, sharded_optimizer=True, bucket_size=1)
+MOVED = OffloadSpec(modules=("expert_fc1", "moe_act"), min_elements=1)
+CASES = {
+    **{f"{number} microbatches": plan(number) for number in (1, 3, 5)},
+    "experts by all-to-all": over_ranks(moe=ALL_TO_ALL),
+    "experts by all-gather": over_ranks(moe=ALL_GATHER),
+    "slices of experts": over_ranks(moe=ALL_TO_ALL, ep=1, tp=1, etp=2),
+    "copies of experts, reduced early": replace(over_ranks(4, ep=1), data_parallel=EARLY),
+    "1F1B": STAGES,
+    "chunks": CHUNKS,
+    "weight gradients apart": replace(plan(5), pipeline=PipelineSpec(split_backward=True)),
+    "pairs of chunks": replace(CHUNKS, pipeline=replace(PAIRS, layout=CHUNKS.pipeline.layout)),
+    "pairs over experts": replace(over_ranks(moe=ALL_TO_ALL), pipeline=PAIRS),
+    "activation again": plan(memory=selective("moe_act", "layernorm")),
+    "layer again": plan(memory=selective("moe")),
+    "whole layers again": plan(memory=MemorySpec(recompute=RecomputeSpec(granularity="full"))),
+    "rows on the host": plan(memory=MemorySpec(offload=MOVED)),
+    "standard permutation, bias": plan(spec=model(moe=tiny.moe(experts=experts(probs_on_output=True, bias=True)))),
+    "one by one": plan(spec=model(moe=tiny.moe(experts=experts(grouped=False)))),
+    "latent, prediction by a repeated layer": plan(3, model(moe=LATENT, mtp=AGAIN)),
+    "recorded attention": plan(graphs=GraphSpec(modules=("attn", "moe_router"), warmup_steps=1)),
+    "recorded steps": plan(graphs=GraphSpec(whole_step=True, warmup_steps=1)),
+}  # fmt: skip
+
+
+def every(interval: int, each: RunPlan) -> RunPlan:
+    return replace(each, memory=replace(each.memory, expert_wgrad_interval=interval))
+
+
+def counting(calls: Counter[int]) -> Bundle:
+    """Plain torch, which notes how many parts the weight gradients of experts have."""
+    plain = reference.bundle()
+
+    def grouped_weight_grad(parts: Any, out: Tensor, accumulate: bool) -> None:
+        calls[len(parts)] += 1
+        plain.grouped_weight_grad(parts, out, accumulate)
+
+    functions = {op: getattr(plain, op) for op in OPS} | {"grouped_weight_grad": grouped_weight_grad}
+    return Bundle.of(functions, plain.choices)
+
+
+def trainer_of(each: RunPlan, context: ParallelContext, calls: Counter[int] | None = None) -> Trainer:
+    kernels = counting(Counter() if calls is None else calls)
+    trainer = build_trainer(each, context, build_model(each, context, kernels), kernels)
+    record_steps(trainer, Repeater())
+    return trainer
+
+
+def trained(each: RunPlan) -> list[dict[str, Tensor]]:
+    """Losses, norms, gradients and weights of every rank."""
+
+    def train(context: ParallelContext) -> dict[str, Tensor]:
+        return run_steps(each, trainer_of(each, context), TrainState(), STEPS)
+
+    return on_threads(each.parallel, train)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
+    expected = trained(CASES[case])
+    for interval in (2, 3) if CASES[case].parallel.world_size == 1 else (2,):
+        for rank, figures in enumerate(trained(every(interval, CASES[case]))):
+            FP64_LAYOUT.check_all(figures, expected[rank], f"{case}, every {interval}, rank {rank}")
+
+
+@pytest.mark.parametrize(
+    "number, interval, sizes",
+    [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])],
+)
+def test_one_product_takes_the_rows_of_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
+    """Of two layers with two stacks each. Evaluations in between bring none."""
+    calls: Counter[int] = Counter()
+    each = every(interval, plan(number))
+    context = ParallelContext.single(dtype=torch.float64)
+    trainer, datasets = trainer_of(each, context, calls), build_data(each, context)
+    loader = build_train_loader(each, context, datasets)
+    assert loader is not None
+    for _ in range(2):
+        calls.clear()
+        trainer.step(loader.next_step(), TrainState())
+        evaluate(trainer.pipeline, loader.next_step(), number)
+        assert calls == Counter({size: 4 * sizes.count(size) for size in sizes})
