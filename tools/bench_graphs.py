@@ -8,16 +8,16 @@ commas between them. What stands behind `--` is the command line of pretrain_moe
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from arguments.read import read_plan
-from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError
-from tools.profile_step import Run, timed_steps
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
+from megatron_moe.specs.exitcodes import RunError  # noqa: E402
+from tools.timed_run import Run, plan_to_run, require_gpu, timed_steps, words_around_dashes  # noqa: E402
 
 MIB = 2**20
 _WARMUP = 4
@@ -35,9 +35,7 @@ def flags_of(mode: str) -> list[str]:
 
 def measure(argv: Sequence[str], steps: int) -> list[str]:
     """A run: its median step, its memory, its last loss, and its recordings."""
-    plan = read_plan(list(argv), os.environ, vocab_size_of=vocab_size_of)
-    os.environ.update(plan.environment)
-    run = Run(plan, quick=True)
+    run = Run(plan_to_run(argv), quick=True)
     try:
         timed_steps(run, _WARMUP)
         torch.cuda.reset_peak_memory_stats()
@@ -56,14 +54,13 @@ def measure(argv: Sequence[str], steps: int) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    own, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, theirs = words_around_dashes(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args(own)
     try:
-        if not torch.cuda.is_available():
-            raise EnvironmentProblem("torch sees no GPU here, and CUDA graphs are what this tool times.")
+        require_gpu("CUDA graphs are")
         for mode in options.modes:
             print(mode, *measure([*theirs, *flags_of(mode)], options.steps), sep=" | ", flush=True)
             gc.collect()

@@ -9,7 +9,6 @@ chronological trace (for chrome://tracing or Perfetto) are written there. Nothin
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,16 +16,20 @@ from pathlib import Path
 
 import torch
 
-from arguments.read import read_plan
-from megatron_moe import build
-from megatron_moe.data.loader import TrainLoader
-from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.logs.kernel_times import KernelEvent, Share, shares_of_kernels, shares_of_kinds
-from megatron_moe.specs.count_flops import flops_per_step
-from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.train.state import TrainState
-from megatron_moe.train.step import StepOutcome, Trainer
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
+from megatron_moe.logs.kernel_times import Share, shares_of_kernels, shares_of_kinds  # noqa: E402
+from megatron_moe.specs.count_flops import flops_per_step  # noqa: E402
+from megatron_moe.specs.exitcodes import RunError  # noqa: E402
+from megatron_moe.specs.run import RunPlan  # noqa: E402
+from tools.timed_run import (  # noqa: E402
+    Run,
+    plan_to_run,
+    require_gpu,
+    timed_steps,
+    traced_steps,
+    words_around_dashes,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class Profile:
     peak_mib: float
     """Largest allocation after warm-up."""
     losses: tuple[float, ...]
+    """Of every step, from the first of the warm-up to the last that was timed."""
+    loads: tuple[float, ...]
+    """Of the timed steps, see `Run.take_loads`."""
     kinds: tuple[Share, ...]
+    """Empty where nothing was traced, as the next."""
     kernels: tuple[Share, ...]
 
     @property
@@ -49,86 +56,19 @@ class Profile:
         return sorted(self.step_ms)[len(self.step_ms) // 2]
 
 
-class Run:
-    """A run of pretrain_moe.py without its logs and checkpoints.
-
-    `quick`: weights start from random numbers of the device instead of the run's own, which are drawn on the CPU.
-    """
-
-    def __init__(self, plan: RunPlan, *, quick: bool = False) -> None:
-        self.plan = plan
-        self.context = build.build_context(plan)
-        kernels = build.build_kernels(plan, self.context)
-        model = build.build_model(plan, self.context, kernels, initial=not quick)
-        if quick:
-            draw_on_device(model, plan.model.init.std)
-        self.trainer: Trainer = build.build_trainer(plan, self.context, model, kernels)
-        loader = build.build_train_loader(plan, self.context, build.build_data(plan, self.context))
-        assert loader is not None, "a run without training has no step to profile"
-        self.loader: TrainLoader = loader
-        self.state = TrainState()
-        self.kernel_table = kernels.table()
-        self.num_samples = 0
-        """Of the last step, over all ranks."""
-
-    def step(self) -> StepOutcome:
-        outcome = self.trainer.step(self.loader.next_step(), self.state)
-        self.num_samples = outcome.num_samples
-        self.state.advance(outcome.num_samples, self.plan)
-        return outcome
-
-    def close(self) -> None:
-        self.loader.close()
-        self.context.stop()
-
-
-@torch.no_grad()
-def draw_on_device(model: torch.nn.Module, std: float) -> None:
-    """Matrices normal, vectors one."""
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
-
-
-def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
-    """(milliseconds, loss) of each step. The host waits at the end alone."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
-    losses = []
-    marks[0].record()
-    for mark in marks[1:]:
-        losses.append(run.step().loss)
-        mark.record()
-    torch.cuda.synchronize()
-    times = [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
-    return times, [loss.item() for loss in losses]
-
-
-def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEvent]:
-    """The kernels of a few steps."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(num_steps):
-            run.step()
-        torch.cuda.synchronize()
-    if trace is not None:
-        profiler.export_chrome_trace(str(trace))
-    return [
-        KernelEvent(event.name, event.time_range.start, event.time_range.elapsed_us())
-        for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-    ]
-
-
 def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool) -> Profile:
     """Warms up, times `steps` steps, and then traces a few more."""
     run = Run(plan, quick=quick)
     print(run.kernel_table, flush=True)
-    timed_steps(run, warmup)
-    torch.cuda.reset_peak_memory_stats()
-    times, losses = timed_steps(run, steps)
-    peak = torch.cuda.max_memory_allocated() / 2**20
-    events = traced_steps(run, traced, trace)
-    run.close()
+    try:
+        _, before = timed_steps(run, warmup)
+        run.take_loads()
+        torch.cuda.reset_peak_memory_stats()
+        times, losses = timed_steps(run, steps)
+        peak, loads = torch.cuda.max_memory_allocated() / 2**20, run.take_loads()
+        events = traced_steps(run, traced, trace) if traced else []
+    finally:
+        run.close()
     seconds = sorted(times)[len(times) // 2] / 1e3
     samples, world = run.num_samples, plan.parallel.world_size
     flops = flops_per_step(plan.model, samples, plan.data.seq_length)
@@ -137,9 +77,10 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
         tflops=flops / seconds / world / 1e12,
         tokens_per_second=samples * plan.data.seq_length / seconds,
         peak_mib=peak,
-        losses=tuple(losses),
-        kinds=tuple(shares_of_kinds(events, traced)),
-        kernels=tuple(shares_of_kernels(events, traced)),
+        losses=(*before, *losses),
+        loads=loads,
+        kinds=tuple(shares_of_kinds(events, traced)) if traced else (),
+        kernels=tuple(shares_of_kernels(events, traced)) if traced else (),
     )
 
 
@@ -178,8 +119,16 @@ def draw(result: Profile, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def store(result: Profile, folder: Path) -> None:
+    """Table, numbers and chart in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "profile.txt").write_text(report(result, num_kernels=200) + "\n")
+    (folder / "profile.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+    draw(result, folder / "profile.png")
+
+
 def main(argv: list[str]) -> int:
-    own, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, theirs = words_around_dashes(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
@@ -187,12 +136,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-dir", type=Path)
     parser.add_argument("--quick-init", action="store_true", help="draw weights on the device: losses are not a run's")
     options = parser.parse_args(own)
+    folder: Path | None = options.output_dir
     try:
-        if not torch.cuda.is_available():
-            raise EnvironmentProblem("torch sees no GPU here, and the kernels of a GPU are what this tool times.")
-        plan = read_plan(theirs, os.environ, vocab_size_of=vocab_size_of)
-        os.environ.update(plan.environment)
-        folder: Path | None = options.output_dir
+        require_gpu("the kernels of a GPU are")
+        plan = plan_to_run(theirs)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         trace = folder / "trace.json" if folder else None
@@ -209,9 +156,7 @@ def main(argv: list[str]) -> int:
         return int(problem.code)
     print(report(result))
     if folder is not None:
-        (folder / "profile.txt").write_text(report(result, num_kernels=200) + "\n")
-        (folder / "profile.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
-        draw(result, folder / "profile.png")
+        store(result, folder)
     return 0
 
 

@@ -15,7 +15,7 @@ from megatron_moe.memory.recorder import CudaRecorder
 from megatron_moe.specs.memory import GraphSpec
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
 from tests.tolerances import EXACT
-from tools.profile_step import Run
+from tools.timed_run import Run
 
 pytestmark = pytest.mark.gpu1
 

@@ -9,7 +9,7 @@ import torch
 from arguments.read import read_plan
 from megatron_moe.data.tokenizer import vocab_size_of
 from tests.tolerances import EXACT
-from tools.profile_step import Run
+from tools.timed_run import Run
 
 pytestmark = pytest.mark.gpu1
 

@@ -17,7 +17,7 @@ from megatron_moe.specs.moe import ActivationSpec
 from megatron_moe.specs.run import KernelSpec
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
 from tests.tolerances import BF16_KERNEL, Tolerance
-from tools.profile_step import Run
+from tools.timed_run import Run
 
 pytestmark = pytest.mark.gpu1
 
