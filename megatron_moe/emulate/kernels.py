@@ -85,11 +85,9 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """Accumulates in place; factors whose rows have gaps are copied."""
-    for grad, rows, _ in parts:
-        grad_RO, rows_RI = grad.plain(), rows.plain()
-        grad_RO = grad_RO if grad_RO.stride(-1) == 1 else grad_RO.contiguous()
-        rows_RI = rows_RI if rows_RI.stride(-1) == 1 else rows_RI.contiguous()
+    """Accumulates in place; factors whose rows have gaps are copied, all of them before the product begins."""
+    factors = [operand.plain() for part in parts for operand in (part.grad, part.rows)]
+    factors += [each.contiguous() for each in factors if each.stride(-1) != 1]
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -146,7 +146,7 @@ def embedding_grad(k: Any) -> Any:
 def grouped_weight_grad(k: Any) -> Any:
     out, offsets = torch.zeros(2, 48, 64), torch.tensor([4, 10], dtype=torch.int32)
     grad, rows = torch.ones(48, 10, dtype=BF16).T, torch.ones(10, 64, dtype=BF16)
-    k.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), offsets)], out, True)
+    k.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), offsets)] * 2, out, True)
     return out, []
 
 

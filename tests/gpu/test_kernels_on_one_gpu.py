@@ -297,6 +297,33 @@ def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
     BF16_KERNEL.check(actual, expected, "grouped")
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("sizes", [(24, 40), (128, 256), (1536, 2048), (136, 264)])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 9])
+def test_weight_gradients_of_several_microbatches_are_the_sum_of_theirs(
+    number: int, sizes: tuple[int, int], accumulate: bool
+) -> None:
+    """Some experts have no rows in some of them, the second in none; rows past the last offset hold nothing."""
+    kernels, _ = bundles(BF16)
+    parts, plain = [], []
+    for microbatch in range(number):
+        counts = torch.tensor([300 if microbatch else 0, 0, 33 + microbatch, 1000 * (microbatch % 2)])
+        ends, held = counts.cumsum(0).to(torch.int32), int(counts.sum())
+        factors = [draw(held + 7, width, seed=10 * microbatch + width).to(BF16) for width in sizes]
+        for factor in factors:
+            factor[held:] = torch.nan
+        parts.append(GroupedPart(*(Operand(data=each.cuda()) for each in factors), ends.cuda()))
+        plain.append(GroupedPart(*(Operand(data=each) for each in factors), ends))
+    before = draw(4, *sizes, seed=2).float() if accumulate else torch.full((4, *sizes), torch.nan)
+    actual, expected = before.cuda(), before.double()
+    kernels.grouped_weight_grad(parts, actual, accumulate)
+    REFERENCE.grouped_weight_grad(plain, expected, accumulate)
+    BF16_KERNEL.check(actual, expected, f"{number} microbatches")
+    again = before.cuda()
+    kernels.grouped_weight_grad(parts, again, accumulate)
+    EXACT.check(again, actual, "the same product once more")
+
+
 def test_grouped_products_of_no_rows_give_zero_gradients() -> None:
     kernels, _ = bundles(BF16)
     rows = torch.zeros(0, 16, device="cuda", dtype=BF16, requires_grad=True)

@@ -273,21 +273,39 @@ def test_rows_that_hold_nothing_do_not_reach_a_token() -> None:
     assert torch.isfinite(triton_kernels.unpermute(rows, index, 2)).all()
 
 
+MICROBATCHES = [(3, 0, 70, 1), (0, 0, 0, 0), (64, 0, 1, 130), (0, 0, 33, 0), (1, 0, 32, 31)]
+"""Rows of every expert; one expert never has any."""
+
+
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("counts", [(3, 0, 70, 1), (0, 0, 0, 0), (64, 64, 1, 130)])
-def test_grouped_weight_gradients_add_up_in_the_buffer(
-    counts: tuple[int, ...], accumulate: bool, dtype: torch.dtype
+@pytest.mark.parametrize(
+    "parts, sizes",
+    [
+        (MICROBATCHES[1:2], (24, 40)),
+        *((MICROBATCHES[:number], (24, 40)) for number in (1, 2, 3, 5)),
+        (MICROBATCHES[:3], (128, 256)),
+    ],
+    ids=["no rows", "1", "2", "3", "5", "3, whole tiles"],
+)
+def test_grouped_weight_gradients_of_several_microbatches_add_up_in_the_buffer(
+    parts: list[tuple[int, ...]], sizes: tuple[int, int], accumulate: bool, dtype: torch.dtype
 ) -> None:
-    num_rows = sum(counts) + 5  # the last rows belong to no expert
-    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-    grad, rows = draw(num_rows, 24).to(dtype), draw(num_rows, 40, seed=1).to(dtype)
-    grad[sum(counts) :], rows[sum(counts) :] = torch.nan, torch.nan
-    before = draw(len(counts), 24, 40, seed=2).float()
+    """The last rows of every microbatch belong to no expert."""
+    outputs, inputs = sizes
+    before = draw(4, outputs, inputs, seed=2).float()
     actual, expected = before.clone(), before.double()
-    for k, out in ((triton_kernels, actual), (REFERENCE, expected)):
-        factors = (Operand(data=x.to(dtype if k is triton_kernels else torch.float64)) for x in (grad, rows))
-        k.grouped_weight_grad([GroupedPart(*factors, offsets)], out, accumulate)
+    found: list[list[GroupedPart]] = [[], []]
+    for number, counts in enumerate(parts):
+        held, offsets = sum(counts), torch.tensor(counts).cumsum(0).to(torch.int32)
+        grad, rows = (draw(held + 5, width, seed=7 * number + width).to(dtype) for width in sizes)
+        grad[held:], rows[held:] = torch.nan, torch.nan
+        if number == 1:
+            grad = grad.T.contiguous().T
+        for several, wanted in zip(found, (dtype, torch.float64), strict=True):
+            several.append(GroupedPart(*(Operand(data=x.to(wanted)) for x in (grad, rows)), offsets))
+    triton_kernels.grouped_weight_grad(found[0], actual, accumulate)
+    REFERENCE.grouped_weight_grad(found[1], expected, accumulate)
     FP32_REF.check(actual, expected, "weight gradient")
 
 
