@@ -30,8 +30,6 @@ from megatron_moe.train.state import TrainState
 from megatron_moe.watch.hang import Deadlines
 
 _VARIABLE = "TRITON_CACHE_DIR"
-_NUM_MICROBATCHES = 2
-"""The first stores its gradients, the second adds them."""
 
 
 def rehearse(plan: RunPlan, deadlines: Deadlines) -> str:
@@ -114,7 +112,7 @@ def take_step(plan: RunPlan, device: torch.device) -> None:
         for parameter in model.parameters():
             parameter.data.normal_(std=0.02)
         trainer = build.build_trainer(small, context, model, kernels)
-        trainer.step(make_batches(small, context, _NUM_MICROBATCHES), TrainState())
+        trainer.step(make_batches(small, context, _num_microbatches(plan)), TrainState())
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     finally:
@@ -122,7 +120,7 @@ def take_step(plan: RunPlan, device: torch.device) -> None:
 
 
 def rehearsed(plan: RunPlan) -> RunPlan:
-    """The plan with one layer of every kind, on one pipeline stage, and two microbatches; the sizes of a rank stay."""
+    """The plan with one layer of every kind, on one pipeline stage, and few microbatches; the sizes of a rank stay."""
     parallel = plan.parallel
     return replace(
         plan,
@@ -131,14 +129,22 @@ def rehearsed(plan: RunPlan) -> RunPlan:
             parallel, world_size=parallel.world_size // parallel.pp, pp=1, virtual_stages=1, embedding_ranks=(0,)
         ),
         pipeline=PipelineSpec(),
-        batch=replace(plan.batch, global_size=_NUM_MICROBATCHES * plan.batch.micro * parallel.dp, rampup=None),
+        batch=replace(plan.batch, global_size=_num_microbatches(plan) * plan.batch.micro * parallel.dp, rampup=None),
         graphs=GraphSpec(),
     )
 
 
+def _num_microbatches(plan: RunPlan) -> int:
+    """The first gradients are stored, the next ones added; where several microbatches are one product, also those of
+    the rest of a step."""
+    together = plan.memory.expert_wgrad_interval
+    return 2 * together + plan.batch.global_size // (plan.batch.micro * plan.parallel.dp) % together
+
+
 def _fingerprint(plan: RunPlan) -> str:
     """Tells apart what is compiled for: sizes, formats, wishes, versions."""
-    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, plan.batch.micro, plan.data.seq_length
+    sizes = plan.batch.micro, plan.data.seq_length, _num_microbatches(plan)
+    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, sizes
     text = repr((made_of, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

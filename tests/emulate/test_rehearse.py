@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_moe.emulate.rehearse import attempt, cache_folder, rehearse, rehearsed, take_step, taking_turns
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.memory import MemorySpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.watch.hang import Deadlines
 from tests import tiny
@@ -28,6 +29,12 @@ def test_every_kind_of_layer_is_rehearsed_once_at_the_sizes_of_a_rank():
     assert (small.parallel.tp, small.parallel.ep, small.parallel.dp) == (2, 4, 2)
     assert small.batch.micro == plan.batch.micro and small.data == plan.data
     assert small.batch.global_size == 2 * plan.batch.micro * small.parallel.dp
+
+
+def test_every_number_of_microbatches_of_a_product_is_rehearsed():
+    """Of 4 microbatches of a step 3 are one product, and 1 is left."""
+    plan = replace(tiny.plan(), memory=MemorySpec(expert_wgrad_interval=3))
+    assert rehearsed(plan).batch.global_size == (3 + 3 + 1) * plan.batch.micro
 
 
 @pytest.mark.parametrize("parallel", [ParallelSpec(), SEVERAL])
