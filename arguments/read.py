@@ -7,6 +7,7 @@ from pathlib import Path
 
 from arguments import environment, explain
 from arguments.checks import data as data_checks
+from arguments.checks.kernels.sizes import slow_sizes
 from arguments.checks.run import (
     RULES,
     Rule,
@@ -257,4 +258,5 @@ def _plan(
         command_line=shlex.join(argv),
         notes=(*told.settings.notes, *environment.notes(wanted, environ)),
     )
-    return replace(plan, resolved_yaml=yaml_text(told.settings, told.environment, explain.derived(plan)))
+    text = yaml_text(told.settings, told.environment, explain.derived(plan))
+    return replace(plan, resolved_yaml=text, notes=(*plan.notes, *slow_sizes(flags, plan)))

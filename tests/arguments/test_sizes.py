@@ -1,0 +1,93 @@
+"""Sizes that GPUs compute slowly are told before they run, with their remedy, and only where they matter."""
+
+import pytest
+
+from arguments.errors import Finished
+from arguments.read import read_plan
+from tests.command_lines import plan_of, vocab_size_of
+
+TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+ROUTER = "--bf16 --moe-router-dtype fp32"
+MLA = (
+    "--multi-latent-attention --q-lora-rank 60 --kv-lora-rank 124 --qk-head-dim 36 --qk-pos-emb-head-dim 20 "
+    "--v-head-dim 44 --no-group-query-attention"
+)
+UNPADDED = "--vocab-size 1001 --make-vocab-size-divisible-by 1"
+
+
+def slow_notes(more: str, without: str = "", environ: dict[str, str] | None = None) -> list[str]:
+    return [note for note in plan_of(f"{ROUTER} {more}", without, environ).notes if "fast kernels" in note]
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "remedy"),
+    [
+        (UNPADDED, "1,001", "--make-vocab-size-divisible-by 128 mends that"),
+        ("--vocab-size 1001 --disable-pad-vocab-size", "1,001", "128, without --disable-pad-vocab-size, mends that"),
+        ("--padded-vocab-size 1028", "1,028", "--padded-vocab-size 1152 mends that"),
+    ],
+)
+def test_a_head_of_odd_rows_is_told_with_what_mends_it(more, rows, remedy):
+    (note,) = slow_notes(more)
+    assert note.startswith(f"the head has {rows} rows on a rank, no multiple of 8") and note.endswith(remedy)
+    assert "755 ms instead of 361" in note
+
+
+def test_what_mends_it_does():
+    assert slow_notes("--vocab-size 1001 --make-vocab-size-divisible-by 128") == []
+    assert slow_notes("--padded-vocab-size 1152") == []
+
+
+def test_rows_count_on_a_tensor_parallel_rank():
+    over = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 4 --vocab-size 1000"
+    assert slow_notes("--make-vocab-size-divisible-by 4 --vocab-size 1000") == []
+    (note,) = slow_notes(over, environ=TWO_RANKS)
+    assert note.startswith("the head has 500 rows on a rank")
+
+
+@pytest.mark.parametrize(("more", "count"), [("", 0), ("--bf16", 2), ("--bf16 --device cpu", 0), ("--fp64", 0)])
+def test_only_gpus_in_half_precision_are_concerned(more, count):
+    notes = plan_of(f"{UNPADDED} --moe-ffn-hidden-size 132 {more}").notes
+    assert len([note for note in notes if "fast kernels" in note]) == count
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("--hidden-size 260 --kv-channels 64", "--hidden-size 260;"),
+        ("--ffn-hidden-size 508 --moe-ffn-hidden-size 132", "--ffn-hidden-size 508, --moe-ffn-hidden-size 132;"),
+        ("--kv-channels 60", "--kv-channels 60;"),
+        ("--moe-shared-expert-intermediate-size 100", "--moe-shared-expert-intermediate-size 100;"),
+        ("--moe-latent-size 68", "--moe-latent-size 68;"),
+        (
+            MLA,
+            "--q-lora-rank 60, --kv-lora-rank 124, --qk-head-dim 36, --qk-pos-emb-head-dim 20, --v-head-dim 44;",
+        ),
+    ],
+)
+def test_other_sizes_are_named_in_one_sentence(more, named):
+    (note,) = slow_notes(more)
+    assert note.startswith(f"no multiple of 8: {named}")
+
+
+def test_experts_count_on_an_expert_tensor_parallel_rank():
+    over = "--tensor-model-parallel-size 2 --sequence-parallel --moe-ffn-hidden-size 136 --ffn-hidden-size 520"
+    (note,) = slow_notes(over, environ=TWO_RANKS)
+    assert note.startswith(
+        "no multiple of 8 on a rank: --ffn-hidden-size 520 (260 on each of 2 ranks), "
+        "--moe-ffn-hidden-size 136 (68 on each of 2 ranks);"
+    )
+    (note,) = slow_notes(f"{over} --expert-tensor-parallel-size 1", environ=TWO_RANKS)
+    assert "--moe-ffn" not in note
+
+
+def test_a_dry_run_tells_it():
+    with pytest.raises(Finished) as told:
+        read_plan(["--recipe", "q6", "--vocab-size", "151935", "--dry-run"], {}, vocab_size_of=vocab_size_of)
+    assert "the head has 151,935 rows on a rank, no multiple of 8" in " ".join(told.value.text.split())
+
+
+@pytest.mark.parametrize("recipe", ["q6", "m8", "ds4"])
+def test_the_recipes_that_are_timed_are_free_of_it(recipe):
+    plan = read_plan(["--recipe", recipe], {}, vocab_size_of=lambda spec: spec.vocab_size or 0)
+    assert not [note for note in plan.notes if "fast kernels" in note]
