@@ -21,7 +21,9 @@ class Fit(IntEnum):
     BETTER = 2
     """It should: measured faster, or leaner, than plain torch."""
     BEST = 3
-    """It should: measured faster, or leaner, than every other."""
+    """It should: measured faster, or leaner, than every other that runs on more than one kind of device."""
+    TAILORED = 4
+    """It should: written for this kind of device, and measured faster than every other."""
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,17 @@ class Backend:
 
     def missing(self) -> tuple[str, ...]:
         """Modules that it needs and that are not installed."""
-        return tuple(name for name in self.needs if importlib.util.find_spec(name) is None)
+        return tuple(name for name in self.needs if not is_installed(name))
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what it would be a part of is missing
+        return False
 
 
 def choose(spec: KernelSpec, device: torch.device, dtype: torch.dtype) -> Bundle:

@@ -27,7 +27,7 @@ from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.memory import GraphSpec
 
 Layer = Callable[[Tensor, TokenMeta], Tensor]
-_OFFSETS_STAY_ON_THE_DEVICE = ("torch_native", "triton")
+_OFFSETS_STAY_ON_THE_DEVICE = ("hopper", "torch_native", "triton")
 """Backends of the grouped products."""
 
 

@@ -97,7 +97,7 @@ def test_a_wish_for_a_whole_backend_leaves_to_plain_torch_what_it_does_not_have_
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     assert refusal(KernelSpec(backend="tritn")) == (
-        "Kernel backend 'tritn' does not exist; use auto, reference, apex, grouped_gemm, torch_native, "
+        "Kernel backend 'tritn' does not exist; use auto, reference, apex, grouped_gemm, hopper, torch_native, "
         "transformer_engine or triton."
     )
     assert "'rms' does not exist; the ops are linear_forward" in refusal(KernelSpec(per_op=(("rms", "reference"),)))

@@ -1,0 +1,167 @@
+"""Rows of every expert times its matrix: one launch for all experts, offsets on the device."""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from megatron_moe.kernels.backends.hopper.tiles import (
+    add_product,
+    aligned,
+    blocks_of,
+    extent,
+    finish,
+    in_slice,
+    new_barriers,
+    rows_by_slice,
+    zeros,
+)
+from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
+from megatron_moe.kernels.ops import Operand
+
+ROWS_OF_HALF = gl.constexpr(64)
+"""Of a tile for one of the two warpgroups. The second one rests where an expert has no rows for it: experts have any
+number of rows, and half a tile too many costs half a tile."""
+DEPTH = 64
+"""Of a stage."""
+
+
+def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    """See `Kernels.grouped_forward`."""
+    return _multiply(rows.plain(), weight.plain(), offsets_e, turned=True)
+
+
+def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    """See `Kernels.grouped_input_grad`."""
+    return _multiply(grad.plain(), weight.plain(), offsets_e, turned=False)
+
+
+def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, turned: bool) -> Tensor:
+    """[R, D] times [e, D, C], or `turned` [e, C, D], -> [R, C]."""
+    num_experts, depth, columns = (len(weight), *(weight.shape[:0:-1] if turned else weight.shape[1:]))
+    out = torch.empty(len(rows), columns, device=rows.device, dtype=rows.dtype)
+    if out.numel() == 0 or depth == 0:
+        return out.zero_()
+    rows, weight = aligned(rows, "rows"), aligned(weight, "weights")
+    # more columns need fewer loads, where they leave no columns over
+    tile_columns, stages = (256, 3) if columns % 256 == 0 else (128, 5)
+    matrices = weight.view(-1, weight.shape[2]) if weight.is_contiguous() else weight.flatten(0, 1)
+    block = [tile_columns, DEPTH] if turned else [DEPTH, tile_columns]
+    _grouped_product[(num_multiprocessors(rows.device),)](
+        blocks_of(rows, [ROWS_OF_HALF.value, DEPTH]), blocks_of(matrices, block),
+        rows_by_slice(aligned(out, "results"), [ROWS_OF_HALF.value, tile_columns]), offsets_e,
+        num_experts, depth, columns, TURNED=turned, STAGES=stages, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@gluon.jit
+def _grouped_product(
+    rows, weight, out, offsets_ptr, num_experts, depth, columns, TURNED: gl.constexpr, STAGES: gl.constexpr
+):
+    rows_stages = gl.allocate_shared_memory(rows.dtype, [2 * STAGES] + rows.block_type.shape, rows.layout)
+    weight_stages = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)
+    results = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)
+    full, empty = new_barriers(STAGES)
+    shape = (offsets_ptr, num_experts, depth, columns)
+    stages = (rows_stages, weight_stages, full, empty)
+    gl.warp_specialize(
+        [
+            (_sum_tiles, (gl.constexpr(0), out, results, stages, shape, TURNED)),
+            (_sum_tiles, (gl.constexpr(1), out, results, stages, shape, TURNED)),
+            (_load_tiles, (rows, weight, stages, shape, TURNED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _first_tile(before):
+    """The first of an expert's tiles that is this program's. before: tiles of the experts before; tiles of all experts
+    are dealt out in turn."""
+    programs = gl.num_programs(0)
+    return before + (gl.program_id(0) + programs - before % programs) % programs
+
+
+@gluon.jit
+def _place(tile, start, num_down, TILE_COLUMNS: gl.constexpr):
+    """Row and column where a tile of an expert begins."""
+    return start + tile % num_down * (2 * ROWS_OF_HALF), tile // num_down * TILE_COLUMNS
+
+
+@gluon.jit
+def _load_tiles(rows, weight, stages, shape, TURNED: gl.constexpr):
+    rows_stages, weight_stages, full, empty = stages
+    offsets_ptr, num_experts, depth, columns = shape
+    STAGES: gl.constexpr = full.shape[0]
+    TILE_COLUMNS: gl.constexpr = weight.block_type.shape[0] if TURNED else weight.block_type.shape[1]
+    STEP: gl.constexpr = rows.block_type.shape[1]
+    before = 0
+    step = 0
+    for expert in range(num_experts):
+        start, end = extent(offsets_ptr, expert)
+        num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
+        first = before
+        # tiles are numbered over all experts: Triton 3.6 loses a sum that only bounds of loops depend on
+        before += num_down * gl.cdiv(columns, TILE_COLUMNS)
+        for number in range(_first_tile(first), before, gl.num_programs(0)):
+            row, column = _place(number - first, start, num_down, TILE_COLUMNS)
+            both = end - row > ROWS_OF_HALF
+            for k in range(0, depth, STEP):
+                stage = step % STAGES
+                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                bar = full.index(stage)
+                one: gl.constexpr = rows.block_type.nbytes + weight.block_type.nbytes
+                mbarrier.expect(bar, one + rows.block_type.nbytes, pred=both)
+                mbarrier.expect(bar, one, pred=both == False)  # noqa: E712
+                tma.async_copy_global_to_shared(rows, [row, k], bar, rows_stages.index(2 * stage))
+                lower = row + ROWS_OF_HALF
+                tma.async_copy_global_to_shared(rows, [lower, k], bar, rows_stages.index(2 * stage + 1), pred=both)
+                if TURNED:
+                    place = [expert * columns + column, k]
+                else:
+                    place = [expert * depth + k, column]
+                tma.async_copy_global_to_shared(weight, place, bar, weight_stages.index(stage))
+                step += 1
+
+
+@gluon.jit
+def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TURNED: gl.constexpr):
+    rows_stages, weight_stages, full, empty = stages
+    offsets_ptr, num_experts, depth, columns = shape
+    STAGES: gl.constexpr = full.shape[0]
+    TILE_COLUMNS: gl.constexpr = weight_stages.shape[1] if TURNED else weight_stages.shape[2]
+    STEP: gl.constexpr = rows_stages.shape[2]
+    result = results.index(HALF)
+    before = 0
+    step = 0
+    for expert in range(num_experts):
+        start, end = extent(offsets_ptr, expert)
+        num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
+        first = before
+        before += num_down * gl.cdiv(columns, TILE_COLUMNS)
+        for number in range(_first_tile(first), before, gl.num_programs(0)):
+            row, column = _place(number - first, start, num_down, TILE_COLUMNS)
+            row += HALF * ROWS_OF_HALF
+            if row < end:
+                total = zeros(ROWS_OF_HALF, TILE_COLUMNS)
+                for k in range(0, depth, STEP):
+                    stage = step % STAGES
+                    matrix = weight_stages.index(stage)
+                    if TURNED:
+                        matrix = matrix.permute((1, 0))
+                    total = add_product(total, rows_stages.index(2 * stage + HALF), matrix, step, k == 0, full, empty)
+                    step += 1
+                total = finish(total, step, True, full, empty)
+                tma.store_wait(0)  # until what left before has been read
+                result.reshape((ROWS_OF_HALF, TILE_COLUMNS)).store(total.to(out.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out, in_slice(row, end, column), result)
+            else:
+                for _ in range(0, depth, STEP):
+                    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+                    mbarrier.arrive(empty.index(step % STAGES), count=1)
+                    step += 1
+    tma.store_wait(0)

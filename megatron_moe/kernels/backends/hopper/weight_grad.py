@@ -1,0 +1,176 @@
+"""Weight gradients of the experts, summed in fp32 and added inside the gradient buffer by TMA, one launch for all
+experts and up to two microbatches."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megatron_moe.kernels.backends.hopper.tiles import (
+    add_block,
+    add_product,
+    aligned,
+    blocks_of,
+    extent,
+    finish,
+    halves,
+    in_slice,
+    new_barriers,
+    rows_by_slice,
+    zeros,
+)
+from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
+from megatron_moe.kernels.ops import GroupedPart
+
+ROWS = 32
+"""Of a stage; what is left over of an expert's last stage is multiplied for nothing."""
+STAGES = 6
+PARTS = 2
+"""Of one launch."""
+
+
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+    """See `Kernels.grouped_weight_grad`; `out` is fp32."""
+    held = [part for part in parts if len(part.rows.plain())]
+    if not held and not accumulate:
+        out.zero_()
+    for start in range(0, len(held), PARTS):
+        _launch(held[start : start + PARTS], out, accumulate or start > 0)
+
+
+def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+    num_experts, outputs, inputs = out.shape
+    if out.numel() == 0:
+        return
+    # 128 x 256 or 256 x 128, whichever has fewer rows and columns over
+    half_outputs, tile_inputs = min(
+        ((64, 256), (128, 128)), key=lambda tile: -(-outputs // (2 * tile[0])) * -(-inputs // tile[1])
+    )
+
+    def described(part: GroupedPart) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
+        grad = rows_by_slice(aligned(part.grad.plain(), "gradients"), [ROWS, half_outputs])
+        return grad, rows_by_slice(aligned(part.rows.plain(), "rows"), [ROWS, tile_inputs]), part.offsets_e
+
+    assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
+    _expert_grads[(num_multiprocessors(out.device),)](
+        *described(parts[0]), *described(parts[-1]), blocks_of(out, [1, half_outputs, tile_inputs // 4]),
+        num_experts, outputs, inputs, TWO=len(parts) == 2, ADD=accumulate, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _expert_grads(
+    grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
+    TWO: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """TWO: the second grad, rows and offsets count."""
+    if TWO:
+        grads, rows, offsets = (grad0, grad1), (rows0, rows1), (offsets0_ptr, offsets1_ptr)
+    else:
+        grads, rows, offsets = (grad0,), (rows0,), (offsets0_ptr,)
+    grad_stages = gl.allocate_shared_memory(grad0.dtype, [2 * STAGES] + grad0.block_type.shape, grad0.layout)
+    rows_stages = gl.allocate_shared_memory(rows0.dtype, [STAGES] + rows0.block_type.shape, rows0.layout)
+    # a quarter of the columns leaves while the next one is written
+    results = gl.allocate_shared_memory(out.dtype, [4] + out.block_type.shape, out.layout)
+    full, empty = new_barriers(STAGES)
+    shape = (num_experts, outputs, inputs)
+    stages = (grad_stages, rows_stages, full, empty)
+    gl.warp_specialize(
+        [
+            (_sum_tiles, (gl.constexpr(0), out, results, offsets, stages, shape, ADD)),
+            (_sum_tiles, (gl.constexpr(1), out, results, offsets, stages, shape, ADD)),
+            (_load_tiles, (grads, rows, offsets, stages, shape)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _place(number, outputs, inputs, TILE_OUTPUTS: gl.constexpr, TILE_INPUTS: gl.constexpr):
+    """Expert, first output and first input of a tile."""
+    num_down = gl.cdiv(outputs, TILE_OUTPUTS)
+    per_expert = num_down * gl.cdiv(inputs, TILE_INPUTS)
+    tile = number % per_expert
+    return number // per_expert, tile % num_down * TILE_OUTPUTS, tile // num_down * TILE_INPUTS
+
+
+@gluon.jit
+def _num_tiles(shape, TILE_OUTPUTS: gl.constexpr, TILE_INPUTS: gl.constexpr):
+    num_experts, outputs, inputs = shape
+    return num_experts * gl.cdiv(outputs, TILE_OUTPUTS) * gl.cdiv(inputs, TILE_INPUTS)
+
+
+@gluon.jit
+def _load_tiles(grads, rows, offsets, stages, shape):
+    grad_stages, rows_stages, full, empty = stages
+    num_experts, outputs, inputs = shape
+    STAGES: gl.constexpr = full.shape[0]
+    STEP: gl.constexpr = grad_stages.shape[3]
+    HALF: gl.constexpr = grad_stages.shape[4]
+    TILE_INPUTS: gl.constexpr = rows_stages.shape[4]
+    step = 0
+    for number in range(gl.program_id(0), _num_tiles(shape, 2 * HALF, TILE_INPUTS), gl.num_programs(0)):
+        expert, output, input = _place(number, outputs, inputs, 2 * HALF, TILE_INPUTS)
+        for part in gl.static_range(len(offsets)):
+            start, end = extent(offsets[part], expert)
+            for row in range(start, end, STEP):
+                stage = step % STAGES
+                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, 2 * grads[part].block_type.nbytes + rows[part].block_type.nbytes)
+                for half in gl.static_range(2):
+                    tma.async_copy_global_to_shared(
+                        grads[part], in_slice(row, end, output + half * HALF), bar, grad_stages.index(2 * stage + half)
+                    )
+                tma.async_copy_global_to_shared(rows[part], in_slice(row, end, input), bar, rows_stages.index(stage))
+                step += 1
+
+
+@gluon.jit
+def _num_steps(offsets, expert, STEP: gl.constexpr):
+    steps = 0
+    for part in gl.static_range(len(offsets)):
+        start, end = extent(offsets[part], expert)
+        steps += gl.cdiv(end - start, STEP)
+    return steps
+
+
+@gluon.jit
+def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, stages, shape, ADD: gl.constexpr):
+    grad_stages, rows_stages, full, empty = stages
+    num_experts, outputs, inputs = shape
+    STAGES: gl.constexpr = full.shape[0]
+    STEP: gl.constexpr = grad_stages.shape[3]
+    HALF: gl.constexpr = grad_stages.shape[4]
+    TILE_INPUTS: gl.constexpr = rows_stages.shape[4]
+    QUARTER: gl.constexpr = TILE_INPUTS // 4
+    step = 0
+    for number in range(gl.program_id(0), _num_tiles(shape, 2 * HALF, TILE_INPUTS), gl.num_programs(0)):
+        expert, output, input = _place(number, outputs, inputs, 2 * HALF, TILE_INPUTS)
+        output += HALF_NUMBER * HALF
+        total = zeros(HALF, TILE_INPUTS)
+        num_steps = _num_steps(offsets, expert, STEP)
+        for k in range(num_steps):
+            stage = step % STAGES
+            grad = grad_stages.index(2 * stage + HALF_NUMBER).reshape((STEP, HALF)).permute((1, 0))
+            rows = rows_stages.index(stage).reshape((STEP, TILE_INPUTS))
+            total = add_product(total, grad, rows, step, k == 0, full, empty)
+            step += 1
+        total = finish(total, step, num_steps > 0, full, empty)
+        left, right = halves(total)
+        quarters = halves(left) + halves(right)
+        for quarter in gl.static_range(4):
+            result = results.index(2 * HALF_NUMBER + quarter % 2)
+            tma.store_wait(1)  # until what left from here before has been read
+            result.reshape((HALF, QUARTER)).store(quarters[quarter])
+            fence_async_shared()
+            place = [expert, output, input + quarter * QUARTER]
+            if ADD:
+                add_block(out, place, result)
+            else:
+                tma.async_copy_shared_to_global(out, place, result)
+    tma.store_wait(0)

@@ -1,0 +1,43 @@
+"""Grouped products for GPUs of compute capability 9 (H100, H200), in Gluon: TMA, warpgroup products, one launch each.
+
+Written in the language below Triton's because the time lies in what that one does not let us say: who loads, who
+multiplies, when results leave. Offsets stay on the device, and every number is summed in one order: results repeat bit
+for bit. There is no interpreter for this language; tests on the CPU compile, tests on a GPU compare.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.backends.hopper import weight_grad
+from megatron_moe.kernels.backends.hopper.product import grouped_forward as grouped_forward
+from megatron_moe.kernels.backends.hopper.product import grouped_input_grad as grouped_input_grad
+from megatron_moe.kernels.backends.triton import experts
+from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.ops import GroupedPart
+
+NAME = "hopper"
+NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
+PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
+
+
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
+    """See `megatron_moe.kernels.choose`."""
+    if dtype is not torch.bfloat16:
+        return Judgement(Fit.NO, "it multiplies bf16")
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
+        return Judgement(Fit.NO, "it is written for compute capability 9 (H100, H200)")
+    reason = "TMA and warpgroups; offsets stay on the device"
+    if op == "grouped_weight_grad":
+        reason += "; added in fp32 inside the gradient buffer"
+    return Judgement(Fit.TAILORED, reason)
+
+
+def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+    """See `Kernels.grouped_weight_grad`. Gradient buffers in bf16 are left to the Triton kernel: sums in memory would
+    round every time."""
+    if out.dtype is torch.float32:
+        weight_grad.grouped_weight_grad(parts, out, accumulate)
+    else:
+        experts.grouped_weight_grad(parts, out, accumulate)

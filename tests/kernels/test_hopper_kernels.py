@@ -1,0 +1,119 @@
+"""The kernels for Hopper, as far as a machine without a GPU can tell: they compile, their addresses are right, and what
+they cannot do is refused. Results: tests/gpu/test_hopper_on_one_gpu.py."""
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron_moe.kernels.backends import hopper_kernels
+from megatron_moe.kernels.backends.hopper.tiles import aligned, rows_by_slice
+from megatron_moe.kernels.bundle import Fit
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+
+SHARED_MEMORY = 232_448
+"""Bytes that one program can have on an H100 or H200."""
+
+COMPILE = """
+import json, subprocess, tempfile, torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+
+triton.runtime.driver.set_active(Driver())
+from megatron_moe.kernels.backends.hopper import product, weight_grad
+from megatron_moe.kernels.ops import GroupedPart, Operand
+
+found = []
+
+class Compiled:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid):
+        def compile(*given, **constants):
+            code = self.kernel.warmup(*given, grid=grid, **constants)
+            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+                file.write(code.asm["ptx"]); file.flush()
+                words = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+                said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+            found.append(dict(shared=code.metadata.shared, ptxas=said, ptx=code.asm["ptx"], ttgir=code.asm["ttgir"]))
+        return compile
+
+product._grouped_product = Compiled(product._grouped_product)
+weight_grad._expert_grads = Compiled(weight_grad._expert_grads)
+rows, offsets = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
+for outputs in (768, 1408):
+    weight, grad = torch.zeros(8, outputs, 512, dtype=torch.bfloat16), torch.zeros(1024, outputs, dtype=torch.bfloat16)
+    product.grouped_forward(Operand(data=rows), Operand(data=weight), offsets)
+    product.grouped_input_grad(Operand(data=grad), Operand(data=weight), offsets)
+    for adds, parts in ((False, 1), (True, 2)):
+        part = GroupedPart(Operand(data=rows), Operand(data=grad), offsets)
+        weight_grad.grouped_weight_grad([part] * parts, torch.zeros(8, 512, outputs), adds)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_kernels_compile_and_fit_into_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
+    assert len(compiled) == 8
+    for code in compiled:
+        assert code["shared"] <= SHARED_MEMORY
+        assert "0 bytes spill stores, 0 bytes spill loads" in code["ptxas"]
+        assert "wgmma.mma_async" in code["ptx"]
+    adding = [code for code in compiled if "cp.reduce.async.bulk.tensor" in code["ptx"]]
+    assert len(adding) == 2, "sums are added by TMA, and only where they shall be added"
+
+
+def test_programs_remember_how_many_tiles_came_before(compiled: list[dict[str, Any]]) -> None:
+    """Triton 3.6 forgets a loop's variable that only bounds of an inner loop depend on; then every expert's tiles go
+    to the same few programs."""
+    products = [code["ttgir"] for code in compiled if "_grouped_product" in code["ttgir"]]
+    assert len(products) == 4
+    for text in products:
+        over_experts = re.findall(r"scf\.for %\w+ = %\w+ to %\w+ step %\w+ iter_args\((.*?)\) -> \(i32, i32\)", text)
+        assert len(over_experts) == 3, "two warpgroups and the loading warp"
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "row"), [(0, 7, 0), (3, 7, 6), (3, 7, 7), (5, 5, 5), (0, 64, 63), (10, 64, 80)]
+)
+def test_rows_behind_the_end_of_a_slice_are_out_of_bounds(start: int, end: int, row: int) -> None:
+    matrix = torch.zeros(100, 24, dtype=torch.bfloat16)[:, :16]
+    descriptor = rows_by_slice(matrix, [8, 16])
+    index = (2**30, end, 2**30 - end + row, 3)
+    address = sum(i * stride for i, stride in zip(index, descriptor.strides, strict=True)) * 2
+    assert address % 2**64 == (row * 24 + 3) * 2 % 2**64, "elements of 2 bytes, rows of 24 elements"
+    inside = all(i < size for i, size in zip(index, descriptor.shape, strict=True))
+    assert inside == (row < end)
+
+
+def test_sizes_that_tma_cannot_read_are_refused_and_other_places_copied() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"rows of \(4, 12\): rows of 24 bytes, .* multiples of 8"):
+        aligned(torch.zeros(4, 12, dtype=torch.bfloat16), "rows")
+    fits = torch.zeros(4, 16, dtype=torch.bfloat16)
+    assert aligned(fits, "rows") is fits
+    shifted = torch.arange(65, dtype=torch.bfloat16)[1:].view(4, 16)
+    for elsewhere in (shifted, fits.T.contiguous().T, torch.zeros(4, 20, dtype=torch.bfloat16)[:, :16]):
+        copy = aligned(elsewhere, "rows")
+        assert copy.data_ptr() % 16 == 0 and copy.is_contiguous() and torch.equal(copy, elsewhere)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_machine_without_such_a_gpu_is_not_served(dtype: torch.dtype) -> None:
+    for op in hopper_kernels.PROVIDES:
+        assert hopper_kernels.judge(op, torch.device("cpu"), dtype).fit is Fit.NO
