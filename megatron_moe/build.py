@@ -147,7 +147,9 @@ def build_trainer(
 
 def record_steps(trainer: Trainer, recorder: Recorder) -> None:
     """From now on what the plan wants to be recorded is."""
-    spec = trainer.plan.graphs
+    spec, interval = trainer.plan.graphs, trainer.plan.memory.expert_wgrad_interval
+    rows = {"moe", "moe_preprocess"} & set(spec.modules)
+    assert interval == 1 or not rows, f"rows of {interval} microbatches wait where replays of {sorted(rows)} write"
     if spec.whole_step:
         trainer.whole_step = WholeStep(recorder, spec.warmup_steps, tuple(trainer.buffers.slots))
     elif spec.modules:

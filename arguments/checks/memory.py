@@ -228,9 +228,10 @@ def rows_wait_for_weight_gradients_of_experts(
     if moe_expert_wgrad_interval == 1:
         return None
     if not num_experts:
-        return f"{asked} has nothing to compute later: no layer has experts", "leave it out"
+        return f"{asked} has nothing to compute later: no layer has experts", "--moe-expert-wgrad-interval 1"
     if moe_paged_stash:
-        return f"{asked} with {_PAGED}: rows would wait outside of the pages, at full size", "leave out one of them"
+        problem = f"{asked} with {_PAGED}: rows would wait outside of the pages, at full size"
+        return problem, f"--moe-expert-wgrad-interval 1, or leave out {_PAGED}"
     return None
 
 

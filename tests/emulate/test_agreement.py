@@ -55,14 +55,27 @@ def test_the_standard_permutation_keeps_the_experts_results() -> None:
     assert abs(standard.ratio - 1) < WITHIN
 
 
+def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_products() -> None:
+    plan = plan_of("m8", REGISTRY)
+    one, two = (compare(replace(plan, memory=replace(plan.memory, expert_wgrad_interval=number))) for number in (1, 2))
+    rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
+    expected = num_moe * rows * (2 * 2048 + 3 * 1408) * 2
+    assert two.closed.kept - one.closed.kept == expected
+    assert two.peak - one.peak == pytest.approx(expected, rel=1e-3)  # a microbatch more is there, with its ids
+    assert abs(two.ratio - 1) < WITHIN
+
+
 @pytest.mark.parametrize(
     "memory",
     [
         MemorySpec(recompute=RecomputeSpec(granularity="selective", modules=("moe", "mla_up_proj", "layernorm"))),
         MemorySpec(recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1)),
         MemorySpec(offload=OffloadSpec(modules=("expert_fc1", "moe_act"))),
+        MemorySpec(
+            recompute=RecomputeSpec(granularity="selective", modules=("moe_act", "layernorm")), expert_wgrad_interval=3
+        ),
     ],
-    ids=["moe", "whole layers", "offload"],
+    ids=["moe", "whole layers", "offload", "weight gradients of experts together"],
 )
 def test_switches_are_counted_alike(memory: MemorySpec) -> None:
     assert abs(compare(replace(plan_of("m8", REGISTRY), memory=memory)).ratio - 1) < WITHIN

@@ -53,6 +53,7 @@ PLANS = {
     "interleaved stages with experts": plan(pp=2, vpp=2, ep=2),
     "overlapped": plan(pp=2, vpp=2, ep=2, pipeline=OVERLAPPED),
     "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, split_backward=True)),
+    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemorySpec(expert_wgrad_interval=3)),
     "reduction and gather beside other work": plan(
         pp=2,
         ep=2,
@@ -119,7 +120,7 @@ def test_state_is_that_of_the_buffers_and_of_the_optimizer() -> None:
     assert categories["weights"] < categories["master weights"] < categories["gradients"]
 
 
-@pytest.mark.parametrize("name", ["stages", "interleaved stages with experts"])
+@pytest.mark.parametrize("name", ["stages", "interleaved stages with experts", "weight gradients of experts together"])
 def test_warm_up_and_two_more_rounds_are_enough(name: str) -> None:
     spec = PLANS[name]
     number = enough_microbatches(spec)

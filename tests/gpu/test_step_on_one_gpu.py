@@ -8,7 +8,7 @@ import torch
 
 from arguments.read import read_plan
 from megatron_moe.data.tokenizer import vocab_size_of
-from tests.tolerances import EXACT
+from tests.tolerances import EXACT, FP32_MODEL
 from tools.timed_run import Run
 
 pytestmark = pytest.mark.gpu1
@@ -47,6 +47,21 @@ def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str, upd
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(outcome.loss)
     run.close()
+
+
+@pytest.mark.parametrize("interval", [2, 3, 6])
+def test_weight_gradients_of_experts_for_several_microbatches_are_those_of_one_at_a_time(
+    flags: list[str], interval: int
+) -> None:
+    """Of five microbatches, in one step."""
+    found = []
+    for number in (1, interval):
+        more = ["--global-batch-size", "10", "--deterministic-mode", "--moe-expert-wgrad-interval", str(number)]
+        run = start([*flags, *more])
+        run.step()
+        found.append({slot.name: slot.main_grad.clone() for slot in run.trainer.buffers.slots})
+        run.close()
+    FP32_MODEL.check_all(found[1], found[0], "gradients")
 
 
 @pytest.mark.parametrize("again", [(), ("--overlap-optimizer-step",)], ids=["same", "updates in the forward"])

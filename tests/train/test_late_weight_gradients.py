@@ -146,6 +146,13 @@ def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
             FP64_LAYOUT.check_all(figures, expected[rank], f"{case}, every {interval}, rank {rank}")
 
 
+@pytest.mark.parametrize("module", ["moe", "moe_preprocess"])
+def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
+    recorded = plan(graphs=GraphSpec(modules=(module,), warmup_steps=1))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="rows of 2 microbatches wait"):
+        trainer_of(every(2, recorded), ParallelContext.single(dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
     "number, interval, sizes",
     [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])],

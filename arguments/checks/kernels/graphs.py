@@ -129,7 +129,7 @@ def recorded_rows_do_not_wait(
     return (
         f"--moe-expert-wgrad-interval {moe_expert_wgrad_interval} with recorded {' '.join(rows)} ({_IMPL} "
         f"{cuda_graph_impl}): the next replay writes where rows of experts wait",
-        "leave out one of them, or record other --cuda-graph-modules: attn moe_router",
+        "--moe-expert-wgrad-interval 1, or other parts: --cuda-graph-modules attn moe_router",
     )
 
 
