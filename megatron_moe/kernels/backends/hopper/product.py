@@ -56,7 +56,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, turned: bool) 
     return out
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=("num_experts", "depth", "columns"))
 def _grouped_product(
     rows, weight, out, offsets_ptr, num_experts, depth, columns, TURNED: gl.constexpr, STAGES: gl.constexpr
 ):

@@ -22,7 +22,6 @@ _ALIGNMENT = 16
 """Bytes; TMA finds tensors, and their rows, at multiples of it."""
 _FAR = gl.constexpr(1 << 30)
 """More than a tensor has rows; see `rows_by_slice`."""
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -61,7 +60,10 @@ def aligned(matrix: Tensor, what: str) -> Tensor:
 
 
 def _layout(tensor: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(block, _TYPES[tensor.dtype])
+    """In shared memory: rows in pieces of 128 bytes, whose parts of 16 bytes change places so that banks are met once."""
+    size = tensor.element_size()
+    assert block[-1] * size % 128 == 0, f"rows of {block[-1]} elements of {size} bytes"
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=len(block))
 
 
 @builtin

@@ -61,7 +61,7 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=("num_experts", "outputs", "inputs"))
 def _expert_grads(
     grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
     TWO: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
