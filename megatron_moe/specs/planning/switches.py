@@ -72,6 +72,9 @@ def without_switches(plan: RunPlan) -> RunPlan:
 def more_switches(plan: RunPlan) -> list[Switch]:
     """Every single switch that the plan has not turned already."""
     found = [*_of_activations(plan), *_of_state(plan)]
+    if plan.memory.expert_wgrad_interval > 1:
+        at_once = replace(plan.memory, expert_wgrad_interval=1)
+        found.append(Switch("--moe-expert-wgrad-interval 1", lambda given: replace(given, memory=at_once)))
     if plan.batch.micro > 1 and plan.batch.global_size % (plan.batch.micro // 2 * plan.parallel.dp) == 0:
         half = replace(plan.batch, micro=plan.batch.micro // 2)
         found.append(Switch(f"--micro-batch-size {half.micro}", lambda given: replace(given, batch=half)))
