@@ -223,7 +223,7 @@ def pages_stand_alone(
 def rows_wait_for_weight_gradients_of_experts(
     moe_expert_wgrad_interval: int, num_experts: int | None, moe_paged_stash: bool
 ) -> Complaint:
-    """They wait as whole tensors of what buffers have room for, and pages are there to have none of those."""
+    """What waits are rows of experts, whole tensors of what buffers have room for; pages are there to have none."""
     asked = f"--moe-expert-wgrad-interval {moe_expert_wgrad_interval}"
     if moe_expert_wgrad_interval == 1:
         return None
