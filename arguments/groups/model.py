@@ -11,7 +11,7 @@ from arguments.values import LayerPattern
 class ModelFlags:
     """Layers, widths, positions, norms, activations, vocabulary, initial values and multi-token prediction."""
 
-    num_layers: int = flag(REQUIRED, least=1, essential=True)
+    num_layers: int = flag(REQUIRED, least=1, below=100_000, essential=True)
     """Transformer layers, without those of multi-token prediction."""
     hidden_size: int = flag(REQUIRED, least=1, essential=True)
     """Width of the residual stream."""
@@ -104,7 +104,7 @@ class ModelFlags:
     init_method_xavier_uniform: bool = flag(False)
     """Matrices start uniform within sqrt(6 / (inputs + outputs)), whatever `--init-method-std` says."""
 
-    mtp_num_layers: int | None = flag(None, least=0)
+    mtp_num_layers: int | None = flag(None, least=0, below=100_000)
     """Depths of multi-token prediction."""
     mtp_loss_scaling_factor: float = flag(0.1, least=0)
     """Weight of the mean loss of multi-token prediction."""

@@ -132,6 +132,7 @@ def test_an_abbreviation_is_not_a_flag():
         ("--num-layers 2 3", "--num-layers 2 3 takes one value, not 2"),
         ("--swiglu 3", "--swiglu 3 takes no value"),
         ("--num-layers 0", "--num-layers 0 is less than 1"),
+        ("--num-layers 999999999999999999999", "999999999999999999999 is not less than 100000"),
         ("--hidden-dropout 1", "--hidden-dropout 1 is not less than 1"),
         ("--moe-router-dtype bf16", "--moe-router-dtype bf16 is none of fp32, fp64"),
         ("stray --lr 1", "'stray' stands before any flag"),
