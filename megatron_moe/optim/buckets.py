@@ -248,16 +248,16 @@ class GradBuffers:
         for buffer in self.buffers:
             yield from buffer.slots
 
-    def begin_step(self, num_microbatches: int | None = None) -> None:
+    def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
         """Forgets the gradients of the last step: the next one of every parameter is stored, not added.
 
-        `num_microbatches`: how many backward passes every parameter will see; None keeps reductions from starting
-        before the gradients are finished.
+        `num_microbatches`: how many backward passes every parameter will see; None: not known. `early`: reductions may
+        start before all gradients are finished, if it is known.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
             slot.begin_step(num_microbatches)
-        self.reducer.begin_step(num_microbatches)
+        self.reducer.begin_step(num_microbatches if early else None)
 
     def collect(self) -> None:
         """Sweeps every `.grad` that the last backward left into the buffers and frees it."""

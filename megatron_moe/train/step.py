@@ -184,7 +184,7 @@ class Trainer:
         `losses`: for a repetition, takes the loss of every microbatch; gradients are not reduced then.
         """
         self.model.train()
-        self.buffers.begin_step(len(batches) if losses is None else None)
+        self.buffers.begin_step(len(batches), early=losses is None)
         prepared = self._prepare(batches, iteration)
         if self.whole_step is None or losses is not None:
             local = self._run(prepared, losses)

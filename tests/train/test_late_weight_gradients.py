@@ -170,3 +170,19 @@ def test_one_product_takes_the_rows_of_several_microbatches(number: int, interva
         trainer.step(loader.next_step(), TrainState())
         evaluate(trainer.pipeline, loader.next_step(), number)
         assert calls == Counter({size: 4 * sizes.count(size) for size in sizes})
+
+
+def test_a_repetition_of_a_step_sums_in_the_same_groups() -> None:
+    """Also where a layer that is used twice brings more gradients than there are microbatches."""
+    calls: Counter[int] = Counter()
+    each = every(2, CASES["latent, prediction by a repeated layer"])
+    context = ParallelContext.single(dtype=torch.float64)
+    trainer = trainer_of(each, context, calls)
+    loader = build_train_loader(each, context, build_data(each, context))
+    assert loader is not None
+    batches = loader.next_step()
+    trainer.step(batches, TrainState())
+    once = calls.copy()
+    calls.clear()
+    trainer.repeat(batches, 1)
+    assert calls == once and once[2] and once[1]
