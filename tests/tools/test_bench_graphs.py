@@ -2,6 +2,7 @@
 
 import pytest
 
+from arguments.read import read_plan
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.specs.memory import GraphSpec
 from tests.command_lines import plan_of
@@ -19,6 +20,14 @@ from tools import bench_graphs
 def test_modes_are_kinds_of_graphs(mode, graphs):
     still = "--attention-dropout 0 --hidden-dropout 0"
     assert plan_of(" ".join([still, *bench_graphs.flags_of(mode)])).graphs == graphs
+
+
+@pytest.mark.parametrize("mode", ["none", "attn,moe_router,moe_preprocess", "attn,moe", "full_iteration"])
+@pytest.mark.parametrize("recipe", ["q6", "m8"])
+def test_the_recipes_that_are_timed_take_every_mode(recipe, mode):
+    words = ["--recipe", recipe, *bench_graphs.flags_of(mode)]
+    plan = read_plan(words, {}, vocab_size_of=lambda spec: spec.vocab_size or 0)
+    assert plan.graphs.whole_step or plan.graphs.modules or mode == "none"
 
 
 def test_without_a_gpu_it_says_so(capsys):
