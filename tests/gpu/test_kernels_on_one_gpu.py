@@ -198,23 +198,42 @@ def test_latent_keys_and_turned_queries_agree_with_fp64(dtype: torch.dtype) -> N
 @DTYPES
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("turned", [64, 24])
+@pytest.mark.parametrize("groups, per_group, width, turned", [(3, 5, 64, 64), (3, 5, 64, 24), (33, 2, 128, 128)])
 def test_queries_keys_and_values_agree_with_fp64(
-    turned: int, interleaved: bool, normed: bool, dtype: torch.dtype
+    groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool, dtype: torch.dtype
 ) -> None:
     angles = draw(33, 2, turned // 2)
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
-    inputs = [draw(33, 2, 3, 7 * 64)] + ([draw(64, seed=1), draw(64, seed=2)] if normed else [])
+    inputs = [draw(33, 2, groups, (per_group + 2) * width)]
+    inputs += [draw(width, seed=1), draw(width, seed=2)] if normed else []
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
         def call(qkv: Tensor, *weights: Tensor) -> Tensor:
             here = [x.to(qkv.device, FP32) for x in (cos, sin)]
-            parts = kernels.query_key_value(qkv, *(weights or (None, None)), 1e-6, False, *here, interleaved, 5)
+            parts = kernels.query_key_value(qkv, *(weights or (None, None)), 1e-6, False, *here, interleaved, per_group)
             return torch.cat(parts, dim=2).permute(1, 2, 0, 3)
 
         return call
 
     compare(op, inputs, dtype)
+
+
+def test_norms_and_heads_repeat_to_the_bit() -> None:
+    """At sizes where every multiprocessor adds its own share of the weights' gradients."""
+    kernels, _ = bundles(BF16)
+    x, qkv = draw(1024, 4, 2048).to(BF16).cuda(), draw(1024, 4, 4, 10 * 128, seed=1).to(BF16).cuda()
+    cos, sin = (torch.rand(1024, 1, 128, device="cuda") for _ in range(2))
+
+    def gradients() -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() for each in (x, x[0, 0], qkv, qkv[0, 0, 0, :128], qkv[0, 0, 1, :128])]
+        outs = (
+            *kernels.add_rms_norm(leaves[0], x, leaves[1], 1e-6, False),
+            *kernels.query_key_value(leaves[2], leaves[3], leaves[4], 1e-6, False, cos, sin, False, 8),
+        )
+        return list(torch.autograd.grad(outs, leaves, [out.detach() for out in outs]))
+
+    for once, again in zip(gradients(), gradients(), strict=True):
+        EXACT.check(again, once)
 
 
 @pytest.mark.parametrize("weights", [BF16, FP32], ids=["bf16", "fp32"])

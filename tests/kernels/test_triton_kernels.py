@@ -88,7 +88,7 @@ def test_rope_may_begin_behind_other_dims() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("length", "batch", "groups", "per_group", "width", "turned"),
-    [(7, 2, 3, 2, 8, 8), (5, 1, 1, 1, 12, 6), (1, 1, 5, 40, 16, 4), (0, 2, 2, 2, 8, 8)],
+    [(7, 2, 3, 2, 8, 8), (5, 1, 1, 1, 12, 6), (1, 1, 5, 40, 16, 4), (1, 1, 9, 1, 512, 512), (0, 2, 2, 2, 8, 8)],
 )
 def test_queries_keys_and_values_are_the_reference(
     length: int, batch: int, groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool,

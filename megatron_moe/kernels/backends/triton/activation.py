@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.specs.moe import ActivationSpec
 
-FORWARD_TILE, BACKWARD_TILE = (2048, 1024), (1024, 256)
+FORWARD_TILE, BACKWARD_TILE = (2048, 1024), (1024, 1024)
 """Elements of the result that one program makes at a time, and the most of them in one row; measured on an H200."""
 
 NO_CLAMP = float("inf")
@@ -49,7 +49,7 @@ class _Activation(torch.autograd.Function):
         grad_RF = rows_of(grads[0])
         num_rows, width = grad_RF.shape
         grad_x_RF = torch.empty_like(x_RF, memory_format=torch.contiguous_format)
-        grad_probs_R = None if probs_R is None else torch.zeros_like(probs_R)
+        grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
         if grad_RF.numel():
             rows, columns = _tile(width, *BACKWARD_TILE)
             _activation_backward[(triton.cdiv(num_rows, rows),)](

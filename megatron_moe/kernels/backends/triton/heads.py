@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, sum_of_shares
 
-TILE = 4096
-"""Elements that one program holds at a time."""
-PROGRAMS = 8
-"""Programs of the backward per multiprocessor."""
+TILE = 2048
+"""Elements of one tensor that one program holds at a time."""
+PROGRAMS = 5
+"""Programs of the backward per multiprocessor: as many as it has room for, or the rest would come in a second wave."""
 
 
 def query_key_value(
@@ -69,16 +69,16 @@ class _QueryKeyValue(torch.autograd.Function):
         normed = q_weight is not None
         grad_qkv = torch.empty_like(qkv_SBGC)
         # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
-        num_programs = max(min(length * batch, PROGRAMS * num_multiprocessors(qkv_SBGC.device)), 1)
-        shares_P2D = torch.zeros(num_programs, 2, width, device=qkv_SBGC.device, dtype=torch.float32)
+        sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
+        of_q, of_k, total = _programs(length * batch, groups, groups * heads_per_group, sizes, qkv_SBGC.device)
+        shares_P2D = qkv_SBGC.new_empty(total, 2, width, dtype=torch.float32)
         if qkv_SBGC.numel():
-            _turn_heads_back[(num_programs,)](
+            _turn_heads_back[(total,)](
                 grad_q, grad_k, grad_v, qkv_SBGC, q_weight if normed else cos_SBD, k_weight if normed else cos_SBD,
-                cos_SBD, sin_SBD, grad_qkv, shares_P2D, length * batch, batch, groups, heads_per_group, width,
-                cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
+                cos_SBD, sin_SBD, grad_qkv, shares_P2D, of_q, of_k, length * batch, batch, groups, heads_per_group,
+                width, cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
                 cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
-                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width),
-                **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
+                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width), **sizes,
             )  # fmt: skip
         if not normed:
             return grad_qkv, None, None, None
@@ -89,7 +89,7 @@ class _QueryKeyValue(torch.autograd.Function):
 def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    most = max(TILE // power_of_two(2 * pairs + rest), 1)
+    most = max(TILE // power_of_two(2 * pairs + (rest if turned < width else 0)), 1)
     return {
         "PAIRS": pairs,
         "REST": rest,
@@ -97,6 +97,18 @@ def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[s
         "HEADS": min(power_of_two(groups * heads_per_group), most),
         "GROUPS": min(power_of_two(groups), most),
     }
+
+
+def _programs(
+    num_tokens: int, groups: int, num_heads: int, sizes: dict[str, Any], device: torch.device
+) -> tuple[int, int, int]:
+    """Programs of the backward: for every tile of queries, for every tile of keys and values, and all. In proportion to
+    what they move: a query is read twice and written once, a key goes with its value."""
+    tiles_q, tiles_k = triton.cdiv(num_heads, sizes["HEADS"]), triton.cdiv(groups, sizes["GROUPS"])
+    by_q, by_k = 3 * sizes["HEADS"], 5 * sizes["GROUPS"]
+    room = PROGRAMS * num_multiprocessors(device)
+    of_q, of_k = (min(max(room * by // (tiles_q * by_q + tiles_k * by_k), 1), num_tokens) for by in (by_q, by_k))
+    return of_q, of_k, tiles_q * of_q + tiles_k * of_k
 
 
 @triton.jit
@@ -119,8 +131,14 @@ def _pairs_of(turned, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, token, batch, stride_s, stride_b, held, PAIRS: tl.constexpr):
-    place = (token // batch) * stride_s + (token % batch) * stride_b + tl.arange(0, PAIRS)
+def _position(token, batch):
+    """Place in the sequence and number of the sequence, divided in 32 bits: 64 take far longer."""
+    return (token // batch).to(tl.int64), (token % batch).to(tl.int64)
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, place, held, PAIRS: tl.constexpr):
+    place += tl.arange(0, PAIRS)
     cos = tl.load(cos_ptr + place, mask=held, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + place, mask=held, other=0.0).to(tl.float32)[None, :]
     return cos, sin
@@ -163,8 +181,9 @@ def _turn_heads(
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    s, b = _position(tl.program_id(0), batch)
     paired = tl.arange(0, PAIRS) < turned // 2
-    cos, sin = _angles(cos_ptr, sin_ptr, token, batch, angle_s, angle_b, paired, PAIRS)
+    cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     from_ptr = qkv_ptr + token * num_groups * group_width
     for start in range(0, num_heads, HEADS):
@@ -240,46 +259,65 @@ def _store_shares(
 
 
 @triton.jit
+def _turn_tile_back(
+    grad_ptr, g_s, g_b, value_ptr, v_s, v_b, there, place, weight_ptr, shares_ptr, others_ptr,
+    qkv_ptr, cos_ptr, sin_ptr, to_ptr, start, step, num_tokens, batch, row_width, width, turned, eps, angle_s, angle_b,
+    OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Heads at `place` [HEADS, 1] of some tokens' rows, whose gradients stand at `grad_ptr` [HEADS, 1]. With the keys
+    go the values behind them, which only change their place."""
+    paired, dims = tl.arange(0, PAIRS) < turned // 2, tl.arange(0, WIDTH)
+    held = there & (dims < width)[None, :]
+    # shares of the weight's gradient: added up over heads at the end, for sums over a tile cost barriers
+    share1, share2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
+    share3 = tl.zeros((HEADS, REST), dtype=tl.float32)
+    for number in range(start, num_tokens, step):
+        s, b = _position(number, batch)
+        cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
+        inside = tl.cast(number, tl.int64) * row_width + place
+        if OF_KEYS:  # read before anything is written: nothing waits for it
+            values = tl.load(value_ptr + s * v_s + b * v_b + dims[None, :], mask=held)
+        share1, share2, share3 = _turn_back(
+            grad_ptr + s * g_s + b * g_b, qkv_ptr + inside, to_ptr + inside, weight_ptr, share1, share2, share3,
+            there, cos, sin, width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+        )  # fmt: skip
+        if OF_KEYS:
+            tl.store(to_ptr + inside + width + dims[None, :], values, mask=held)
+    if NORMED:
+        _store_shares(shares_ptr, share1, share2, share3, width, turned, INTERLEAVED, PAIRS, REST)
+        tl.store(others_ptr + dims, tl.zeros((WIDTH,), dtype=tl.float32), mask=dims < width)
+
+
+@triton.jit
 def _turn_heads_back(
     grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, grad_ptr, shares_ptr,
-    num_tokens, batch, num_groups, heads_per_group, width, turned, eps,
+    of_q, of_k, num_tokens, batch, num_groups, heads_per_group, width, turned, eps,
     q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n, angle_s, angle_b,
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    paired = tl.arange(0, PAIRS) < turned // 2
-    dims = tl.arange(0, WIDTH)[None, :]
+    """One tile of the queries of some tokens, or of their keys and values: apart, each has its registers to itself."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
-    # shares of the weights' gradients: added up over heads at the end, for sums over a tile cost barriers
-    q1, q2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
-    k1, k2 = tl.zeros((GROUPS, PAIRS), dtype=tl.float32), tl.zeros((GROUPS, PAIRS), dtype=tl.float32)
-    q3, k3 = tl.zeros((HEADS, REST), dtype=tl.float32), tl.zeros((GROUPS, REST), dtype=tl.float32)
-    for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        token = tl.cast(number, tl.int64)
-        s, b = token // batch, token % batch
-        cos, sin = _angles(cos_ptr, sin_ptr, token, batch, angle_s, angle_b, paired, PAIRS)
-        begin = token * num_groups * group_width
-        for start in range(0, num_heads, HEADS):
-            heads = (start + tl.arange(0, HEADS))[:, None]
-            place = begin + heads // heads_per_group * group_width + heads % heads_per_group * width
-            q1, q2, q3 = _turn_back(
-                grad_q_ptr + s * q_s + b * q_b + heads * q_n, qkv_ptr + place, grad_ptr + place, q_weight_ptr,
-                q1, q2, q3, heads < num_heads, cos, sin,
-                width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
-            )  # fmt: skip
-        for start in range(0, num_groups, GROUPS):
-            groups = (start + tl.arange(0, GROUPS))[:, None]
-            there = groups < num_groups
-            place = begin + groups * group_width + heads_per_group * width
-            k1, k2, k3 = _turn_back(
-                grad_k_ptr + s * k_s + b * k_b + groups * k_n, qkv_ptr + place, grad_ptr + place, k_weight_ptr,
-                k1, k2, k3, there, cos, sin,
-                width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
-            )  # fmt: skip
-            held = there & (dims < width)
-            values = tl.load(grad_v_ptr + s * v_s + b * v_b + groups * v_n + dims, mask=held)
-            tl.store(grad_ptr + place + width + dims, values, mask=held)
-    if NORMED:
-        place = shares_ptr + tl.program_id(0) * 2 * width
-        _store_shares(place, q1, q2, q3, width, turned, INTERLEAVED, PAIRS, REST)
-        _store_shares(place + width, k1, k2, k3, width, turned, INTERLEAVED, PAIRS, REST)
+    q_shares_ptr = shares_ptr + tl.program_id(0) * 2 * width
+    k_shares_ptr = q_shares_ptr + width
+    tiles_q, tiles_k = tl.cdiv(num_heads, HEADS), tl.cdiv(num_groups, GROUPS)
+    number = tl.program_id(0) - tiles_q * of_q
+    if number < 0:
+        heads = (tl.program_id(0) % tiles_q * HEADS + tl.arange(0, HEADS))[:, None]
+        _turn_tile_back(
+            grad_q_ptr + heads * q_n, q_s, q_b, grad_v_ptr, v_s, v_b, heads < num_heads,
+            heads // heads_per_group * group_width + heads % heads_per_group * width, q_weight_ptr,
+            q_shares_ptr, k_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, tl.program_id(0) // tiles_q, of_q,
+            num_tokens, batch, num_groups * group_width, width, turned, eps, angle_s, angle_b,
+            False, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, HEADS, WIDTH,
+        )  # fmt: skip
+    else:
+        groups = (number % tiles_k * GROUPS + tl.arange(0, GROUPS))[:, None]
+        _turn_tile_back(
+            grad_k_ptr + groups * k_n, k_s, k_b, grad_v_ptr + groups * v_n, v_s, v_b, groups < num_groups,
+            groups * group_width + heads_per_group * width, k_weight_ptr,
+            k_shares_ptr, q_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, number // tiles_k, of_k,
+            num_tokens, batch, num_groups * group_width, width, turned, eps, angle_s, angle_b,
+            True, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, GROUPS, WIDTH,
+        )  # fmt: skip

@@ -30,7 +30,7 @@ class _KeyValue(torch.autograd.Function):
             tile = _tile(heads, max(key_width, turned))
             _join_keys[(length * batch, triton.cdiv(heads, tile))](
                 kv_SBNC, shared_SBR, key, heads, width, key_width, turned,
-                HEADS=tile, KEY=power_of_two(key_width), TURNED=power_of_two(turned),
+                HEADS=tile, KEY=power_of_two(key_width), TURNED=power_of_two(turned), num_warps=8,
             )  # fmt: skip
         ctx.sizes = (heads, width, key_width, turned)
         return key, kv_SBNC[..., key_width:]
@@ -47,7 +47,7 @@ class _KeyValue(torch.autograd.Function):
                 grad_key, grad_value, grad_kv, grad_shared, batch, heads, width, key_width, turned,
                 *grad_key.stride()[:3], *grad_value.stride()[:3],
                 HEADS=_tile(heads, max(key_width, width - key_width)), KEY=power_of_two(key_width),
-                VALUE=power_of_two(width - key_width), TURNED=power_of_two(turned),
+                VALUE=power_of_two(width - key_width), TURNED=power_of_two(turned), num_warps=2,
             )  # fmt: skip
         return grad_kv, grad_shared, None
 
@@ -64,13 +64,15 @@ def _join_keys(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     own, common = tl.arange(0, KEY), tl.arange(0, TURNED)
-    from_ptr = kv_ptr + (token * num_heads + heads[:, None]) * width + own[None, :]
+    from_ptr = kv_ptr + (token * num_heads + heads[:, None]) * width
     to_ptr = key_ptr + (token * num_heads + heads[:, None]) * (key_width + turned)
-    held = (heads < num_heads)[:, None] & (own < key_width)[None, :]
-    tl.store(to_ptr + own[None, :], tl.load(from_ptr, mask=held), mask=held)
-    shared = tl.load(shared_ptr + token * turned + common, mask=common < turned)
-    held = (heads < num_heads)[:, None] & (common < turned)[None, :]
-    tl.store(to_ptr + key_width + common[None, :], tl.broadcast_to(shared[None, :], (HEADS, TURNED)), mask=held)
+    there, shares = (heads < num_heads)[:, None], (common < turned)[None, :]
+    held = there & (own < key_width)[None, :]
+    # all is read before anything is written: a read behind a write would wait for the one before
+    keys = tl.load(from_ptr + own[None, :], mask=held)
+    shared = tl.load(shared_ptr + token * turned + common[None, :], mask=shares)
+    tl.store(to_ptr + own[None, :], keys, mask=held)
+    tl.store(to_ptr + key_width + common[None, :], tl.broadcast_to(shared, (HEADS, TURNED)), mask=there & shares)
 
 
 @triton.jit
@@ -80,7 +82,7 @@ def _part_keys(
     HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    s, b = token // batch, token % batch
+    s, b = (tl.program_id(0) // batch).to(tl.int64), (tl.program_id(0) % batch).to(tl.int64)
     own, value, common = tl.arange(0, KEY), tl.arange(0, VALUE), tl.arange(0, TURNED)
     shared = tl.zeros((TURNED,), dtype=tl.float32)
     for first in range(0, num_heads, HEADS):
@@ -89,11 +91,14 @@ def _part_keys(
         key_from = grad_key_ptr + s * key_s + b * key_b + heads[:, None] * key_n
         value_from = grad_value_ptr + s * value_s + b * value_b + heads[:, None] * value_n
         to_ptr = grad_kv_ptr + (token * num_heads + heads[:, None]) * width
-        held = there & (own < key_width)[None, :]
-        tl.store(to_ptr + own[None, :], tl.load(key_from + own[None, :], mask=held), mask=held)
-        held = there & (value < width - key_width)[None, :]
-        tl.store(to_ptr + key_width + value[None, :], tl.load(value_from + value[None, :], mask=held), mask=held)
-        held = there & (common < turned)[None, :]
-        shared += tl.sum(tl.load(key_from + key_width + common[None, :], mask=held, other=0.0).to(tl.float32), axis=0)
+        of_key, of_value = there & (own < key_width)[None, :], there & (value < width - key_width)[None, :]
+        grad_shared = tl.load(
+            key_from + key_width + common[None, :], mask=there & (common < turned)[None, :], other=0.0
+        )
+        grad_key = tl.load(key_from + own[None, :], mask=of_key)
+        grad_value = tl.load(value_from + value[None, :], mask=of_value)
+        tl.store(to_ptr + own[None, :], grad_key, mask=of_key)
+        tl.store(to_ptr + key_width + value[None, :], grad_value, mask=of_value)
+        shared += tl.sum(grad_shared.to(tl.float32), axis=0)
     place = grad_shared_ptr + token * turned + common
     tl.store(place, shared.to(grad_shared_ptr.dtype.element_ty), mask=common < turned)

@@ -95,7 +95,7 @@ def _norm_backward(
     added_RH = grad_RH if grad_total is None else rows_of(grad_total)
     num_rows, width = x_RH.shape
     columns = power_of_two(width)
-    rows = max(TILE // columns, 1)
+    rows = max(TILE // 2 // columns, 1)
     grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     # every program sums its rows' share of the weight's gradient; the shares are added in a fixed order
     num_programs = max(min(triton.cdiv(num_rows, rows), PROGRAMS * num_multiprocessors(x_RH.device)), 1)
@@ -104,7 +104,7 @@ def _norm_backward(
         grad_RH, added_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width,
         grad_RH.stride(0), added_RH.stride(0), x_RH.stride(0),
         ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, ROWS=rows, WIDTH=columns,
-        num_warps=8 if columns <= TILE else 16,
+        STAGES=3 if columns <= TILE // 2 else 1, num_warps=8 if columns <= TILE else 16,
     )  # fmt: skip
     return grad_x_RH, sum_of_shares(shares_PH, weight.dtype)
 
@@ -146,18 +146,22 @@ def _rms_norm_forward(
 def _rms_norm_backward(
     grad_ptr, added_ptr, x_ptr, weight_ptr, scale_ptr, grad_x_ptr, shares_ptr, num_rows, width,
     grad_stride, added_stride, x_stride,
-    ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, WIDTH)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
     share = tl.zeros((WIDTH,), dtype=tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+    # in stages: the next rows are on their way while these are worked on
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         held = (rows < num_rows)[:, None] & (columns < width)[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+        if ADDED:
+            added = added_ptr + rows[:, None] * added_stride + columns[None, :]
+            added = tl.load(added, mask=held, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + rows, mask=rows < num_rows, other=0.0)
         normed = x * scale[:, None]
         share += tl.sum(grad * normed, axis=0)
@@ -165,8 +169,7 @@ def _rms_norm_backward(
         mean = tl.sum(weighted * normed, axis=1) / width
         grad_x = (weighted - normed * mean[:, None]) * scale[:, None]
         if ADDED:
-            added = added_ptr + rows[:, None] * added_stride + columns[None, :]
-            grad_x += tl.load(added, mask=held, other=0.0).to(tl.float32)
+            grad_x += added
         place = grad_x_ptr + rows[:, None] * width + columns[None, :]
         tl.store(place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=held)
     tl.store(shares_ptr + tl.program_id(0) * width + columns, share, mask=columns < width)

@@ -52,7 +52,7 @@ def _rotate(
             x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, turned, start,
             *x_SBND.stride()[:3], cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
             INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=turned < width,
-            HEADS=tile_heads, PAIRS=pairs, REST=rest,
+            HEADS=tile_heads, PAIRS=pairs, REST=rest, num_warps=8 if tile_heads > 1 else 4,
         )  # fmt: skip
     return out_SBND
 
@@ -76,6 +76,12 @@ def _rotate_heads(
         sin = -sin
     from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
     to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
+    if HAS_REST:
+        # what is not turned: the dims before, then those behind; read before anything is written, to wait once
+        rest = tl.arange(0, REST)
+        kept = (heads < num_heads)[:, None] & (rest < width - turned)[None, :]
+        rest = tl.where(rest < begin, rest, rest + turned)
+        copied = tl.load(from_ptr + rest[None, :], mask=kept)
     if INTERLEAVED:  # neighbours in memory: read and written together, parted in registers
         turning = tl.arange(0, 2 * PAIRS)
         held = (heads < num_heads)[:, None] & (turning < turned)[None, :]
@@ -91,8 +97,4 @@ def _rotate_heads(
         tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=held)
         tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=held)
     if HAS_REST:
-        # what is not turned: the dims before, then those behind
-        rest = tl.arange(0, REST)
-        kept = (heads < num_heads)[:, None] & (rest < width - turned)[None, :]
-        rest = tl.where(rest < begin, rest, rest + turned)
-        tl.store(to_ptr + rest[None, :], tl.load(from_ptr + rest[None, :], mask=kept), mask=kept)
+        tl.store(to_ptr + rest[None, :], copied, mask=kept)

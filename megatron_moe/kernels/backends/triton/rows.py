@@ -105,9 +105,10 @@ def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     if rows_RH.numel():
         columns = min(power_of_two(width), COPY_TILE)
         num_programs = max(num_tokens, 1)
+        each = triton.cdiv(num_rows, num_programs)
         _copy_tokens[(num_programs, triton.cdiv(width, columns))](
             tokens_TH, index.rows_TK.contiguous(), index.token_R, rows_RH, num_tokens, num_rows, width,
-            tokens_TH.stride(0), triton.cdiv(num_rows, num_programs), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
+            tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
         )  # fmt: skip
     return rows_RH
 
@@ -122,8 +123,9 @@ def _sum(rows_RH: Tensor, index: RowIndex) -> Tensor:
     if tokens_TH.numel():
         columns = min(power_of_two(width), COPY_TILE)
         _sum_choices[(num_tokens, triton.cdiv(width, columns))](
-            rows_RH, index.rows_TK.contiguous(), tokens_TH, topk, width, rows_RH.stride(0), COLUMNS=columns
-        )
+            rows_RH, index.rows_TK.contiguous(), tokens_TH, width, rows_RH.stride(0), TOPK=topk, COLUMNS=columns,
+            num_warps=8,
+        )  # fmt: skip
     return tokens_TH
 
 
@@ -167,30 +169,37 @@ def _pick_values(values_ptr, places_ptr, out_ptr, num, BLOCK: tl.constexpr):
 @triton.jit
 def _copy_tokens(
     tokens_ptr, places_ptr, token_ptr, rows_ptr, num_tokens, num_rows, width, stride, rows_each,
-    TOPK: tl.constexpr, COLUMNS: tl.constexpr,
+    EACH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
+    # every row is also looked at once by some program: if no token goes there, it gets zeros. Asked for all of them at
+    # once and before anything is written, since most have a token
+    own = token * rows_each + tl.arange(0, EACH)
+    asked = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
+    some_empty = tl.min(tl.load(token_ptr + own, mask=asked, other=0), axis=0) < 0
     if token < num_tokens:
         values = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
         for choice in tl.static_range(TOPK):
             row = tl.load(places_ptr + token * TOPK + choice)
             tl.store(rows_ptr + row * width + columns, values, mask=inside & (row >= 0))
-    # every row is also looked at once by some program: if no token goes there, it gets zeros
-    for number in range(rows_each):
-        row = token * rows_each + number
-        if tl.load(token_ptr + row, mask=row < num_rows, other=0) < 0:
-            tl.store(rows_ptr + row * width + columns, tl.zeros((COLUMNS,), rows_ptr.dtype.element_ty), mask=inside)
+    if some_empty:
+        for number in range(rows_each):
+            row = token * rows_each + number
+            if tl.load(token_ptr + row, mask=row < num_rows, other=0) < 0:
+                tl.store(rows_ptr + row * width + columns, tl.zeros((COLUMNS,), rows_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _sum_choices(rows_ptr, places_ptr, tokens_ptr, topk, width, stride, COLUMNS: tl.constexpr):
+def _sum_choices(
+    rows_ptr, places_ptr, tokens_ptr, width, stride, TOPK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for choice in range(topk):
-        row = tl.load(places_ptr + token * topk + choice)
+    for choice in tl.static_range(TOPK):  # unrolled: the rows of all choices are on their way at once
+        row = tl.load(places_ptr + token * TOPK + choice)
         held = (columns < width) & (row >= 0)
         total += tl.load(rows_ptr + row * stride + columns, mask=held, other=0.0).to(tl.float32)
     tl.store(tokens_ptr + token * width + columns, total.to(tokens_ptr.dtype.element_ty), mask=columns < width)
