@@ -17,7 +17,7 @@ from megatron_moe.memory.recorder import Repeater
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.memory import GraphSpec, MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
-from megatron_moe.specs.moe import SharedExpertsSpec
+from megatron_moe.specs.moe import CapacitySpec, SharedExpertsSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
@@ -87,6 +87,8 @@ CASES = {
     **{f"{number} microbatches": plan(number) for number in (1, 3, 5)},
     "experts by all-to-all": over_ranks(moe=ALL_TO_ALL),
     "experts by all-gather": over_ranks(moe=ALL_GATHER),
+    "one expert on every rank": over_ranks(moe=tiny.moe(tiny.router(num_experts=2), dispatcher="alltoall")),
+    "padded to a capacity": over_ranks(moe=replace(ALL_TO_ALL, capacity=CapacitySpec(factor=1.0, pad=True))),
     "slices of experts": over_ranks(moe=ALL_TO_ALL, ep=1, tp=1, etp=2),
     "copies of experts, reduced early": replace(over_ranks(4, ep=1), data_parallel=EARLY),
     "1F1B": STAGES,
