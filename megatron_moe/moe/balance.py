@@ -42,8 +42,9 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight = torch.ones((), dtype=ctx.loss_dtype, device=grads[0].device) * ctx.scale
-        return grads[0], weight.to(ctx.loss_dtype), None
+        if isinstance(ctx.scale, Tensor):
+            return grads[0], ctx.scale.to(ctx.loss_dtype), None
+        return grads[0], torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=grads[0].device), None
 
 
 def attach_loss(carrier: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
@@ -59,7 +60,8 @@ class BatchTokens:
         self.valid_T = valid_T
         self.group = group
         self.batch_size = batch_size
-        self._num_local = num_local
+        self.num_whole = num_local * group.size
+        """Tokens of the microbatch on all ranks of the group, padding among them."""
         self._per_sequence_B: Tensor | None = None
 
     def per_sequence(self) -> Tensor:
@@ -70,8 +72,7 @@ class BatchTokens:
 
     def _count(self) -> Tensor:
         if self.valid_T is None:
-            per_rank = self._num_local // self.batch_size
-            return torch.full((self.batch_size,), per_rank * self.group.size, device=self.group.device)
+            return torch.full((self.batch_size,), self.num_whole // self.batch_size, device=self.group.device)
         # tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
         return all_reduce_(self.valid_T.view(-1, self.batch_size).sum(dim=0), self.group)
 
@@ -85,57 +86,95 @@ def z_loss(logits_TE: Tensor, tokens: BatchTokens) -> Tensor:
     return squares_T.sum() / tokens.per_sequence().sum().clamp(min=1)
 
 
-def load_balancing_loss(counts_GE: Tensor, score_sums_GE: Tensor, num_tokens_G: Tensor) -> Tensor:
-    """E * sum_e f_e P_e for each set of tokens G; 0 for a set without tokens.
+class _WeightedSum(torch.autograd.Function):
+    """sum_t scores_te w_ge of the scores [T, E] of tokens t = s * G + g. The gradient is the weights themselves, which
+    autograd would find by a dozen small kernels."""
 
-    counts_GE: choices per expert, of whichever tokens f is taken over; score_sums_GE: sum of the scores over those of
-    the `num_tokens_G` tokens that P is taken over which are on this rank.
-    """
-    counts_GE = counts_GE.to(score_sums_GE.dtype)
-    share_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
-    mean_GE = score_sums_GE / num_tokens_G.clamp(min=1)[..., None]
-    return counts_GE.shape[-1] * (share_GE * mean_GE).sum(dim=-1)
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, weights_GE: Tensor) -> Tensor:
+        ctx.num_tokens = len(scores_TE)
+        ctx.save_for_backward(weights_GE)
+        return (scores_TE.view(-1, *weights_GE.shape).sum(dim=0) * weights_GE).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (weights_GE,) = ctx.saved_tensors
+        weighted_GE = grads[0] * weights_GE
+        return weighted_GE.expand(ctx.num_tokens // len(weights_GE), *weights_GE.shape).flatten(0, 1), None
 
 
 class BalancingLosses:
     """What one microbatch's balancing losses are computed from: scores [T, E] that sum to 1 per token, and choices, of
-    this rank's tokens."""
+    this rank's tokens.
+
+    The shares f have no gradient, so every loss is a sum of scores with a weight per set of tokens and expert.
+    """
 
     def __init__(self, kernels: Kernels, scores_TE: Tensor, ids_TK: Tensor, tokens: BatchTokens) -> None:
         self._tokens = tokens
-        self._num_experts = scores_TE.shape[1]
+        self._num_experts, self._topk = scores_TE.shape[1], ids_TK.shape[1]
         if tokens.valid_T is not None:
             scores_TE = scores_TE * tokens.valid_T[:, None]
-            ids_TK = ids_TK.masked_fill(~tokens.valid_T[:, None], -1)
         self._scores_TE = scores_TE
-        # every sequence gets experts of its own: token t belongs to sequence t % B
-        sequence_T = torch.arange(len(ids_TK), device=ids_TK.device) % tokens.batch_size
-        ids_TK = torch.where(ids_TK < 0, -1, ids_TK + (sequence_T * self._num_experts)[:, None])
-        counts = kernels.count_tokens(ids_TK, tokens.batch_size * self._num_experts)
-        self._counts_BE = counts.view(tokens.batch_size, self._num_experts)
+        self._counts_BE = self._count(kernels, ids_TK)
         self._whole_counts_BE: Tensor | None = None
+
+    def _count(self, kernels: Kernels, ids_TK: Tensor) -> Tensor:
+        """Choices per sequence and expert on this rank, int64 [B, E]."""
+        batch_size, num_experts = self._tokens.batch_size, self._num_experts
+        if batch_size > 1:  # every sequence gets experts of its own: token t belongs to sequence t % B
+            first_B = torch.arange(0, batch_size * num_experts, num_experts, device=ids_TK.device)
+            ids_TK = (ids_TK.view(-1, batch_size, self._topk) + first_B[:, None]).flatten(0, 1)
+        if self._tokens.valid_T is not None:
+            ids_TK = ids_TK.masked_fill(~self._tokens.valid_T[:, None], -1)
+        return kernels.count_tokens(ids_TK, batch_size * num_experts).view(batch_size, num_experts)
 
     def _whole_counts(self) -> Tensor:
         """Choices per sequence and expert, int64 [B, E], of the whole microbatch."""
         if self._whole_counts_BE is None:
-            # tp x cp: 8 * B * E bytes per layer and microbatch; no gradient flows through counts
-            self._whole_counts_BE = all_reduce_(self._counts_BE.clone(), self._tokens.group)
+            self._whole_counts_BE = self._counts_BE
+            if self._tokens.group.size > 1:
+                # tp x cp: 8 * B * E bytes per layer and microbatch; no gradient flows through counts
+                self._whole_counts_BE = all_reduce_(self._counts_BE.clone(), self._tokens.group)
         return self._whole_counts_BE
 
     def over_microbatch(self) -> Tensor:
         """The loss with shares and mean scores of this microbatch."""
-        return self.with_shares_of(self._whole_counts().sum(dim=0))
-
-    def with_shares_of(self, counts_E: Tensor) -> Tensor:
-        """The loss with the mean scores of this microbatch and the shares of `counts_E`."""
-        return load_balancing_loss(counts_E, self._scores_TE.sum(dim=0), self._tokens.per_sequence().sum())
+        return self._mean_loss(self._whole_counts().sum(dim=0, keepdim=True), self._topk)
 
     def over_sequences(self) -> Tensor:
         """Mean of the losses of the sequences. A sequence of padding alone is no sequence."""
-        num_tokens_B = self._tokens.per_sequence()
-        score_sums_BE = self._scores_TE.view(-1, self._tokens.batch_size, self._num_experts).sum(dim=0)
-        losses_B = load_balancing_loss(self._whole_counts(), score_sums_BE, num_tokens_B)
-        return losses_B.sum() / (num_tokens_B > 0).sum().clamp(min=1)
+        return self._mean_loss(self._whole_counts(), self._topk)
+
+    def with_shares_of(self, counts_E: Tensor) -> Tensor:
+        """The loss with the mean scores of this microbatch and the shares of `counts_E`."""
+        return self._mean_loss(counts_E[None], None)
+
+    def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> Tensor:
+        """E * sum_e f_e P_e, mean over those of the sets of tokens G, which are one microbatch or its sequences, that
+        have tokens.
+
+        counts_GE: choices, of whichever tokens f is taken over; `choices`: per token of the set, None: these are others.
+        """
+        dtype, num_sets = self._scores_TE.dtype, len(counts_GE)
+        if self._tokens.valid_T is None:
+            # sizes are known to the host, and few small kernels are left
+            num_tokens = max(self._tokens.num_whole // num_sets, 1)
+            scale = self._num_experts / (num_tokens * num_sets)
+            if choices is not None:
+                weights_GE = counts_GE.to(dtype) * (scale / (num_tokens * choices))
+            else:
+                counts_GE = counts_GE.to(dtype)
+                weights_GE = counts_GE * (scale / counts_GE.sum().clamp(min=1))
+        else:
+            num_tokens_G = self._tokens.per_sequence()
+            if num_sets == 1:
+                num_tokens_G = num_tokens_G.sum(dim=0, keepdim=True)
+            counts_GE = counts_GE.to(dtype)
+            share_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
+            num_held = (num_tokens_G > 0).sum().clamp(min=1)
+            weights_GE = share_GE * (self._num_experts / (num_tokens_G.clamp(min=1) * num_held).to(dtype))[:, None]
+        return _WeightedSum.apply(self._scores_TE, weights_GE)  # type: ignore[no-untyped-call,no-any-return]
 
     def counts_over(self, group: Group) -> Tensor:
         """Choices per expert, int64 [E], over all ranks of a group that holds other microbatches too."""

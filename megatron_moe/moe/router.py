@@ -220,7 +220,8 @@ class Router(nn.Module):
             weighted.append(coeffs[kind] * loss)
             self._report(name, loss, meta)
         assert routing.probs_TK is not None
-        return replace(routing, probs_TK=attach_loss(routing.probs_TK, torch.stack(weighted).sum(), meta.aux_scale))
+        total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        return replace(routing, probs_TK=attach_loss(routing.probs_TK, total, meta.aux_scale))
 
     def _balancing_loss(self, kind: Balancing, losses: BalancingLosses) -> Tensor:
         if kind == "seq_aux_loss":
@@ -235,7 +236,8 @@ class Router(nn.Module):
     def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
         """Each rank has its part of a loss; the mean over ranks, which the tally takes, has to be their sum."""
         if meta.tally is not None:
-            meta.tally.record(name, loss * self.ctx.group("tp_cp").size, layer=self.layer)
+            size = self.ctx.group("tp_cp").size
+            meta.tally.record(name, loss if size == 1 else loss * size, layer=self.layer)
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Remembers what the update at the end of the global batch needs."""

@@ -139,7 +139,7 @@ BALANCING = (
     Bug(
         name="padding is counted in the balancing loss",
         file="megatron_moe/moe/balance.py",
-        old="ids_TK = ids_TK.masked_fill(~tokens.valid_T[:, None], -1)",
+        old="ids_TK = ids_TK.masked_fill(~self._tokens.valid_T[:, None], -1)",
         new="pass",
         select=("tests/moe/test_router.py::test_appended_padding_changes_nothing",),
         reason="short documents pull all tokens away from the experts of token 0",
@@ -171,8 +171,8 @@ BALANCING = (
     Bug(
         name="a sequence's balancing loss sees one rank's part of the sequence",
         file="megatron_moe/moe/balance.py",
-        old="load_balancing_loss(self._whole_counts(), score_sums_BE, num_tokens_B)",
-        new="load_balancing_loss(self._counts_BE, score_sums_BE, num_tokens_B)",
+        old="self._mean_loss(self._whole_counts(), self._topk)",
+        new="self._mean_loss(self._counts_BE, self._topk)",
         select=(PARITY + "[tp=2 sp=on balance=seq]",),
         reason="each rank balances its own positions",
     ),
