@@ -16,6 +16,8 @@ TILE = 2048
 """Elements of one tensor that one program holds at a time."""
 PROGRAMS = 5
 """Programs of the backward per multiprocessor: as many as it has room for, or the rest would come in a second wave."""
+STAGES = 1
+"""Tokens that a program of the backward has under way."""
 
 
 def query_key_value(
@@ -78,7 +80,8 @@ class _QueryKeyValue(torch.autograd.Function):
                 cos_SBD, sin_SBD, grad_qkv, shares_P2D, of_q, of_k, length * batch, batch, groups, heads_per_group,
                 width, cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
                 cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
-                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width), **sizes,
+                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width),
+                STAGES=STAGES, **sizes,
             )  # fmt: skip
         if not normed:
             return grad_qkv, None, None, None
@@ -264,6 +267,7 @@ def _turn_tile_back(
     qkv_ptr, cos_ptr, sin_ptr, to_ptr, start, step, num_tokens, batch, row_width, width, turned, eps, angle_s, angle_b,
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Heads at `place` [HEADS, 1] of some tokens' rows, whose gradients stand at `grad_ptr` [HEADS, 1]. With the keys
     go the values behind them, which only change their place."""
@@ -272,7 +276,7 @@ def _turn_tile_back(
     # shares of the weight's gradient: added up over heads at the end, for sums over a tile cost barriers
     share1, share2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     share3 = tl.zeros((HEADS, REST), dtype=tl.float32)
-    for number in range(start, num_tokens, step):
+    for number in tl.range(start, num_tokens, step, num_stages=STAGES):
         s, b = _position(number, batch)
         cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
         inside = tl.cast(number, tl.int64) * row_width + place
@@ -296,6 +300,7 @@ def _turn_heads_back(
     q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n, angle_s, angle_b,
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of some tokens, or of their keys and values: apart, each has its registers to itself."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
@@ -310,7 +315,7 @@ def _turn_heads_back(
             heads // heads_per_group * group_width + heads % heads_per_group * width, q_weight_ptr,
             q_shares_ptr, k_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, tl.program_id(0) // tiles_q, of_q,
             num_tokens, batch, num_groups * group_width, width, turned, eps, angle_s, angle_b,
-            False, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, HEADS, WIDTH,
+            False, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, HEADS, WIDTH, STAGES,
         )  # fmt: skip
     else:
         groups = (number % tiles_k * GROUPS + tl.arange(0, GROUPS))[:, None]
@@ -319,5 +324,5 @@ def _turn_heads_back(
             groups * group_width + heads_per_group * width, k_weight_ptr,
             k_shares_ptr, q_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, number // tiles_k, of_k,
             num_tokens, batch, num_groups * group_width, width, turned, eps, angle_s, angle_b,
-            True, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, GROUPS, WIDTH,
+            True, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, GROUPS, WIDTH, STAGES,
         )  # fmt: skip
