@@ -46,10 +46,10 @@ def emulated_bundle(spec: KernelSpec, dtype: torch.dtype) -> Bundle:
 
 
 def _chosen(op: str, wish: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
-    if wish not in ("auto", "triton", torch_native.NAME, reference.NAME):
+    if wish not in ("auto", "hopper", "triton", torch_native.NAME, reference.NAME):
         raise EnvironmentProblem(
             f"what kernel backend '{wish}' takes for '{op}' is not known to the emulation on a CPU; leave it to auto, "
-            f"triton, {torch_native.NAME} or {reference.NAME}, or emulate on a GPU"
+            f"hopper, triton, {torch_native.NAME} or {reference.NAME}, or emulate on a GPU"
         )
     plain = wish == reference.NAME or dtype is torch.float64
     if op in _HOST_READS and plain:
