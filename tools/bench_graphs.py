@@ -1,7 +1,6 @@
 """Times the steps of a recipe on a GPU, computed and as CUDA graphs, and says what the graphs cost.
 
-    python tools/bench_graphs.py [--steps 10] none attn,moe full_iteration -- --recipe q6 \\
-        --moe-expert-wgrad-interval 1 --micro-batch-size 1
+    python tools/bench_graphs.py [--steps 10] none attn,moe full_iteration -- --recipe q6 --micro-batch-size 1
 
 Every mode is a run of its own in this process: `none`, `full_iteration`, or the modules of --cuda-graph-modules with
 commas between them. What stands behind `--` is the command line of pretrain_moe.py. Weights are drawn on the device.
