@@ -42,13 +42,20 @@ from megatron_moe.specs.train import TokenizerSpec
 VocabSizeOf = Callable[[TokenizerSpec], int]
 
 
-def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: VocabSizeOf | None = None) -> RunPlan:
+def read_plan(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    vocab_size_of: VocabSizeOf | None = None,
+    *,
+    waiting: bool = False,
+) -> RunPlan:
     """The plan that a command line asks for.
 
     Args:
         argv: the words behind the program's name.
         environ: the environment: who started this process, and the variables that files name.
         vocab_size_of: how to ask a tokenizer for its vocabulary size. Without it `--vocab-size` is not checked.
+        waiting: also plans that cannot be trained yet, for lack of a feature or of data, with their `blockers`.
 
     Raises:
         FlagErrors: everything that is wrong with it, at once.
@@ -66,13 +73,14 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: Vo
     told = _told(argv, environ, registry)
     _answer(told)
     rules = [rule for rule in RULES if not (played and rule in data_checks.RULES)]
-    flags, launch, blockers = _checked(told, environ, rules, only_dry=asked is not None)
-    if untrained:
+    flags, launch, blockers = _checked(told, environ, rules, only_dry=waiting or asked is not None)
+    if untrained or waiting:
         flags = dry_run.with_tokenizer(flags)
         vocab_size_of = dry_run.without_tokenizer(vocab_size_of, flags.data.vocab_size)
     plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
+    plan = replace(plan, blockers=blockers)
     if asked:
-        raise Finished(dry_run.answer(replace(plan, blockers=blockers), asked, told.settings))
+        raise Finished(dry_run.answer(plan, asked, told.settings))
     return planned(plan, played) if played else plan
 
 

@@ -60,6 +60,7 @@ def run_variant(variant: Variant, iterations: int, folder: Path) -> Result:
     rows = read_metrics(run / "metrics.jsonl")
     times = sorted(row["iteration-time"] * 1e3 for row in rows if "iteration-time" in row and row["iteration"] > 2)
     validation = [row["lm loss validation"] for row in rows if "lm loss validation" in row]
+    print(f"{variant.name}: {times[len(times) // 2]:.1f} ms per step, validation loss {validation[-1]:.4f}", flush=True)
     return Result(
         variant,
         "python pretrain_moe.py " + " ".join(flags),

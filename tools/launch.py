@@ -5,7 +5,9 @@
     python tools/launch.py --launcher torchrun --gpus-per-node 2 --submit --config my.yaml starts it here
 
 Without `--dry-run` and `--submit` the script is written into the run folder. All other words are flags of
-pretrain_moe.py; they are checked for that number of ranks before anything is written.
+pretrain_moe.py; they are checked for that number of ranks before anything is written. A plan that cannot be trained
+yet, because it waits for a feature or for data, is refused with exit code 2; `--dry-run` prints its script, with what it
+waits for as comments, and exits with 0 as pretrain_moe.py --dry-run does.
 """
 
 import argparse
@@ -56,12 +58,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(flags: Sequence[str], nodes: int, ranks_per_node: int, environ: Mapping[str, str]) -> RunPlan:
-    """The plan of rank 0 there. Raises FlagErrors with everything that would be refused there."""
+def plan_of(
+    flags: Sequence[str], nodes: int, ranks_per_node: int, environ: Mapping[str, str], *, waiting: bool
+) -> RunPlan:
+    """The plan of rank 0 there. Raises FlagErrors with everything that would be refused there; `waiting`: apart from
+    what keeps it from being trained."""
     ranks = {"RANK": "0", "WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_RANK": "0"}
     ranks |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
     here = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS + _PLANNED)}
-    return read_plan(flags, here | ranks, vocab_size_of=vocab_size_of)
+    return read_plan(flags, here | ranks, vocab_size_of=vocab_size_of, waiting=waiting)
 
 
 def name_of(flags: Sequence[str]) -> str:
@@ -88,10 +93,10 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
     """The job of a checked plan; a run without a folder gets runs/NAME."""
     name = options.name or name_of(flags)
     nodes, ranks_per_node = size_of(options, flags)
-    plan = plan_of(flags, nodes, ranks_per_node, environ)
+    plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     if plan.logging.run_dir is None:
         flags = [*flags, "--run-dir", f"runs/{name}"]
-        plan = plan_of(flags, nodes, ranks_per_node, environ)
+        plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     assert plan.logging.run_dir is not None, f"no run folder in {flags}"
     pairs = zip(plan.environment, plan.environment_reasons, strict=True)
     return Job(
@@ -105,6 +110,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         flags=tuple(flags),
         variables=tuple(Variable(name, value, reason) for (name, value), reason in pairs),
         summary=tuple(line.removeprefix("derived: ") for line in derived(plan)[1:]),
+        waits=plan.blockers,
         grace=options.grace,
         slurm=tuple(map(slurm_setting, options.slurm)),
         container=options.container,

@@ -32,6 +32,8 @@ class Job:
     variables: tuple[Variable, ...] = ()
     summary: tuple[str, ...] = ()
     """What the plan says about itself."""
+    waits: tuple[str, ...] = ()
+    """What keeps it from being trained: it is to be read, not to be started."""
     grace: int = 300
     """Seconds between the signal to save and the end of the job."""
     slurm: tuple[tuple[str, str | None], ...] = ()
@@ -125,6 +127,7 @@ def _comment(job: Job) -> str:
     """Where the script comes from and what it starts."""
     ranks = job.nodes * job.ranks_per_node
     lines = [f"Written by tools/launch.py: {job.name} on {job.nodes} x {job.ranks_per_node} = {ranks} ranks."]
+    lines += [f"Cannot be trained yet: {reason}" for reason in job.waits]
     return "".join(f"# {line}\n" for line in [*lines, *job.summary]) + "\n"
 
 

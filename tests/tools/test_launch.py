@@ -70,6 +70,24 @@ def test_an_illegal_layout_is_refused_before_anything_is_written(here, capsys):
     assert asked(here) == [] and not (here / "runs").exists()
 
 
+def test_a_script_that_cannot_run_yet_is_printed_with_the_reasons_and_not_written(here, capsys):
+    flags = ["--recipe", "deepseek-v3-gb200-256"]
+    script = printed(capsys, "--dry-run", *flags)
+    reasons = [line for line in script.splitlines() if line.startswith("# Cannot be trained yet: ")]
+    assert any("--moe-token-dispatcher-type flex over 64 expert-parallel" in line for line in reasons)
+    assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=64\n" in script
+    for more in ([], ["--submit"]):
+        assert main([*more, *flags]) == ExitCode.CONFIG
+        assert "is not available yet" in capsys.readouterr().err
+    assert asked(here) == [] and not (here / "runs").exists()
+
+
+def test_what_is_wrong_in_itself_is_refused_by_a_dry_run_as_well(here, capsys):
+    words = ["--dry-run", "--nodes", "2", "--gpus-per-node", "4", *FLAGS, "--expert-model-parallel-size", "16"]
+    assert main(words) == ExitCode.CONFIG
+    assert "--expert-model-parallel-size" in capsys.readouterr().err
+
+
 def test_a_recipe_names_its_job_and_its_folder(here, capsys):
     words = ["--recipe", "quickstart", "--tokenizer-type", "ByteTokenizer", "--gpus-per-node", "1"]
     script = printed(capsys, "--dry-run", *words)
