@@ -6,8 +6,8 @@
 
 Without `--dry-run` and `--submit` the script is written into the run folder. All other words are flags of
 pretrain_moe.py; they are checked for that number of ranks before anything is written. A plan that cannot be trained
-yet, because it waits for a feature or for data, is refused with exit code 2; `--dry-run` prints its script, with what it
-waits for as comments, and exits with 0 as pretrain_moe.py --dry-run does.
+yet, because it waits for a feature or for data, is refused with exit code 2; `--dry-run` prints its script, with what
+it waits for as comments, and exits with 0 as pretrain_moe.py --dry-run does.
 """
 
 import argparse
