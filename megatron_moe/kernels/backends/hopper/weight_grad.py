@@ -28,7 +28,7 @@ from megatron_moe.kernels.ops import GroupedPart
 ROWS = 32
 """Of a stage; what is left over of an expert's last stage is multiplied for nothing."""
 STAGES = 6
-PARTS = 2
+MOST_PARTS = 2
 """Of one launch."""
 
 
@@ -37,8 +37,8 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
     held = [part for part in parts if len(part.rows.plain())]
     if not held and not accumulate:
         out.zero_()
-    for start in range(0, len(held), PARTS):
-        _launch(held[start : start + PARTS], out, accumulate or start > 0)
+    for start in range(0, len(held), MOST_PARTS):
+        _launch(held[start : start + MOST_PARTS], out, accumulate or start > 0)
 
 
 def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -57,20 +57,17 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
     assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
     _expert_grads[(num_multiprocessors(out.device),)](
         *described(parts[0]), *described(parts[-1]), blocks_of(out, [1, half_outputs, tile_inputs // 4]),
-        num_experts, outputs, inputs, TWO=len(parts) == 2, ADD=accumulate, STAGES=STAGES, num_warps=4,
+        num_experts, outputs, inputs, PARTS=len(parts), ADD=accumulate, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=("num_experts", "outputs", "inputs"))
 def _expert_grads(
     grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
-    TWO: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """TWO: the second grad, rows and offsets count."""
-    if TWO:
-        grads, rows, offsets = (grad0, grad1), (rows0, rows1), (offsets0_ptr, offsets1_ptr)
-    else:
-        grads, rows, offsets = (grad0,), (rows0,), (offsets0_ptr,)
+    """The first `PARTS` grads, rows and offsets count."""
+    grads, rows, offsets = (grad0, grad1), (rows0, rows1), (offsets0_ptr, offsets1_ptr)
     grad_stages = gl.allocate_shared_memory(grad0.dtype, [2 * STAGES] + grad0.block_type.shape, grad0.layout)
     rows_stages = gl.allocate_shared_memory(rows0.dtype, [STAGES] + rows0.block_type.shape, rows0.layout)
     # a quarter of the columns leaves while the next one is written
@@ -80,9 +77,9 @@ def _expert_grads(
     stages = (grad_stages, rows_stages, full, empty)
     gl.warp_specialize(
         [
-            (_sum_tiles, (gl.constexpr(0), out, results, offsets, stages, shape, ADD)),
-            (_sum_tiles, (gl.constexpr(1), out, results, offsets, stages, shape, ADD)),
-            (_load_tiles, (grads, rows, offsets, stages, shape)),
+            (_sum_tiles, (gl.constexpr(0), out, results, offsets, stages, shape, PARTS, ADD)),
+            (_sum_tiles, (gl.constexpr(1), out, results, offsets, stages, shape, PARTS, ADD)),
+            (_load_tiles, (grads, rows, offsets, stages, shape, PARTS)),
         ],
         [4, 1],
         [240, 24],
@@ -105,7 +102,7 @@ def _num_tiles(shape, TILE_OUTPUTS: gl.constexpr, TILE_INPUTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(grads, rows, offsets, stages, shape):
+def _load_tiles(grads, rows, offsets, stages, shape, PARTS: gl.constexpr):
     grad_stages, rows_stages, full, empty = stages
     num_experts, outputs, inputs = shape
     STAGES: gl.constexpr = full.shape[0]
@@ -115,7 +112,7 @@ def _load_tiles(grads, rows, offsets, stages, shape):
     step = 0
     for number in range(gl.program_id(0), _num_tiles(shape, 2 * HALF, TILE_INPUTS), gl.num_programs(0)):
         expert, output, input = _place(number, outputs, inputs, 2 * HALF, TILE_INPUTS)
-        for part in gl.static_range(len(offsets)):
+        for part in gl.static_range(PARTS):
             start, end = extent(offsets[part], expert)
             for row in range(start, end, STEP):
                 stage = step % STAGES
@@ -131,16 +128,16 @@ def _load_tiles(grads, rows, offsets, stages, shape):
 
 
 @gluon.jit
-def _num_steps(offsets, expert, STEP: gl.constexpr):
+def _num_steps(offsets, expert, STEP: gl.constexpr, PARTS: gl.constexpr):
     steps = 0
-    for part in gl.static_range(len(offsets)):
+    for part in gl.static_range(PARTS):
         start, end = extent(offsets[part], expert)
         steps += gl.cdiv(end - start, STEP)
     return steps
 
 
 @gluon.jit
-def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, stages, shape, ADD: gl.constexpr):
+def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, stages, shape, PARTS: gl.constexpr, ADD: gl.constexpr):
     grad_stages, rows_stages, full, empty = stages
     num_experts, outputs, inputs = shape
     STAGES: gl.constexpr = full.shape[0]
@@ -153,7 +150,7 @@ def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, stages, shape, 
         expert, output, input = _place(number, outputs, inputs, 2 * HALF, TILE_INPUTS)
         output += HALF_NUMBER * HALF
         total = zeros(HALF, TILE_INPUTS)
-        num_steps = _num_steps(offsets, expert, STEP)
+        num_steps = _num_steps(offsets, expert, STEP, PARTS)
         for k in range(num_steps):
             stage = step % STAGES
             grad = grad_stages.index(2 * stage + HALF_NUMBER).reshape((STEP, HALF)).permute((1, 0))
