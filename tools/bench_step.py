@@ -183,11 +183,17 @@ def main(argv: list[str]) -> int:
         print(problem, file=sys.stderr)
         return int(problem.code)
     machine = torch.cuda.get_device_name().replace("NVIDIA ", "")
-    done = write(options, theirs, machine, shlex.join(["python", "tools/bench_step.py", *argv]))
+    done = write(options, theirs, machine)
     return int(ExitCode.BUG if any(each.seconds and not each.result for each in done) else ExitCode.OK)
 
 
-def write(options: argparse.Namespace, theirs: Sequence[str], machine: str, command: str) -> list[Outcome]:
+def command_of(options: argparse.Namespace, theirs: Sequence[str]) -> str:
+    """What the document names as its command: without the folders of one machine."""
+    chosen = [] if len(options.cases) == len(CASES) else ["--cases", *options.cases]
+    return shlex.join(["python", "tools/bench_step.py", *chosen, *(["--", *theirs] if theirs else [])])
+
+
+def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> list[Outcome]:
     """Runs the cases, and writes the document after every one."""
     options.output_dir.mkdir(parents=True, exist_ok=True)
     stem = f"{date.today()}-{machine.lower().replace(' ', '-')}-step-table"
@@ -205,7 +211,7 @@ def write(options: argparse.Namespace, theirs: Sequence[str], machine: str, comm
             draw(result, options.output_dir / pictures[name])
             if options.kernels_dir:
                 store(result, options.kernels_dir / name)
-        (options.output_dir / f"{stem}.md").write_text(report(done, machine, command, pictures))
+        (options.output_dir / f"{stem}.md").write_text(report(done, machine, command_of(options, theirs), pictures))
     return done
 
 

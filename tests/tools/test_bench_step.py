@@ -137,7 +137,7 @@ def test_the_document_is_written_after_every_case(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(bench_step, "outcomes", stopped)
     options = bench_step.parser().parse_args(["--output-dir", str(tmp_path), "--kernels-dir", str(tmp_path / "k")])
     with pytest.raises(KeyboardInterrupt):
-        bench_step.write(options, ["--manual-gc"], "H200 NVL", "command")
+        bench_step.write(options, ["--manual-gc"], "H200 NVL")
     (document,) = tmp_path.glob("*-h200-nvl-step-table.md")
     text = document.read_text()
     assert "| Q6, micro batch 2 |" in text and "--recipe q6 --micro-batch-size 2 --manual-gc`" in text
@@ -151,6 +151,9 @@ def test_the_document_is_written_after_every_case(tmp_path, monkeypatch, capsys)
 def test_cases_are_chosen_by_name():
     options: argparse.Namespace = bench_step.parser().parse_args(["--cases", "ds4", "q6"])
     assert options.cases == ["ds4", "q6"]
+    assert bench_step.command_of(options, ["--x"]) == "python tools/bench_step.py --cases ds4 q6 -- --x"
+    whole = bench_step.parser().parse_args(["--output-dir", "elsewhere"])
+    assert bench_step.command_of(whole, []) == "python tools/bench_step.py"
 
 
 def test_loads_are_of_the_steps_since_they_were_taken():
