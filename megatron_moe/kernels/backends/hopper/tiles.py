@@ -60,7 +60,7 @@ def aligned(matrix: Tensor, what: str) -> Tensor:
 
 
 def _layout(tensor: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
-    """In shared memory: pieces of 128 bytes of a row, whose parts of 16 bytes change places so that banks are met once."""
+    """In shared memory: 128 bytes of a row at a time, whose parts of 16 bytes change places so that banks differ."""
     size = tensor.element_size()
     assert block[-1] * size % 128 == 0, f"rows of {block[-1]} elements of {size} bytes"
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=len(block))
