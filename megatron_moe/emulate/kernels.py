@@ -25,8 +25,8 @@ from megatron_moe.specs.moe import ActivationSpec
 from megatron_moe.specs.run import KernelSpec
 
 OURS, NATIVE = "as triton", "as torch_native"
-_NORM_TILE = 8192
-"""Elements of a tile of a norm."""
+_NORM_TILE = 4096
+"""Elements of a tile of a norm's backward."""
 
 
 def emulated_bundle(spec: KernelSpec, dtype: torch.dtype) -> Bundle:

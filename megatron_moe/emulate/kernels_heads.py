@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS
+from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS, power_of_two
 from megatron_moe.kernels import reference
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.params import Part
 
 _WIDEST_HEAD = 256
 """Of our own attention."""
+_HEADS_TILE = 2048
+"""Elements of a tile of heads."""
 
 
 def query_key_value(
@@ -52,16 +54,25 @@ class _QueryKeyValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_SBGC, q_weight, k_weight, *_ = ctx.saved_tensors
+        qkv_SBGC, q_weight, k_weight, cos_SBD, _ = ctx.saved_tensors
         strided = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
         grad_qkv = torch.empty_like(qkv_SBGC)
-        num_programs = max(min(qkv_SBGC.shape[0] * qkv_SBGC.shape[1], 2 * MOST_PROGRAMS), 1)
-        shares_P2D = torch.zeros(num_programs, 2, ctx.width, device=qkv_SBGC.device, dtype=torch.float32)
+        length, batch, groups = qkv_SBGC.shape[:3]
+        tiles = _tiles_of_heads(grads[0].shape[2], groups, ctx.width, cos_SBD.shape[-1])
+        num_programs = min(length * batch, -(-3 * MOST_PROGRAMS // (2 * tiles)))
+        shares_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, ctx.width, dtype=torch.float32)
         del strided
         if q_weight is None or k_weight is None:
             return grad_qkv, None, None, None, None, None
         of_q, of_k = shares_P2D.new_empty(2 * ctx.width, dtype=q_weight.dtype).chunk(2)
         return grad_qkv, of_q, of_k, None, None, None
+
+
+def _tiles_of_heads(num_heads: int, groups: int, width: int, turned: int) -> int:
+    """Tiles of queries and of keys per token."""
+    rest = power_of_two(width - turned) if turned < width else 0
+    most = max(_HEADS_TILE // power_of_two(2 * power_of_two(turned // 2) + rest), 1)
+    return sum(-(-number // min(power_of_two(number), most)) for number in (num_heads, groups))
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:

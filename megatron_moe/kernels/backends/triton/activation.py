@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.specs.moe import ActivationSpec
 
-FORWARD_TILE, BACKWARD_TILE = (2048, 1024), (1024, 1024)
-"""Elements of the result that one program makes at a time, and the most of them in one row; measured on an H200."""
+FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
+"""Elements of the result that one program makes at a time, and the most of them in one row; measured on an H200. The
+last is for rows of up to 1024."""
 
 NO_CLAMP = float("inf")
 
@@ -51,7 +52,7 @@ class _Activation(torch.autograd.Function):
         grad_x_RF = torch.empty_like(x_RF, memory_format=torch.contiguous_format)
         grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
         if grad_RF.numel():
-            rows, columns = _tile(width, *BACKWARD_TILE)
+            rows, columns = _tile(width, *(BACKWARD_TILE if width > 1024 else NARROW_BACKWARD_TILE))
             _activation_backward[(triton.cdiv(num_rows, rows),)](
                 grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF,
                 grad_x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),

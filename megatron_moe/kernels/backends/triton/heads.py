@@ -14,10 +14,8 @@ from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, pow
 
 TILE = 2048
 """Elements of one tensor that one program holds at a time."""
-PROGRAMS = 5
+PROGRAMS = 6
 """Programs of the backward per multiprocessor: as many as it has room for, or the rest would come in a second wave."""
-STAGES = 1
-"""Tokens that a program of the backward has under way."""
 
 
 def query_key_value(
@@ -72,16 +70,16 @@ class _QueryKeyValue(torch.autograd.Function):
         grad_qkv = torch.empty_like(qkv_SBGC)
         # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
-        of_q, of_k, total = _programs(length * batch, groups, groups * heads_per_group, sizes, qkv_SBGC.device)
-        shares_P2D = qkv_SBGC.new_empty(total, 2, width, dtype=torch.float32)
+        tiles = triton.cdiv(groups * heads_per_group, sizes["HEADS"]) + triton.cdiv(groups, sizes["GROUPS"])
+        num_programs = min(length * batch, triton.cdiv(PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
+        shares_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, width, dtype=torch.float32)
         if qkv_SBGC.numel():
-            _turn_heads_back[(total,)](
+            _turn_heads_back[(num_programs, tiles)](
                 grad_q, grad_k, grad_v, qkv_SBGC, q_weight if normed else cos_SBD, k_weight if normed else cos_SBD,
-                cos_SBD, sin_SBD, grad_qkv, shares_P2D, of_q, of_k, length * batch, batch, groups, heads_per_group,
-                width, cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
+                cos_SBD, sin_SBD, grad_qkv, shares_P2D, length * batch, batch, groups, heads_per_group, width,
+                cos_SBD.shape[-1], eps, *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
                 cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
-                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width),
-                STAGES=STAGES, **sizes,
+                NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved, WIDTH=power_of_two(width), **sizes,
             )  # fmt: skip
         if not normed:
             return grad_qkv, None, None, None
@@ -100,18 +98,6 @@ def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[s
         "HEADS": min(power_of_two(groups * heads_per_group), most),
         "GROUPS": min(power_of_two(groups), most),
     }
-
-
-def _programs(
-    num_tokens: int, groups: int, num_heads: int, sizes: dict[str, Any], device: torch.device
-) -> tuple[int, int, int]:
-    """Programs of the backward: for every tile of queries, for every tile of keys and values, and all. In proportion to
-    what they move: a query is read twice and written once, a key goes with its value."""
-    tiles_q, tiles_k = triton.cdiv(num_heads, sizes["HEADS"]), triton.cdiv(groups, sizes["GROUPS"])
-    by_q, by_k = 3 * sizes["HEADS"], 5 * sizes["GROUPS"]
-    room = PROGRAMS * num_multiprocessors(device)
-    of_q, of_k = (min(max(room * by // (tiles_q * by_q + tiles_k * by_k), 1), num_tokens) for by in (by_q, by_k))
-    return of_q, of_k, tiles_q * of_q + tiles_k * of_k
 
 
 @triton.jit
@@ -264,10 +250,9 @@ def _store_shares(
 @triton.jit
 def _turn_tile_back(
     grad_ptr, g_s, g_b, value_ptr, v_s, v_b, there, place, weight_ptr, shares_ptr, others_ptr,
-    qkv_ptr, cos_ptr, sin_ptr, to_ptr, start, step, num_tokens, batch, row_width, width, turned, eps, angle_s, angle_b,
+    qkv_ptr, cos_ptr, sin_ptr, to_ptr, num_tokens, batch, row_width, width, turned, eps, angle_s, angle_b,
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Heads at `place` [HEADS, 1] of some tokens' rows, whose gradients stand at `grad_ptr` [HEADS, 1]. With the keys
     go the values behind them, which only change their place."""
@@ -276,7 +261,7 @@ def _turn_tile_back(
     # shares of the weight's gradient: added up over heads at the end, for sums over a tile cost barriers
     share1, share2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     share3 = tl.zeros((HEADS, REST), dtype=tl.float32)
-    for number in tl.range(start, num_tokens, step, num_stages=STAGES):
+    for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         s, b = _position(number, batch)
         cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
         inside = tl.cast(number, tl.int64) * row_width + place
@@ -296,33 +281,31 @@ def _turn_tile_back(
 @triton.jit
 def _turn_heads_back(
     grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, grad_ptr, shares_ptr,
-    of_q, of_k, num_tokens, batch, num_groups, heads_per_group, width, turned, eps,
+    num_tokens, batch, num_groups, heads_per_group, width, turned, eps,
     q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n, angle_s, angle_b,
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of some tokens, or of their keys and values: apart, each has its registers to itself."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
-    q_shares_ptr = shares_ptr + tl.program_id(0) * 2 * width
+    q_shares_ptr = shares_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * width
     k_shares_ptr = q_shares_ptr + width
-    tiles_q, tiles_k = tl.cdiv(num_heads, HEADS), tl.cdiv(num_groups, GROUPS)
-    number = tl.program_id(0) - tiles_q * of_q
-    if number < 0:
-        heads = (tl.program_id(0) % tiles_q * HEADS + tl.arange(0, HEADS))[:, None]
+    tiles_q = tl.cdiv(num_heads, HEADS)
+    if tl.program_id(1) < tiles_q:
+        heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
         _turn_tile_back(
             grad_q_ptr + heads * q_n, q_s, q_b, grad_v_ptr, v_s, v_b, heads < num_heads,
             heads // heads_per_group * group_width + heads % heads_per_group * width, q_weight_ptr,
-            q_shares_ptr, k_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, tl.program_id(0) // tiles_q, of_q,
-            num_tokens, batch, num_groups * group_width, width, turned, eps, angle_s, angle_b,
-            False, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, HEADS, WIDTH, STAGES,
+            q_shares_ptr, k_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, num_tokens, batch,
+            num_groups * group_width, width, turned, eps, angle_s, angle_b,
+            False, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, HEADS, WIDTH,
         )  # fmt: skip
     else:
-        groups = (number % tiles_k * GROUPS + tl.arange(0, GROUPS))[:, None]
+        groups = ((tl.program_id(1) - tiles_q) * GROUPS + tl.arange(0, GROUPS))[:, None]
         _turn_tile_back(
             grad_k_ptr + groups * k_n, k_s, k_b, grad_v_ptr + groups * v_n, v_s, v_b, groups < num_groups,
             groups * group_width + heads_per_group * width, k_weight_ptr,
-            k_shares_ptr, q_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, number // tiles_k, of_k,
-            num_tokens, batch, num_groups * group_width, width, turned, eps, angle_s, angle_b,
-            True, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, GROUPS, WIDTH, STAGES,
+            k_shares_ptr, q_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, num_tokens, batch,
+            num_groups * group_width, width, turned, eps, angle_s, angle_b,
+            True, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, GROUPS, WIDTH,
         )  # fmt: skip

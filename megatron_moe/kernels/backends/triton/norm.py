@@ -152,7 +152,7 @@ def _rms_norm_backward(
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    share = tl.zeros((WIDTH,), dtype=tl.float32)
+    share = tl.zeros((ROWS, WIDTH), dtype=tl.float32)  # added up over rows at the end: a sum costs barriers
     # in stages: the next rows are on their way while these are worked on
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -164,7 +164,7 @@ def _rms_norm_backward(
             added = tl.load(added, mask=held, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + rows, mask=rows < num_rows, other=0.0)
         normed = x * scale[:, None]
-        share += tl.sum(grad * normed, axis=0)
+        share += grad * normed
         weighted = grad * weight[None, :]
         mean = tl.sum(weighted * normed, axis=1) / width
         grad_x = (weighted - normed * mean[:, None]) * scale[:, None]
@@ -172,4 +172,4 @@ def _rms_norm_backward(
             grad_x += added
         place = grad_x_ptr + rows[:, None] * width + columns[None, :]
         tl.store(place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=held)
-    tl.store(shares_ptr + tl.program_id(0) * width + columns, share, mask=columns < width)
+    tl.store(shares_ptr + tl.program_id(0) * width + columns, tl.sum(share, axis=0), mask=columns < width)

@@ -52,7 +52,7 @@ def _rotate(
             x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, turned, start,
             *x_SBND.stride()[:3], cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
             INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=turned < width,
-            HEADS=tile_heads, PAIRS=pairs, REST=rest, num_warps=8 if tile_heads > 1 else 4,
+            HEADS=tile_heads, PAIRS=pairs, REST=rest, num_warps=8 if tile_heads * width > TILE // 2 else 4,
         )  # fmt: skip
     return out_SBND
 
