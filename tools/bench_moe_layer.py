@@ -26,7 +26,6 @@ from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.kernels.ops import Operand  # noqa: E402
 from megatron_moe.moe.layer import MoELayer  # noqa: E402
 from megatron_moe.specs.moe import MoESpec  # noqa: E402
-from tools.kernel_cases import Sink  # noqa: E402
 from tools.time_kernels import measure_ceilings, milliseconds  # noqa: E402
 
 RATES = ("TFLOP/s", "of the peak")
@@ -88,6 +87,16 @@ def both_ways(run: Callable[[], Tensor]) -> Callable[[], None]:
         run().backward(grad)
 
     return work
+
+
+class Sink:
+    """Adds every weight gradient to one buffer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+
+    def add(self, compute: Callable[[Tensor, bool], None]) -> None:
+        compute(self.buffer, True)
 
 
 def expert_flop(spec: MoESpec, tokens: int) -> float:

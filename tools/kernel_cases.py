@@ -1,81 +1,136 @@
-"""What `tools/time_kernels.py` times: one case per kernel op that takes time, at the sizes of a command line."""
+"""What `tools/time_kernels.py` times: cases for every kernel op that takes time, at the sizes of a command line.
+
+Here norms, positions, attention, loss, embedding and optimizer; routing, rows and experts in `kernel_cases_moe.py`.
+"""
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.kernels.packed import Format, Packed
 from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import ActivationSpec, RouterSpec
+from megatron_moe.specs.moe import ActivationSpec
+from tools.kernel_case import Case, Draw
+from tools.kernel_cases_moe import moe_cases
 
+NOT_TIMED: Mapping[str, str] = MappingProxyType(
+    {
+        "linear_forward": "stands in the row of linear_weight_grad",
+        "linear_input_grad": "stands in the row of linear_weight_grad",
+        "attention_block": "plain torch alone computes it, for context parallelism",
+        "attention_block_grad": "as attention_block",
+        "sort_rows_dense": "plain torch alone computes it, for dense maps of tokens to experts",
+    }
+)
+"""Ops without a row, and why. None of them has a kernel of our own."""
 
-@dataclass(frozen=True)
-class Case:
-    """One row of the table."""
-
-    name: str
-    """Starts with the op whose backend is varied."""
-    run: Callable[..., Tensor | None]
-    """From a bundle and the inputs to the result."""
-    inputs: tuple[Tensor, ...] = ()
-    """Those that want gradients; none: there is no backward."""
-    gigabytes: float = 0.0
-    """That must move at least, forward and backward."""
-    teraflop: float = 0.0
-    """Of a product."""
-
-    @property
-    def op(self) -> str:
-        return self.name.split()[0]
+EPS = 1e-5
+FP32 = 4
+"""Bytes of an angle, a moment or a wide gradient."""
 
 
 def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     draw = Draw(device, dtype)
-    yield from norms_and_attention(args, draw)
+    yield from norms(args, draw)
+    yield from positions(args, draw)
+    yield from attention(args, draw)
     yield from elementwise(args, draw)
-    yield from routing(args, draw)
-    yield from products(args, draw)
+    yield from embedding(args, draw)
+    yield linear(args, draw)
+    yield from moe_cases(args, draw)
     yield from optimizer(args, draw)
 
 
-class Draw:
-    """Random tensors that want gradients."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype, requires_grad=True)
-
-    def moved(self, numel: int) -> float:
-        """Gigabytes of so many elements."""
-        return numel * self.dtype.itemsize / 1e9
-
-
-def norms_and_attention(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
-    x, weight, bias = draw(args.tokens, args.hidden), draw(args.hidden), draw(args.hidden)
-    # forward reads x and writes the result; backward reads the gradient and x, and writes the gradient of x
-    norm = draw.moved(5 * x.numel())
-    yield Case("rms_norm", lambda k, x, w: k.rms_norm(x, w, 1e-5, False), (x, weight), norm)
-    yield Case("layer_norm", lambda k, x, w, b: k.layer_norm(x, w, b, 1e-5, False), (x, weight, bias), norm)
-    batch = args.tokens // args.seq
-    q, kv = (draw(args.seq, batch, heads, args.head_dim) for heads in (args.heads, args.groups))
-    core = CoreAttentionSpec(softmax_scale=args.head_dim**-0.5)
-    # two products forward and five backward, over half of all pairs
-    flop = 7 * batch * args.heads * args.seq**2 * args.head_dim
+def norms(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    """The forward reads x and writes the result; the backward reads the gradient and x, and writes the gradient of x.
+    Weights are read twice and their gradients written once."""
+    x, residual = (draw(args.tokens, args.hidden) for _ in range(2))
+    weight, bias = (draw(args.hidden) for _ in range(2))
+    size, each = x.numel(), weight.numel()
+    yield Case("rms_norm", lambda k, x, w: k.rms_norm(x, w, EPS, False), (x, weight), draw.moved(5 * size + 3 * each))
+    # the residual is read too, and the sum written; its gradient is read, and one gradient serves both
     yield Case(
-        "attention (causal)",
-        lambda k, q, kv: k.attention(q, kv, kv, core, None, None, None),
-        (q, kv),
-        teraflop=flop / 1e12,
+        "add_rms_norm",
+        lambda k, r, x, w: k.add_rms_norm(r, x, w, EPS, False),
+        (residual, x, weight),
+        draw.moved(8 * size + 3 * each),
     )
-    angles = draw(args.seq, 1, args.head_dim, dtype=torch.float32).detach()
-    yield Case("rope", lambda k, q: k.rope(q, angles, angles, False), (q,), draw.moved(4 * q.numel()))
+    yield Case(
+        "layer_norm",
+        lambda k, x, w, b: k.layer_norm(x, w, b, EPS, False),
+        (x, weight, bias),
+        draw.moved(5 * size + 5 * each),
+    )
+
+
+def positions(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    """Values are views: the forward leaves them where they are, the backward puts their gradients among the others."""
+    batch, heads, groups, width = args.tokens // args.seq, args.heads, args.groups, args.head_dim
+    cos, sin = (draw.fixed(args.seq, 1, width, dtype=torch.float32) for _ in range(2))
+    angles = FP32 * 2 * cos.numel() / 1e9  # half of cos and of sin, in both directions
+    q = draw(args.seq, batch, heads, width)
+    yield Case("rope", lambda k, q: k.rope(q, cos, sin, False), (q,), draw.moved(4 * q.numel()) + angles)
+
+    per_group = heads // groups
+    qkv = draw(args.seq, batch, groups, (per_group + 2) * width)
+    weights = draw(width), draw(width)
+    turned, values = args.tokens * (heads + groups) * width, args.tokens * groups * width
+    size = 4 * turned + 2 * values
+    yield Case(
+        "query_key_value (with norms)",
+        lambda k, x, q, key: k.query_key_value(x, q, key, EPS, False, cos, sin, False, per_group),
+        (qkv, *weights),
+        draw.moved(size + turned + 6 * width) + angles,  # the gradient of a norm reads its input again
+    )
+    yield Case(
+        "query_key_value (without norms)",
+        lambda k, x: k.query_key_value(x, None, None, EPS, False, cos, sin, False, per_group),
+        (qkv,),
+        draw.moved(size) + angles,
+    )
+
+    kv, shared = draw(args.seq, batch, heads, 2 * width), draw(args.seq, batch, width // 2)
+    keys, own = args.tokens * heads * (width + width // 2), args.tokens * heads * width
+    yield Case(
+        "latent_key_value",
+        lambda k, kv, shared: k.latent_key_value(kv, shared, width),
+        (kv, shared),
+        # own and shared parts to keys; gradients of keys and values to those of own parts, shared part and values
+        draw.moved((own + shared.numel() + keys) + (keys + own) + (2 * own + shared.numel())),
+    )
+
+
+def attention(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
+    q = draw(args.seq, batch, heads, width)
+    key, value = (draw(args.seq, batch, args.groups, width) for _ in range(2))
+    # forward: three read, one written; backward: these four and a gradient read, three gradients written
+    gigabytes = draw.moved(6 * q.numel() + 6 * key.numel())
+    window = max(args.seq // 32, 1)
+    for name, spec, seen, compiled in (
+        ("attention (causal)", CoreAttentionSpec(softmax_scale=width**-0.5), args.seq, "reference"),
+        (
+            f"attention (window of {window})",
+            CoreAttentionSpec(softmax_scale=width**-0.5, window=(window - 1, 0)),
+            window,
+            None,
+        ),
+        ("attention (sinks)", CoreAttentionSpec(softmax_scale=width**-0.5, sinks=True), args.seq, None),
+    ):
+        pairs = seen * args.seq - seen * (seen - 1) // 2
+        flop = 7 * 2 * batch * heads * pairs * width  # two products forward and five backward
+        sinks = (draw(heads),) if spec.sinks else ()
+
+        def run(k: Kernels, *inputs: torch.Tensor, spec: CoreAttentionSpec = spec) -> torch.Tensor:
+            q, key, value, *sinks = inputs
+            return k.attention(q, key, value, spec, sinks[0] if sinks else None, None, None)
+
+        yield Case(name, run, (q, key, value, *sinks), gigabytes, flop / 1e12, compiled=compiled)
 
 
 def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
@@ -86,75 +141,72 @@ def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
         "activation (SwiGLU * prob)",
         lambda k, x, p: k.activation(x, p, swiglu),
         (wide, probs),
-        draw.moved(8 * rows * args.ffn),
+        draw.moved(8 * rows * args.ffn + 3 * rows),
     )
-    logits_TV, labels_T = draw(args.tokens, args.vocab), torch.randint(args.vocab, (args.tokens,), device=draw.device)
-    size = draw.moved(3 * logits_TV.numel())
+    logits_TV, labels_T = draw(args.tokens, args.vocab), draw.ids(args.vocab, args.tokens)
+    size = draw.moved(3 * logits_TV.numel())  # read in both directions; their gradient
     yield Case("cross_entropy", lambda k, logits: k.cross_entropy(logits, labels_T), (logits_TV,), size)
 
 
-def routing(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
-    tokens, hidden, experts, rows = args.tokens, args.hidden, args.experts, args.tokens * args.topk
-    x, gate, logits_TE = draw(tokens, hidden), draw(experts, hidden), draw(tokens, experts, dtype=torch.float32)
-    yield Case(
-        "gate_product",
-        lambda k, x, w: k.gate_product(x, w, torch.float32),
-        (x, gate),
-        teraflop=6 * tokens * experts * hidden / 1e12,
-    )
-    router = RouterSpec(hidden_size=hidden, num_experts=experts, topk=args.topk)
-    yield Case(
-        "select_experts",
-        lambda k, logits: k.select_experts(logits, None, router, None)[1],
-        (logits_TE,),
-        12 * tokens * experts / 1e9,
-    )
-    ids_TK, _ = reference.select_experts(logits_TE, None, router, None)
-    yield Case("sort_rows", lambda k: k.sort_rows(ids_TK, experts, None).token_R, (), 32 * rows / 1e9)
-    index = reference.sort_rows(ids_TK, experts, None)
-    size = draw.moved(2 * (tokens + rows) * hidden)
-    yield Case("permute", lambda k, x: k.permute(x, index), (x,), size)
-    yield Case("unpermute", lambda k, r: k.unpermute(r, index, tokens), (draw(rows, hidden),), size)
+def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    """Gradients read, and the rows of the ids that occur read and written in fp32."""
+    grad_TH = draw.fixed(args.tokens, args.hidden)
+    table = torch.zeros(args.vocab, args.hidden, device=draw.device)
+    frequencies = 1.0 / torch.arange(1, args.vocab + 1, device=draw.device)
+    for name, ids_T in (
+        ("ids as likely", draw.ids(args.vocab, args.tokens)),
+        ("ids by Zipf's law", frequencies.multinomial(args.tokens, replacement=True)),
+    ):
+        rows = len(ids_T.unique())
+
+        def run(k: Kernels, ids_T: torch.Tensor = ids_T) -> None:
+            k.embedding_grad(grad_TH, ids_T, table, True)
+
+        size = draw.moved(grad_TH.numel()) + (2 * FP32 * rows * args.hidden + ids_T.nbytes) / 1e9
+        yield Case(f"embedding_grad ({name})", run, (), size)
 
 
-def products(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
-    """With weight gradients added to an fp32 buffer."""
-    tokens, hidden, rows, wide = args.tokens, args.hidden, args.tokens * args.topk, 2 * args.ffn
-    stack, square = draw(args.experts, wide, hidden), draw(hidden, hidden)
-    for weight in (stack, square):
-        weight.sink = Sink(torch.zeros_like(weight, dtype=torch.float32))  # type: ignore[attr-defined]
-    ends_E = torch.arange(1, args.experts + 1, device=draw.device, dtype=torch.int32) * (rows // args.experts)
-    yield Case(
-        "grouped_forward and gradients",
-        lambda k, r: autograd.grouped_linear(k, r, stack, ends_E),
-        (draw(rows, hidden),),
-        teraflop=6 * rows * hidden * wide / 1e12,
-    )
-    yield Case(
+def linear(args: argparse.Namespace, draw: Draw) -> Case:
+    """With the weight gradient added to an fp32 buffer."""
+    tokens, hidden = args.tokens, args.hidden
+    x, grad, weight = (Operand(data=draw.fixed(rows, hidden)) for rows in (tokens, tokens, hidden))
+    out = torch.zeros(hidden, hidden, device=draw.device)
+
+    def run(k: Kernels) -> None:
+        k.linear_forward(x, weight, None)
+        k.linear_input_grad(grad, weight)
+        k.linear_weight_grad(grad, x, out, True)
+
+    return Case(
         "linear_weight_grad and the other products",
-        lambda k, x: autograd.linear(k, x, square),
-        (draw(tokens, hidden),),
-        teraflop=6 * tokens * hidden**2 / 1e12,
+        run,
+        (),
+        draw.moved(6 * tokens * hidden + 2 * hidden**2) + 2 * FP32 * hidden**2 / 1e9,
+        6 * tokens * hidden**2 / 1e12,
+        beside=("linear_forward", "linear_input_grad"),
     )
 
 
 def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
-    flat = [torch.rand(args.weights, device=draw.device) for _ in range(4)]
-    one, proceed = torch.ones((), device=draw.device), torch.ones((), dtype=torch.bool, device=draw.device)
+    size, device = args.weights, draw.device
+    flat = [torch.rand(size, device=device) for _ in range(4)]
     settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    yield Case("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), 4 * args.weights / 1e9)
+    settings["step"] = torch.ones((), dtype=torch.int64, device=device)
+    settings["grad_scale"] = torch.ones((), device=device)
+    settings["proceed"] = torch.ones((), dtype=torch.bool, device=device)
+    yield Case("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)
+    # master, gradient and moments read; master and moments written
+    yield Case("adamw_", lambda k: k.adamw_(*flat, **settings), (), 7 * FP32 * size / 1e9)
+    grad = flat[0]
+    weights = torch.randn(size, device=device).bfloat16()
+    zeros = partial(Packed.zeros, size, dtype=torch.float32, device=device)
+    formats: tuple[Format, ...] = ("fp16", "fp8")
+    for name in formats:
+        states = [zeros("remainder", root=False), zeros(name, root=False), zeros(name, root=True)]
 
-    def adamw(k: Kernels) -> None:
-        k.adamw_(*flat, **settings, step=one.long(), grad_scale=one, proceed=proceed)
+        def run(k: Kernels, states: list[Packed] = states) -> None:
+            master, *moments = states
+            k.adamw_packed_(master, grad, *moments, **settings, weights=weights)
 
-    yield Case("adamw_", adamw, (), 28 * args.weights / 1e9)
-
-
-class Sink:
-    """Adds every weight gradient to one buffer."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-
-    def add(self, compute: Callable[[Tensor, bool], None]) -> None:
-        compute(self.buffer, True)
+        moved = grad.nbytes + 2 * (weights.nbytes + sum(state.num_bytes for state in states))
+        yield Case(f"adamw_packed_ (bf16 and remainders, {name} moments)", run, (), moved / 1e9)

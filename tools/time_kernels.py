@@ -5,18 +5,22 @@ python tools/time_kernels.py --device cuda --dtype bf16 --compile --tokens 8192 
     --experts 128 --topk 8 --vocab 151936 --heads 32 --groups 4 --head-dim 128 --weights 500000000
 
 Beside the milliseconds of each backend stands what the backend that `auto` takes achieves: bytes that must move, or
-floating-point operations, over its time, and the share of what a large copy or matrix product reached in the same run.
-`--compile` adds plain torch by torch.compile.
+floating-point operations, over its time, and the share of what a large copy or matrix product reached in the same run;
+of the two, the one that takes longer at that rate. Runs follow each other on the same tensors, so the smallest may be
+read from the cache. `--compile` adds plain torch by torch.compile, for at most `--compile-seconds` in all. A cell that
+could not be measured says why, the reason goes to stderr, and the exit code is 1; too little memory is no failure.
 """
 
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -24,14 +28,22 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.bundle import OPS, Bundle, Fit
+from megatron_moe.kernels.bundle import Bundle, Fit
 from megatron_moe.kernels.choose import BACKENDS, choose, discover, judge
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.specs.run import KernelSpec
-from tools.kernel_cases import Case, cases
+from tools.kernel_case import Case, Results
+from tools.kernel_cases import cases
 
 PAUSE = 20_000_000
 """Clock cycles, about 10 ms: longer than the host takes to launch seven runs of anything here."""
+SLOW = 20.0
+"""Milliseconds from which on three runs after one are enough."""
+COMPILED = "compiled"
+NO_MEMORY, FAILED, NO_TIME = "out of memory", "failed", "no time"
+"""Cells without a time."""
+PROBLEMS = (RuntimeError, ValueError, TypeError, AssertionError)
+"""What backends and torch.compile raise where they cannot; the other cells are wanted all the same."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,8 @@ class Ceilings:
     teraflop_per_ms: float
 
 
-def main() -> None:
-    args = parse()
+def main(argv: list[str]) -> int:
+    args = parse(argv)
     torch.manual_seed(0)
     device, dtype = torch.device(args.device), torch_dtype(args.dtype)
     automatic = {choice.op: choice.backend for choice in choose(KernelSpec(), device, dtype).choices}
@@ -53,30 +65,33 @@ def main() -> None:
         f"a copy reaches {ceilings.gigabytes_per_ms:.3g} TB/s, a product {1e3 * ceilings.teraflop_per_ms:.4g} TFLOP/s\n"
     )
     backends = [
-        "reference",
-        *(["compiled"] if args.compile else []),
+        reference.NAME,
+        *([COMPILED] if args.compile else []),
         *(each.name for each in discover(BACKENDS) if not each.missing()),
     ]
     print(f"| op | {' | '.join(backends)} | auto takes | achieved | of the ceiling |")
-    print("|---" * (len(backends) + 4) + "|")
+    print("|---" * (len(backends) + 4) + "|", flush=True)
+    meter = Meter(device, dtype, args.compile_seconds if args.compile else 0.0)
     for case in cases(args, device, dtype):
-        times = measure(case, device, dtype, compiled=args.compile)
-        cells = [f"{times[name]:.3f}" if name in times else "" for name in backends]
         taken = automatic[case.op]
+        times = meter.measure(case, taken)
+        cells = [written(times.get(name, "")) for name in backends]
         print(f"| {case.name} | {' | '.join(cells)} | {taken} | {achieved(case, times[taken], ceilings)} |", flush=True)
+    return int(meter.failed)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile-seconds", type=float, default=80.0)
     for name, default in (
         ("tokens", 2048), ("seq", 256), ("hidden", 256), ("ffn", 256), ("experts", 8), ("topk", 2), ("vocab", 4096),
         ("heads", 8), ("groups", 4), ("head-dim", 32), ("weights", 5_000_000),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -88,47 +103,85 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     return Ceilings(2 * size / 1e9 / copy, 2 * side**3 / 1e12 / product)
 
 
-def achieved(case: Case, ms: float, ceilings: Ceilings) -> str:
-    """Two cells: the rate, and its share of the ceiling."""
-    if case.teraflop:
-        return f"{1e3 * case.teraflop / ms:.0f} TFLOP/s | {case.teraflop / ms / ceilings.teraflop_per_ms:.0%}"
-    rate = case.gigabytes / ms
-    return f"{rate:.2f} TB/s | {rate / ceilings.gigabytes_per_ms:.0%}"
+def written(cell: float | str) -> str:
+    return cell if isinstance(cell, str) else f"{cell:.3f}"
 
 
-def measure(case: Case, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> dict[str, float]:
-    """Milliseconds by backend."""
-    times = {}
-    for name, kernels in bundles(case.op, device, dtype):
-        times[name] = milliseconds(both_ways(partial(case.run, kernels), case.inputs), device)
-    if compiled:
-        fused = torch.compile(partial(case.run, reference.bundle()), dynamic=False)
-        times["compiled"] = milliseconds(both_ways(fused, case.inputs), device)
-    return times
+def achieved(case: Case, cell: float | str, ceilings: Ceilings) -> str:
+    """Two cells: the rate, and its share of the ceiling, of what takes longer at best."""
+    if isinstance(cell, str):
+        return " | "
+    moving, computing = case.gigabytes / ceilings.gigabytes_per_ms, case.teraflop / ceilings.teraflop_per_ms
+    rate = f"{1e3 * case.teraflop / cell:.0f} TFLOP/s" if computing > moving else f"{case.gigabytes / cell:.2f} TB/s"
+    return f"{rate} | {max(moving, computing) / cell:.0%}"
 
 
-def bundles(op: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Bundle]]:
-    """The reference, and each backend for this op alone where it can; products go with their gradients."""
+class Meter:
+    """Measures cases; what goes wrong in one cell stays in that cell."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, compile_seconds: float) -> None:
+        self.device, self.dtype = device, dtype
+        self.compiles, self.seconds_left = compile_seconds > 0, compile_seconds
+        self.failed = False
+
+    def measure(self, case: Case, taken: str) -> dict[str, float | str]:
+        """Milliseconds by backend, or why there are none."""
+        times = {
+            name: self.cell(case, partial(case.run, kernels))
+            for name, kernels in bundles(case, taken, self.device, self.dtype)
+        }
+        if self.compiles and case.compiled is not None:
+            times[COMPILED] = self.compiled(case, case.compiled) if self.seconds_left > 0 else NO_TIME
+        return times
+
+    def compiled(self, case: Case, source: str) -> float | str:
+        """Of the torch of one backend; empty where that cannot."""
+        torch.compiler.reset()  # it gives up on functions that it has met too often, and all cases look alike to it
+        kernels = dict(bundles(case, source, self.device, self.dtype)).get(source)
+        if kernels is None:
+            return ""
+        began = time.monotonic()
+        cell = self.cell(case, torch.compile(partial(case.run, kernels), dynamic=False))
+        self.seconds_left -= time.monotonic() - began
+        return cell
+
+    def cell(self, case: Case, run: Callable[..., Results]) -> float | str:
+        try:
+            return milliseconds(both_ways(run, case.inputs), self.device)
+        except torch.OutOfMemoryError:
+            cell = NO_MEMORY
+        except PROBLEMS:
+            print(f"{case.name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            self.failed, cell = True, FAILED
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return cell
+
+
+def bundles(case: Case, taken: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Bundle]]:
+    """The reference, and each backend for this case's ops alone where it can."""
     yield reference.NAME, reference.bundle()
-    family = next((each for each in ("grouped_", "linear_") if op.startswith(each)), op)
     for backend in discover(BACKENDS):
-        together = [name for name in OPS if name.startswith(family) and name in backend.provides]
-        if op in together and judge(op, backend, device, dtype).fit is not Fit.NO:
-            wishes = tuple((name, backend.name) for name in together)
-            yield backend.name, choose(KernelSpec(per_op=wishes), device, dtype)
+        wanted = case.compiled is not None or backend.name == taken
+        if wanted and judge(case.op, backend, device, dtype).fit is not Fit.NO:
+            wishes = tuple((op, backend.name) for op in (case.op, *case.beside) if op in backend.provides)
+            yield backend.name, choose(KernelSpec(backend=reference.NAME, per_op=wishes), device, dtype)
 
 
-def both_ways(run: Callable[..., Tensor | None], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
     """The function and its backward."""
     if not inputs:
         return run
 
-    out = run(*inputs)
-    assert out is not None
-    grad = torch.randn_like(out)
+    def results() -> tuple[Tensor, ...]:
+        out = run(*inputs)
+        assert out is not None
+        return (out,) if isinstance(out, Tensor) else out
+
+    grads = tuple(torch.randn_like(out) for out in results())
 
     def work() -> None:
-        torch.autograd.grad(run(*inputs), inputs, grad)  # type: ignore[arg-type]
+        torch.autograd.grad(results(), inputs, grads)
 
     return work
 
@@ -136,23 +189,28 @@ def both_ways(run: Callable[..., Tensor | None], inputs: tuple[Tensor, ...]) -> 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     """Median of seven runs after three. On a GPU by its own clock, with all runs queued behind a pause: the time that
     the host takes to launch them does not count."""
-    for _ in range(3):
+    work()
+    waiting = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    waiting()
+    warmups, runs = (0, 3) if host_milliseconds(work, waiting) > SLOW else (1, 7)
+    for _ in range(warmups):
         work()
     if device.type != "cuda":
-        return sorted(host_milliseconds(work) for _ in range(7))[3]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
+        return median([host_milliseconds(work, waiting) for _ in range(runs)])
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     torch.cuda._sleep(PAUSE)
     marks[0].record()
     for mark in marks[1:]:
         work()
         mark.record()
     torch.cuda.synchronize()
-    return sorted(before.elapsed_time(after) for before, after in pairwise(marks))[3]
+    return median([before.elapsed_time(after) for before, after in pairwise(marks)])
 
 
-def host_milliseconds(work: Callable[[], object]) -> float:
+def host_milliseconds(work: Callable[[], object], waiting: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
+    waiting()
     return 1e3 * (time.perf_counter() - began)
 
 
@@ -161,4 +219,4 @@ def device_name(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
