@@ -1,11 +1,13 @@
 """Runs the quickstart recipe on the CPU and on a GPU and lays the loss curves over each other.
 
-`python tools/bench_main_job.py [--iterations 200] [--output-dir benchmarks]` writes `<date>-<machine>-main-job.md` with
-a picture. The variants train on the same samples in the same order from the same weights; they differ in device and
-dtype. Without a GPU only the CPU's variants run, and the report says so.
+`python tools/bench_main_job.py [--iterations 200] [--output-dir benchmarks] [--variants "GPU, fp32" "GPU, bf16"]`
+writes `<date>-<machine>-main-job.md` with a picture. The variants train on the same samples in the same order from the
+same weights; they differ in device and dtype. Each is compared with the first that runs. Without a GPU only the CPU's
+variants run, and the report says so.
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -77,14 +79,27 @@ def largest_difference(result: Result, reference: Result) -> tuple[float, int]:
     return differences[at], at
 
 
-def report(results: list[Result], machine: str, picture: str) -> str:
-    """The benchmark document."""
+def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
+    """Those that were asked for, in the table's order; unasked, all that this machine can run."""
+    if names is None:
+        return [variant for variant in VARIANTS if has_gpu or not variant.needs_gpu]
+    chosen = [variant for variant in VARIANTS if variant.name in names]
+    for variant in chosen:
+        if variant.needs_gpu and not has_gpu:
+            raise EnvironmentProblem(f"--variants '{variant.name}' needs a GPU, and torch sees none here.")
+    return chosen
+
+
+def report(results: list[Result], machine: str, picture: str, names: list[str] | None = None) -> str:
+    """The benchmark document. `names`: of the variants that were asked for, None: all."""
     reference = results[0]
     iterations = max(reference.losses)
+    asked = [] if names is None else ["--variants", *names]
+    command = shlex.join(["python", "tools/bench_main_job.py", "--iterations", str(iterations), *asked])
     lines = [
         f"# The main job on {machine}",
         "",
-        f"{date.today()}, torch {torch.__version__}, `python tools/bench_main_job.py --iterations {iterations}`.",
+        f"{date.today()}, torch {torch.__version__}, `{command}`.",
         "The quickstart recipe (`scripts/recipes/quickstart.yaml`) on the sources of the Python standard library. All",
         "variants start from the same weights and see the same samples. They stay together to rounding until rounding",
         "first changes which experts a token visits; from there on they are different runs with the same statistics.",
@@ -100,7 +115,7 @@ def report(results: list[Result], machine: str, picture: str) -> str:
             f"| {result.variant.name} | {first:.4f} | {last:.4f} | {result.validation:.4f} | {apart} "
             f"| {result.milliseconds:.1f} |"
         )
-    if len(results) < len(VARIANTS):
+    if names is None and len(results) < len(VARIANTS):
         lines += ["", "This machine has no GPU: the other variants were not run."]
     lines += ["", f"![loss curves]({picture})", "", "Commands:", ""]
     lines += [f"    {result.command}" for result in results]
@@ -137,22 +152,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_main_job"), help="where the run folders go")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
+    every = [variant.name for variant in VARIANTS]
+    parser.add_argument("--variants", nargs="+", choices=every, metavar="NAME", help=f"of {every}; default: all")
     options = parser.parse_args(argv)
     has_gpu = torch.cuda.is_available()
     machine = torch.cuda.get_device_name().replace("NVIDIA ", "") if has_gpu else "CPU"
     try:
-        results = [
-            run_variant(variant, options.iterations, options.runs)
-            for variant in VARIANTS
-            if has_gpu or not variant.needs_gpu
-        ]
+        variants = chosen_variants(options.variants, has_gpu)
+        results = [run_variant(variant, options.iterations, options.runs) for variant in variants]
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
     stem = f"{date.today()}-{machine.lower()}-main-job"
     options.output_dir.mkdir(parents=True, exist_ok=True)
     draw(results, options.output_dir / f"{stem}.png")
-    text = report(results, machine, f"{stem}.png")
+    text = report(results, machine, f"{stem}.png", options.variants)
     (options.output_dir / f"{stem}.md").write_text(text)
     print(text)
     return int(ExitCode.OK)
