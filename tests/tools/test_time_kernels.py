@@ -129,7 +129,20 @@ def test_a_cell_fails_alone(capsys: pytest.CaptureFixture[str], problem: Excepti
     assert ("broken" in capsys.readouterr().err) is failed
 
 
-def test_backward_counts(monkeypatch: pytest.MonkeyPatch):
+def test_a_backend_takes_over_the_ops_of_a_row_and_no_other():
+    case = Case("grouped_forward", lambda kernels: None, beside=("grouped_weight_grad", "linear_forward"))
+    given = dict(time_kernels.bundles(case, "torch_native", CPU, FP32))["torch_native"]
+    theirs = {choice.op for choice in given.choices if choice.backend == "torch_native"}
+    assert theirs == {"grouped_forward", "grouped_weight_grad"}  # it has no linear_forward
+
+
+def test_a_row_without_torch_compile_is_timed_with_what_auto_takes_alone():
+    case = Case("attention", lambda kernels: None, compiled=None)
+    assert [name for name, _ in time_kernels.bundles(case, "torch_native", CPU, FP32)] == ["reference", "torch_native"]
+    assert "compiled" not in time_kernels.Meter(CPU, FP32, 9.0).measure(case, "torch_native")
+
+
+def test_backward_counts():
     """Of all results, and of the gradients of all inputs."""
     gone_back = []
     x = torch.ones(3, requires_grad=True)
@@ -149,13 +162,15 @@ def test_the_longer_of_moving_and_computing_is_the_ceiling():
 
 
 def test_compiling_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch):
-    compiled = []
+    compiled, resets = [], []
     monkeypatch.setattr(torch, "compile", lambda run, dynamic: compiled.append(run) or run)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(len(compiled)))
     meter = time_kernels.Meter(CPU, FP32, 1e-9)
     case = Case("rms_norm", lambda kernels: None, (), 1.0)
     assert float(meter.measure(case, "torch_native")["compiled"]) > 0
     assert meter.measure(case, "torch_native")["compiled"] == "no time"
     assert len(compiled) == 1
+    assert resets == [0]  # else torch.compile gives up after some rows, and times plain torch
 
 
 def test_operands_are_not_quantised(small_cases: dict[str, Case]):
