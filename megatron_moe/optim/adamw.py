@@ -87,7 +87,8 @@ class Optimizer:
         Who reads weights in another way calls `finish_gather` first.
         """
         assert self._gather is not None, "only a sharded optimizer gathers weights"
-        wait_in_forward(model, self._gather, self._bucket_of())
+        if self._gather.travels:  # else hooks of all modules would wait for nothing
+            wait_in_forward(model, self._gather, self._bucket_of())
         self._gather_in_forward = True
 
     def finish_gather(self) -> None:

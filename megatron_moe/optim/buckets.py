@@ -92,7 +92,6 @@ class GradSlot:
         if waiting is not None:
             self._compute(waiting, len(waiting.parts))
 
-    @torch.no_grad()
     def _take(self, compute: Callable[[Tensor, bool], None]) -> None:
         if not isinstance(compute, PartedGrad):
             self._compute(compute, 1)
@@ -111,9 +110,11 @@ class GradSlot:
         for _ in range(num_gradients):
             self.on_arrival()
 
-    @torch.no_grad()
-    def accept(self, *_: object) -> None:
-        """Moves what autograd left in `.grad` here; nothing where the gradient came through the sink."""
+    def accept(self) -> None:
+        """Moves what autograd left in `.grad` here; nothing where the gradient came through the sink.
+
+        For every parameter and microbatch, so it opens no scope of its own: neither tensor has a graph.
+        """
         grad = self.parameter.grad
         if grad is None:
             return

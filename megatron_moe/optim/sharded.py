@@ -76,6 +76,11 @@ class WeightGather:
         self._buckets = tuple(buckets)
         self._pending: dict[int, Pending] = {}
 
+    @property
+    def travels(self) -> bool:
+        """Whether anything comes from other ranks."""
+        return any(group.size > 1 for _, group in self._buckets)
+
     def start(self) -> None:
         for index in range(len(self._buckets)):
             self.start_bucket(index)

@@ -115,6 +115,19 @@ def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch
         assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4] == 0, f"weights on the way: {counts}"
 
 
+def test_where_nothing_travels_no_module_has_a_hook() -> None:
+    """Hooks of all modules cost the host time in every microbatch."""
+
+    def hooks(context: ParallelContext) -> int:
+        model = GPT(MODELS["dense"], context, reference.bundle())
+        buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=OVERLAPPED)
+        Optimizer(buffers, FP64).gather_in_forward(model)
+        return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+    assert hooks(ParallelContext.single(dtype=torch.float64)) == 0
+    assert all(on_threads(ParallelSpec(world_size=2), hooks))
+
+
 def test_a_state_dict_waits_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
     for rank, state in enumerate(
