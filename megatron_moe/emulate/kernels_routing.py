@@ -35,7 +35,7 @@ class _GateProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_EH = ctx.saved_tensors
-        parts_T3E = torch.cat(torch_native.bf16_parts(grads[0]), dim=1)
+        parts_T3E = torch_native.bf16_parts(grads[0])
         grad_hidden_TH = parts_T3E @ weight_EH.repeat(3, 1)
         grad_3EH = hidden_TH.new_empty(3, *weight_EH.shape, dtype=torch.float32)
         return grad_hidden_TH, grad_3EH.sum(dim=0).to(weight_EH.dtype)
