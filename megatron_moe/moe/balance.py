@@ -34,22 +34,25 @@ LOSS_NAMES: tuple[tuple[Balancing, str], ...] = (
 """Kind of balancing, and Megatron's name of its loss in the log."""
 
 
-class _AttachLoss(torch.autograd.Function):
+class _AttachLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
-        ctx.scale, ctx.loss_dtype = scale, loss.dtype
+    def forward(ctx: Any, carrier: Tensor, coeffs: Sequence[float], scale: Tensor | float, *losses: Tensor) -> Tensor:
+        ctx.coeffs, ctx.scale, ctx.dtype = coeffs, scale, losses[0].dtype
         return carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if isinstance(ctx.scale, Tensor):
-            return grads[0], ctx.scale.to(ctx.loss_dtype), None
-        return grads[0], torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=grads[0].device), None
+            scale = ctx.scale.to(ctx.dtype)
+        else:
+            scale = torch.full((), ctx.scale, dtype=ctx.dtype, device=grads[0].device)
+        return grads[0], None, None, *(scale * coeff for coeff in ctx.coeffs)
 
 
-def attach_loss(carrier: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
-    """`carrier`, unchanged; in the backward the scalar `loss` takes part in the objective with weight `scale`."""
-    return _AttachLoss.apply(carrier, loss, scale)  # type: ignore[no-untyped-call,no-any-return]
+def attach_losses(carrier: Tensor, losses: Sequence[Tensor], coeffs: Sequence[float], scale: Tensor | float) -> Tensor:
+    """`carrier`, unchanged; in the backward the scalars `losses`, of one dtype, take part in the objective, each with
+    weight `scale` times its coefficient. Nobody reads their sum, so it is not computed."""
+    return _AttachLosses.apply(carrier, coeffs, scale, *losses)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class BatchTokens:
@@ -154,7 +157,7 @@ class BalancingLosses:
         """E * sum_e f_e P_e, mean over those of the sets of tokens G, which are one microbatch or its sequences, that
         have tokens.
 
-        counts_GE: choices, of whichever tokens f is taken over; `choices`: per token of the set, None: these are others.
+        counts_GE: choices, of whichever tokens f is taken over; `choices`: per token of the set, None: they are others.
         """
         dtype, num_sets = self._scores_TE.dtype, len(counts_GE)
         if self._tokens.valid_T is None:

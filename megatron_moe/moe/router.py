@@ -13,7 +13,7 @@ from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.logs.tally import Tally
 from megatron_moe.moe import metrics
-from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, BatchTokens, attach_loss, z_loss
+from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, BatchTokens, attach_losses, z_loss
 from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.gate import draw_logits, force_logits, gate_product, jitter
@@ -152,7 +152,7 @@ class Router(nn.Module):
             return logits_TE
         loss = z_loss(logits_TE, tokens)
         self._report("z_loss", loss, meta)
-        return attach_loss(logits_TE, loss * self.spec.z_loss_coeff, meta.aux_scale)
+        return attach_losses(logits_TE, (loss,), (self.spec.z_loss_coeff,), meta.aux_scale)
 
     def _choose_experts(
         self, logits_TE: Tensor, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
@@ -214,14 +214,13 @@ class Router(nn.Module):
             return routing
         scores_TE, ids_TK = self.kernels.balance_scores(logits_TE, self.spec)
         losses = BalancingLosses(self.kernels, scores_TE, ids_TK, tokens)
-        weighted = []
+        made = []
         for kind, name in wanted:
-            loss = self._balancing_loss(kind, losses)
-            weighted.append(coeffs[kind] * loss)
-            self._report(name, loss, meta)
+            made.append(self._balancing_loss(kind, losses))
+            self._report(name, made[-1], meta)
         assert routing.probs_TK is not None
-        total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
-        return replace(routing, probs_TK=attach_loss(routing.probs_TK, total, meta.aux_scale))
+        weights = [coeffs[kind] for kind, _ in wanted]
+        return replace(routing, probs_TK=attach_losses(routing.probs_TK, made, weights, meta.aux_scale))
 
     def _balancing_loss(self, kind: Balancing, losses: BalancingLosses) -> Tensor:
         if kind == "seq_aux_loss":
@@ -241,17 +240,16 @@ class Router(nn.Module):
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Remembers what the update at the end of the global batch needs."""
+        # by `add_`: `+=` would also set the attribute of the module, which costs the host more than the addition
         if self.expert_bias is not None:
-            self.tokens_since_update += routing.counts_E
+            self.tokens_since_update.add_(routing.counts_E)
         if self.quantile_thresholds is not None:
             logits_TE, valid_T = whole_microbatch(logits_TE, valid_T, self.ctx.group("tp_cp"))
             thresholds_E, counted = quantile_thresholds(logits_TE, self.quantile_thresholds, self.spec.topk, valid_T)
-            self.threshold_sums += thresholds_E
-            self.threshold_count += counted
+            self.threshold_sums.add_(thresholds_E)
+            self.threshold_count.add_(counted)
 
     def _record(self, tally: Tally, routing: Routing, valid_T: Tensor | None) -> None:
-        if self.expert_bias is not None:
-            metrics.record_bias(tally, self.layer, self.expert_bias)
         if routing.map_TE is not None:
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
@@ -262,14 +260,19 @@ class Router(nn.Module):
             metrics.record_drops(tally, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
         metrics.record_load(tally, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
 
+    def record_bias(self, tally: Tally) -> None:
+        """Reports the expert bias of a step, once: it only moves at the end."""
+        if self.expert_bias is not None:
+            metrics.record_bias(tally, self.layer, self.expert_bias)
+
     def batch_sums(self) -> Tensor:
         """See `balance.BalancedRouter`."""
-        parts = [self.weight.new_zeros(0, dtype=torch.float64)]
+        parts: list[Tensor] = []
         if self.expert_bias is not None:
             parts.append(self.tokens_since_update.double())
         if self.quantile_thresholds is not None:
             parts += [self.threshold_sums, self.threshold_count]
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else self.weight.new_zeros(0, dtype=torch.float64)
 
     @torch.no_grad()
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:

@@ -230,6 +230,8 @@ class Trainer:
             grad_scale=clip_coefficient(norms["all"], self.plan.optimizer.clip_grad),
             proceed=self._proceed,
         )
+        for router in self.routers:
+            router.record_bias(self.tally)
         update_routers(self.routers, self.context, proceed=self._proceed)
         if logging.log_params_norm:
             figures["params_norm"] = self.optimizer.params_norm()

@@ -71,6 +71,7 @@ def test_router_reports_every_figure_under_its_layer():
     router.expert_bias[2], router.expert_bias[5] = 0.5, -0.25
     hidden, tally = make_hidden(), Tally()
     router(hidden, make_meta(hidden, tally=tally))
+    router.record_bias(tally)
     figures = _figures(tally)
     assert set(figures) == {
         "load_balancing_loss",

@@ -147,7 +147,7 @@ BALANCING = (
     Bug(
         name="the expert bias sees the last microbatch alone",
         file="megatron_moe/moe/router.py",
-        old="self.tokens_since_update += routing.counts_E",
+        old="self.tokens_since_update.add_(routing.counts_E)",
         new="self.tokens_since_update.copy_(routing.counts_E)",
         select=("tests/moe/test_balance.py::test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches",),
         reason="the bias follows noise",
@@ -163,8 +163,8 @@ BALANCING = (
     Bug(
         name="the z-loss does not shrink with the number of microbatches",
         file="megatron_moe/moe/router.py",
-        old="attach_loss(logits_TE, loss * self.spec.z_loss_coeff, meta.aux_scale)",
-        new="attach_loss(logits_TE, loss * self.spec.z_loss_coeff, 1.0)",
+        old="attach_losses(logits_TE, (loss,), (self.spec.z_loss_coeff,), meta.aux_scale)",
+        new="attach_losses(logits_TE, (loss,), (self.spec.z_loss_coeff,), 1.0)",
         select=(PARITY + "[dp=2 accumulation=4]",),
         reason="its weight grows with gradient accumulation",
     ),

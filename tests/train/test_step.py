@@ -61,6 +61,17 @@ def test_two_ranks_give_the_numbers_of_one(case):
         FP64_LAYOUT.check_all(result, single, case)
 
 
+def test_the_expert_bias_of_every_step_is_reported():
+    plan, ranges = tiny.plan(**CASES["expert_bias_and_sequence_aux_loss"]), []
+
+    def look(trainer, step):
+        ranges.extend(router.expert_bias.max() - router.expert_bias.min() for router in trainer.routers)
+
+    figures = train(plan, ParallelContext.single(dtype=torch.float64), spoil=look)
+    assert max(ranges) > 0
+    FP64_LAYOUT.check(figures["moe/expert_bias_range"], torch.stack(ranges).mean(), "range, before every step")
+
+
 def test_a_step_lowers_the_loss_on_its_own_batch():
     plan = tiny.plan()
     context = ParallelContext.single(dtype=torch.float64)
