@@ -172,7 +172,7 @@ def test_grouped_mm_refuses_rows_that_do_not_start_at_16_bytes_with_a_remedy() -
         torch_native._grouped_mm(rows, weight.transpose(1, 2), torch.tensor([2, 4], dtype=torch.int32))
 
 
-def test_the_three_parts_of_a_single_precision_gradient_add_up_to_it():
+def test_the_three_parts_of_a_single_precision_gradient_add_up_to_it() -> None:
     x_TE = torch.randn(64, 5, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 5)
     parts_T3E = torch_native.bf16_parts(x_TE)
     assert parts_T3E.dtype is torch.bfloat16 and parts_T3E.is_contiguous()
