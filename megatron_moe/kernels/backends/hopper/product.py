@@ -78,6 +78,14 @@ def _grouped_product(
 
 
 @gluon.jit
+def _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
+    """First row of an expert, the one behind its last, its tiles along the rows, and all of them."""
+    start, end = extent(offsets_ptr, expert)
+    num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
+    return start, end, num_down, num_down * gl.cdiv(columns, TILE_COLUMNS)
+
+
+@gluon.jit
 def _first_tile(before):
     """The first of an expert's tiles that is this program's. before: tiles of the experts before; tiles of all experts
     are dealt out in turn."""
@@ -101,11 +109,10 @@ def _load_tiles(rows, weight, stages, shape, TURNED: gl.constexpr):
     before = 0
     step = 0
     for expert in range(num_experts):
-        start, end = extent(offsets_ptr, expert)
-        num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
+        start, end, num_down, num_tiles = _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
         first = before
         # tiles are numbered over all experts: Triton 3.6 loses a sum that only bounds of loops depend on
-        before += num_down * gl.cdiv(columns, TILE_COLUMNS)
+        before += num_tiles
         for number in range(_first_tile(first), before, gl.num_programs(0)):
             row, column = _place(number - first, start, num_down, TILE_COLUMNS)
             both = end - row > ROWS_OF_HALF
@@ -138,10 +145,9 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TURNED: gl.const
     before = 0
     step = 0
     for expert in range(num_experts):
-        start, end = extent(offsets_ptr, expert)
-        num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
+        start, end, num_down, num_tiles = _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
         first = before
-        before += num_down * gl.cdiv(columns, TILE_COLUMNS)
+        before += num_tiles
         for number in range(_first_tile(first), before, gl.num_programs(0)):
             row, column = _place(number - first, start, num_down, TILE_COLUMNS)
             row += HALF * ROWS_OF_HALF

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, rows_of
+from megatron_moe.kernels.ops import GroupedPart
 
 _MOST_PARTS = 4
 """Of one launch, whose code grows with them. What the buffer costs has lost its weight then."""
@@ -44,17 +44,11 @@ def _launches(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[
     for first in range(0, len(parts), _MOST_PARTS):
         several = parts[first : first + _MOST_PARTS]
         yield (
-            tuple(_rows_of(part.grad) for part in several),
-            tuple(_rows_of(part.rows) for part in several),
+            tuple(rows_of(part.grad.plain()) for part in several),
+            tuple(rows_of(part.rows.plain()) for part in several),
             tuple(part.offsets_e for part in several),
             accumulate or first > 0,
         )
-
-
-def _rows_of(operand: Operand) -> Tensor:
-    """Each row in one piece."""
-    data = operand.plain()
-    return data if data.stride(-1) == 1 else data.contiguous()
 
 
 @triton.jit
