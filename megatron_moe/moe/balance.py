@@ -159,24 +159,22 @@ class BalancingLosses:
 
         counts_GE: choices, of whichever tokens f is taken over; `choices`: per token of the set, None: they are others.
         """
-        dtype, num_sets = self._scores_TE.dtype, len(counts_GE)
+        num_sets = len(counts_GE)
+        counts_GE = counts_GE.to(self._scores_TE.dtype)
         if self._tokens.valid_T is None:
             # sizes are known to the host, and few small kernels are left
             num_tokens = max(self._tokens.num_whole // num_sets, 1)
             scale = self._num_experts / (num_tokens * num_sets)
-            if choices is not None:
-                weights_GE = counts_GE.to(dtype) * (scale / (num_tokens * choices))
-            else:
-                counts_GE = counts_GE.to(dtype)
-                weights_GE = counts_GE * (scale / counts_GE.sum().clamp(min=1))
+            total = counts_GE.sum().clamp(min=1) if choices is None else num_tokens * choices
+            weights_GE = counts_GE * (scale / total)
         else:
             num_tokens_G = self._tokens.per_sequence()
             if num_sets == 1:
                 num_tokens_G = num_tokens_G.sum(dim=0, keepdim=True)
-            counts_GE = counts_GE.to(dtype)
             share_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
             num_held = (num_tokens_G > 0).sum().clamp(min=1)
-            weights_GE = share_GE * (self._num_experts / (num_tokens_G.clamp(min=1) * num_held).to(dtype))[:, None]
+            divisor_G = (num_tokens_G.clamp(min=1) * num_held).to(share_GE.dtype)
+            weights_GE = share_GE * (self._num_experts / divisor_G)[:, None]
         return _WeightedSum.apply(self._scores_TE, weights_GE)  # type: ignore[no-untyped-call,no-any-return]
 
     def counts_over(self, group: Group) -> Tensor:
