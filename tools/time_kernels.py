@@ -28,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.bundle import Bundle, Fit
+from megatron_moe.kernels.bundle import OPS, Bundle, Fit
 from megatron_moe.kernels.choose import BACKENDS, choose, discover, judge
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.specs.run import KernelSpec
@@ -73,6 +73,8 @@ def main(argv: list[str]) -> int:
     print("|---" * (len(backends) + 4) + "|", flush=True)
     meter = Meter(device, dtype, args.compile_seconds if args.compile else 0.0)
     for case in cases(args, device, dtype):
+        if args.ops and case.op not in args.ops:
+            continue
         taken = automatic[case.op]
         times = meter.measure(case, taken)
         cells = [written(times.get(name, "")) for name in backends]
@@ -84,6 +86,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--ops", nargs="+", metavar="OP", choices=OPS, help="only the rows of these ops")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--compile-seconds", type=float, default=80.0)
     for name, default in (

@@ -92,7 +92,7 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
     rows_of(grad_TH)
-    torch.sort(ids_T, stable=True)
+    torch.sort(ids_T.to(torch.int32), stable=True)
 
 
 # norms, positions, attention

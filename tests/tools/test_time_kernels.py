@@ -108,6 +108,19 @@ def test_all_rows_come_with_times(
         assert cells["of the ceiling"].endswith("%")
 
 
+def test_the_rows_of_some_ops_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ceilings: None
+):
+    monkeypatch.setattr(time_kernels, "milliseconds", lambda work, device: 1.0)
+    assert time_kernels.main([*SMALL, "--ops", "rope", "query_key_value"]) == 0
+    rows = capsys.readouterr().out.splitlines()[4:]
+    assert [row.split("|")[1].strip() for row in rows] == [
+        "rope",
+        "query_key_value (with norms)",
+        "query_key_value (without norms)",
+    ]
+
+
 def times_of(run, inputs=()) -> tuple[dict[str, float | str], time_kernels.Meter]:
     meter = time_kernels.Meter(CPU, FP32, 0.0)
     return meter.measure(Case("rms_norm", run, inputs, 1.0), "torch_native"), meter
