@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from arguments.flags import Registry
 from arguments.read import read_plan
 from arguments.recipes.find import about, recipe_names
 from arguments.recipes.table import without_proxy
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import ExitCode
 from pretrain_moe import main
+from tests import pipelines
 from tests.end_to_end.tiny_run import records
+from tests.tolerances import EXACT
 
 REFUSED = Path(__file__).resolve().parents[1] / "goldens" / "recipes_without_proxy.txt"
 NAMES = recipe_names()
@@ -73,3 +77,14 @@ def test_all_other_recipes_train_as_proxies(name: str, tmp_path):
     losses = train(name, tmp_path / "run")
     assert len(losses) == NUM_ITERATIONS
     assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("name", ["q6", "m8"])
+def test_remainders_of_master_weights_train_to_the_bits_of_whole_ones(name: str):
+    small = f"--recipe {name} --proxy --seq-length 32 --lr 1e-2 --kernel-backend reference --device cpu".split()
+    figures = []
+    for more in ((), ("--no-use-precision-aware-optimizer",)):
+        plan = read_plan([*small, *more], {}, lambda spec: spec.vocab_size or 512)
+        assert plan.precision.params == "bf16" and plan.precision.remainders == (not more)
+        figures.append(pipelines.train(plan, ParallelContext.single(dtype=torch.bfloat16)))
+    EXACT.check_all(*figures, f"{name} with remainders")
