@@ -8,7 +8,7 @@ from typing import Any, Literal
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Registry, normal
-from arguments.names.deprecated import translate
+from arguments.names.deprecated import comes_last, translate
 from arguments.names.rare import RareName, is_rare_switch_off, rare_name
 from arguments.values import BadValue, cut, is_list, is_optional, parse, within, words_of
 
@@ -84,11 +84,15 @@ def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
-        for given in layer:
+        for given in sorted(layer, key=_comes_last):
             for plain in _todays(given, settings):
                 _take(plain, settings, in_this_layer)
         settings.values |= in_this_layer
     return settings
+
+
+def _comes_last(given: Given) -> bool:
+    return comes_last(normal(given.option), given.words or ())
 
 
 def _todays(given: Given, settings: Settings) -> list[Given]:

@@ -45,7 +45,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         model=model,
         parallel=replace(parallel, virtual_stages=layout.vpp),
         pipeline=_pipeline(flags, layout),
-        data_parallel=_data_parallel(flags),
+        data_parallel=_data_parallel(flags, parallel),
         precision=_precision(flags),
         memory=_memory(flags),
         optimizer=_optimizer(flags),
@@ -124,12 +124,14 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineSpec:
     )
 
 
-def _data_parallel(flags: Flags) -> DataParallelSpec:
+def _data_parallel(flags: Flags, grid: ParallelSpec) -> DataParallelSpec:
     parallel = flags.parallel
+    # on a rank that has the only copy of everything no gradient or weight travels that could be hidden
+    copies = max(grid.dp * grid.cp, grid.edp) > 1
     return DataParallelSpec(
         sharded_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        overlap_grad_reduce=parallel.overlap_grad_reduce and copies,
+        overlap_param_gather=parallel.overlap_param_gather and copies,
         bucket_size=parallel.ddp_bucket_size,
         num_buckets=parallel.ddp_num_buckets,
         pad_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,

@@ -6,6 +6,7 @@ _STILL = "--attention-dropout 0 --hidden-dropout 0"
 GRAPHS = f"{_STILL} --cuda-graph-impl local"
 PARTS = f"{GRAPHS} --cuda-graph-modules"
 LATE = "--moe-expert-wgrad-interval 2"
+OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WHOLE = f"{_STILL} --cuda-graph-impl full_iteration"
 
 GRAPH_CASES = (
@@ -73,6 +74,20 @@ GRAPH_CASES = (
         f"{WHOLE} {PP2} --global-batch-size 32",
         "full_iteration with --pipeline-model-parallel-size 2",
         f"{GRAPHS} {PP2} --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "recorded_steps_are_whole",
+        f"{WHOLE} --overlap-grad-reduce --global-batch-size 32",
+        "full_iteration with --overlap-grad-reduce",
+        f"{WHOLE} --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "recorded_parts_wait_for_nothing",
+        f"{GRAPHS} {OVERLAPPED} --global-batch-size 32",
+        "with --overlap-param-gather",
+        f"{GRAPHS} --use-distributed-optimizer --overlap-grad-reduce --global-batch-size 32",
         environ=EIGHT_RANKS,
     ),
     Case(

@@ -25,10 +25,8 @@ _WARMUP = 4
 
 
 def flags_of(mode: str) -> list[str]:
-    """The flags of a mode. What recordings do not take is switched off: exchanges between ranks, which one GPU has none
-    of, in every mode alike, and where experts are recorded the wait for their weight gradients."""
-    flags = ["--no-overlap-grad-reduce", "--no-overlap-param-gather"]
-    flags += ["--cuda-graph-warmup-steps", str(_WARMUP - 1), "--cuda-graph-impl"]
+    """The flags of a mode. Where parts with experts are recorded their weight gradients do not wait."""
+    flags = ["--cuda-graph-warmup-steps", str(_WARMUP - 1), "--cuda-graph-impl"]
     if mode in ("none", "full_iteration"):
         return [*flags, mode]
     modules = mode.split(",")

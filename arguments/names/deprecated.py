@@ -64,6 +64,22 @@ def _no_weight_decay_cond_type(words: Sequence[str]) -> Translated:
     return Translated((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
 
 
+def comes_last(option: str, words: Sequence[str]) -> bool:
+    """Does an old name say more of what another flag says, wherever the two stand?"""
+    return option == "--cuda-graph-scope" and "full_iteration" in words
+
+
+def _cuda_graph_scope(words: Sequence[str]) -> Translated:
+    """--cuda-graph-modules or --cuda-graph-impl full_iteration"""
+    if tuple(words) == ("full",):
+        return Translated((), "full is the default: without --cuda-graph-modules all parts of layers are recorded")
+    if "full_iteration" not in words:
+        return Translated((("--cuda-graph-modules", tuple(words)),), "is now called --cuda-graph-modules")
+    if len(words) > 1:
+        raise BadValue("full_iteration has no parts beside it: leave them out, or write --cuda-graph-impl local")
+    return Translated((("--cuda-graph-impl", tuple(words)),), "is now written --cuda-graph-impl full_iteration")
+
+
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "--batch-size": "--micro-batch-size",
@@ -74,7 +90,6 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
         "--moe-deepep-num-sms": "--moe-flex-dispatcher-num-sms",
         "--moe-hybridep-num-sms": "--moe-flex-dispatcher-num-sms",
         "--moe-token-capacity-factor": "--moe-expert-capacity-factor",
-        "--cuda-graph-scope": "--cuda-graph-modules",
         "--bias-activation-fusion": "--bias-swiglu-fusion",
         "--linear-attention-type": "--experimental-attention-variant",
         "--qk-nope-head-dim": "--qk-head-dim",
@@ -124,6 +139,7 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
 )
 _TRANSLATED: Mapping[str, Callable[[Sequence[str]], Translated]] = MappingProxyType(
     {
+        "--cuda-graph-scope": _cuda_graph_scope,
         "--no-weight-decay-cond-type": _no_weight_decay_cond_type,
     }
 )

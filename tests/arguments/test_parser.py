@@ -65,6 +65,10 @@ def test_every_spelling_sets_its_flag(name, words, value):
         ("apply_wd_to_qk_layernorm", "--no-weight-decay-cond-type qwen3_next", True),
         ("cuda_graph_modules", "--cuda-graph-scope attn moe_router", ("attn", "moe_router")),
         ("cuda_graph_impl", "--external-cuda-graph", "transformer_engine"),
+        ("cuda_graph_modules", "--cuda-graph-scope full --cuda-graph-impl local", ()),
+        ("cuda_graph_impl", "--cuda-graph-scope full --cuda-graph-impl local", "local"),
+        ("cuda_graph_impl", "--cuda-graph-scope full_iteration --cuda-graph-impl local", "full_iteration"),
+        ("cuda_graph_modules", "--cuda-graph-scope full_iteration --cuda-graph-impl local", ()),
         ("moe_expert_capacity_factor", "--moe-token-capacity-factor 1.0", 1.0),
         ("micro_batch_size", "--batch-size 2", 2),
         ("qk_head_dim", "--qk-nope-head-dim 96", 96),
@@ -86,6 +90,12 @@ def test_a_name_of_another_program_is_refused_with_what_to_use():
 
 def test_an_old_name_with_a_value_that_means_nothing_is_refused():
     assert "qwen3_next" in settings_of("--no-weight-decay-cond-type length").problems[0].what
+    assert "no parts beside it" in settings_of("--cuda-graph-scope full_iteration attn").problems[0].what
+
+
+def test_a_later_layer_decides_against_an_old_name():
+    settings = settings_of("--cuda-graph-scope full_iteration", "--cuda-graph-impl none")
+    assert settings.setting("cuda_graph_impl").value == "none"
 
 
 def test_later_layers_win_in_silence_and_repetition_within_one_is_noted():

@@ -16,6 +16,7 @@ from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import BatchSpec, TokenizerSpec
 from tests.command_lines import SMALL, plan_of, texts_of, words
+from tests.rules_of_graphs import OVERLAPPED
 from tests.zoo import command_line, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
@@ -419,7 +420,8 @@ def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
     assert plan_of().data_parallel == DataParallelSpec()
     words = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
     words += " --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --grad-reduce-in-bf16 --bf16"
-    plan = plan_of(f"{words} --ddp-reduce-scatter-with-fp32-accumulation")
+    words += " --ddp-reduce-scatter-with-fp32-accumulation --global-batch-size 32"
+    plan = plan_of(words, environ=EIGHT_RANKS)
     assert plan.data_parallel == DataParallelSpec(
         sharded_optimizer=True,
         overlap_grad_reduce=True,
@@ -431,6 +433,21 @@ def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
     )
     assert plan.precision.grads == "bf16"
     assert plan_of("--ddp-num-buckets 3").data_parallel.num_buckets == 3
+
+
+def test_nothing_is_overlapped_where_nothing_travels():
+    """So that steps are recorded whole, whatever a recipe for many ranks asks for."""
+    still = "--attention-dropout 0 --hidden-dropout 0"
+    for impl in ("full_iteration", "local"):
+        plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAPPED}")
+        assert plan.data_parallel == DataParallelSpec(sharded_optimizer=True)
+    heads = "--no-group-query-attention --num-attention-heads 8"
+    for ranks in (  # copies of everything, and of the experts alone
+        "--context-parallel-size 8",
+        "--tensor-model-parallel-size 8 --sequence-parallel --expert-tensor-parallel-size 1",
+    ):
+        spec = plan_of(f"{OVERLAPPED} {heads} {ranks}", environ=EIGHT_RANKS).data_parallel
+        assert spec.overlap_grad_reduce and spec.overlap_param_gather
 
 
 def test_layers_are_placed_by_a_layout_or_evenly():

@@ -164,14 +164,18 @@ def recorded_parts_exchange_nothing(
 
 
 def recorded_steps_are_whole(
-    cuda_graph_impl: str, pipeline_model_parallel_size: int, overlap_grad_reduce: bool, mtp_num_layers: int | None
+    cuda_graph_impl: str,
+    pipeline_model_parallel_size: int,
+    data_parallel_size: int,
+    overlap_grad_reduce: bool,
+    mtp_num_layers: int | None,
 ) -> Complaint:
-    """Stages exchange activations in a step, and buckets their gradients."""
+    """Stages exchange activations in a step, and data-parallel ranks the gradients of buckets."""
     if cuda_graph_impl != "full_iteration":
         return None
     others = {
         f"--pipeline-model-parallel-size {pipeline_model_parallel_size}": pipeline_model_parallel_size > 1,
-        "--overlap-grad-reduce": overlap_grad_reduce,
+        "--overlap-grad-reduce": overlap_grad_reduce and data_parallel_size > 1,
         f"--mtp-num-layers {mtp_num_layers}": bool(mtp_num_layers),
     }
     given = [name for name, there in others.items() if there]
@@ -180,6 +184,7 @@ def recorded_steps_are_whole(
 
 def recorded_parts_wait_for_nothing(
     cuda_graph_impl: str,
+    data_parallel_size: int,
     overlap_param_gather: bool,
     overlap_optimizer_step: bool,
     overlap_moe_expert_parallel_comm: bool,
@@ -188,7 +193,7 @@ def recorded_parts_wait_for_nothing(
 ) -> Complaint:
     """A replay is one piece: nothing can come between its kernels, or wait inside of it."""
     others = {
-        "--overlap-param-gather": overlap_param_gather,
+        "--overlap-param-gather": overlap_param_gather and data_parallel_size > 1,
         "--overlap-optimizer-step": overlap_optimizer_step,
         "--overlap-moe-expert-parallel-comm": overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": delay_wgrad_compute,
