@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import AdamWStep
 from tests.tolerances import BF16_KERNEL, FP32_REF, Tolerance
 
 REFERENCE = reference.bundle()
@@ -15,6 +16,24 @@ BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def adamw_step(
+    number: int,
+    *,
+    scale: float | Tensor = 0.5,
+    proceed: bool = True,
+    device: torch.device | str = "cpu",
+    **numbers: float,
+) -> AdamWStep:
+    """Update `number`, with the numbers of a usual group where others are not given."""
+    usual = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    return AdamWStep(
+        **{**usual, **numbers},
+        step=torch.tensor(number, device=device),
+        grad_scale=torch.as_tensor(scale, device=device),
+        proceed=torch.tensor(proceed, device=device),
+    )
 
 
 def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -7,11 +7,10 @@ import argparse
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from megatron_moe.kernels.ops import Kernels, Operand
+from megatron_moe.kernels.ops import AdamWStep, Kernels, Operand
 from megatron_moe.kernels.packed import Format, Packed
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec
@@ -190,13 +189,19 @@ def linear(args: argparse.Namespace, draw: Draw) -> Case:
 def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     size, device = args.weights, draw.device
     flat = [torch.rand(size, device=device) for _ in range(4)]
-    settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    settings["step"] = torch.ones((), dtype=torch.int64, device=device)
-    settings["grad_scale"] = torch.ones((), device=device)
-    settings["proceed"] = torch.ones((), dtype=torch.bool, device=device)
+    move = AdamWStep(
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=torch.ones((), dtype=torch.int64, device=device),
+        grad_scale=torch.ones((), device=device),
+        proceed=torch.ones((), dtype=torch.bool, device=device),
+    )
     yield Case("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)
     # master, gradient and moments read; master and moments written
-    yield Case("adamw_", lambda k: k.adamw_(*flat, **settings), (), 7 * FP32 * size / 1e9)
+    yield Case("adamw_", lambda k: k.adamw_(*flat, move), (), 7 * FP32 * size / 1e9)
     grad = flat[0]
     weights = torch.randn(size, device=device).bfloat16()
     zeros = partial(Packed.zeros, size, dtype=torch.float32, device=device)
@@ -205,8 +210,8 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
         states = [zeros("remainder", root=False), zeros(name, root=False), zeros(name, root=True)]
 
         def run(k: Kernels, states: list[Packed] = states) -> None:
-            master, *moments = states
-            k.adamw_packed_(master, grad, *moments, **settings, weights=weights)
+            master, exp_avg, exp_avg_sq = states
+            k.adamw_packed_(master, grad, exp_avg, exp_avg_sq, move, weights)
 
         moved = grad.nbytes + 2 * (weights.nbytes + sum(state.num_bytes for state in states))
         yield Case(f"adamw_packed_ (bf16 and remainders, {name} moments)", run, (), moved / 1e9)

@@ -18,7 +18,7 @@ from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS, power_of_two, rows
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import GroupedPart, Operand, internal_dtype
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, internal_dtype
 from megatron_moe.kernels.packed import Packed
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec
@@ -206,11 +206,26 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     return flat.new_empty((), dtype=internal_dtype(flat.dtype))
 
 
-def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **given: Any) -> None:
+def adamw_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    move: AdamWStep,
+    weights: Tensor | None = None,
+) -> None:
     """In place."""
 
 
-def adamw_packed_(master: Packed, grad: Tensor, exp_avg: Packed, exp_avg_sq: Packed, **given: Any) -> None:
+def adamw_packed_(
+    master: Packed,
+    grad: Tensor,
+    exp_avg: Packed,
+    exp_avg_sq: Packed,
+    move: AdamWStep,
+    weights: Tensor | None = None,
+    first: int = 0,
+) -> None:
     """In place."""
 
 

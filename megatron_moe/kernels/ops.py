@@ -87,6 +87,23 @@ class Span:
         return Span(chunks=tuple(kept), segments_BS=segments_BS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdamWStep:
+    """What one step of AdamW does to a stretch of state."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: Tensor
+    """int64 scalar on the device: number of the update, from 1, for the bias corrections."""
+    grad_scale: Tensor
+    """Scalar on the device; the gradient is multiplied by it (clipping)."""
+    proceed: Tensor
+    """bool scalar on the device. False: nothing changes, even if the gradient is not finite."""
+
+
 class Kernels(Protocol):
     """The bundle that modules receive. One attribute per op."""
 
@@ -299,21 +316,11 @@ class Kernels(Protocol):
         grad: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: Tensor,
-        grad_scale: Tensor,
-        proceed: Tensor,
+        move: AdamWStep,
         weights: Tensor | None = None,
     ) -> None:
-        """One AdamW step in place on flat tensors: grad is multiplied by `grad_scale` (clip), `step` (int64 scalar,
-        already counted up) gives the bias corrections, and nothing changes where the bool scalar `proceed` is False,
-        even if the gradient is not finite. `weights`, the masters in another dtype, follow them if given (rounded as
-        in `kernels/packed.py`). Afterwards `grad` is undefined."""
+        """One AdamW step in place on flat tensors. `weights`, the masters in another dtype, follow them if given
+        (rounded as in `kernels/packed.py`). Afterwards `grad` is undefined."""
         ...
 
     def adamw_packed_(
@@ -322,15 +329,7 @@ class Kernels(Protocol):
         grad: Tensor,
         exp_avg: Packed,
         exp_avg_sq: Packed,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: Tensor,
-        grad_scale: Tensor,
-        proceed: Tensor,
+        move: AdamWStep,
         weights: Tensor | None = None,
         first: int = 0,
     ) -> None:

@@ -12,9 +12,8 @@ In a step fp8 numbers are rounded up or down at random, up in proportion to the 
 moves by less than half a unit a step would otherwise stand still. The random number is a hash of element and step.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -133,35 +132,6 @@ def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device)
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0xFFFFFFFF
     return (mixed >> 16).to(torch.float32) * 2.0**-16
-
-
-def step_unpacked(
-    adamw_: Callable[..., None],
-    master: Packed,
-    grad: Tensor,
-    exp_avg: Packed,
-    exp_avg_sq: Packed,
-    *,
-    step: Tensor,
-    proceed: Tensor,
-    weights: Tensor | None,
-    first: int,
-    **numbers: Any,
-) -> None:
-    """`Kernels.adamw_packed_` around an `adamw_` for plain numbers: unpacked to fp32, stepped, packed again."""
-    states = (master, exp_avg, exp_avg_sq)
-    wide = [unpack(state, weights).to(torch.float32, copy=True) for state in states]
-    adamw_(wide[0], grad.to(torch.float32, copy=True), *wide[1:], step=step, proceed=proceed, **numbers)
-    rounded = None if weights is None else round_weights(wide[0], weights.dtype)
-    for state, moved, salt in zip(states, wide, (None, FIRST_SALT, SECOND_SALT), strict=True):
-        noise = None if salt is None else dither(state.size, step, salt, first, moved.device)
-        new = pack(moved, state, rounded, noise)
-        if state is master and master.format == "fp16" and weights is not None:
-            rounded = round_weights(unpack(new), weights.dtype)
-        for old_part, new_part in zip(state.parts, new.parts, strict=True):
-            old_part.copy_(torch.where(proceed, new_part, old_part))
-    if weights is not None and rounded is not None:
-        weights.copy_(torch.where(proceed, rounded, weights))
 
 
 def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:

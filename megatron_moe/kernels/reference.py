@@ -5,15 +5,15 @@ Routing and rows are in `reference_routing.py`, attention between parts of a seq
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import GroupedPart, Operand, Span, internal_dtype
-from megatron_moe.kernels.packed import Packed, round_weights, step_unpacked
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, Span, internal_dtype
+from megatron_moe.kernels.packed import FIRST_SALT, SECOND_SALT, Packed, dither, pack, round_weights, unpack
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
@@ -281,29 +281,22 @@ def adamw_(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    proceed: Tensor,
+    move: AdamWStep,
     weights: Tensor | None = None,
 ) -> None:
     """Loshchilov and Hutter, arXiv 1711.05101, as `torch.optim.AdamW` computes it."""
     wide = internal_dtype(master.dtype)
-    grad = grad.to(wide) * grad_scale.to(wide)
+    beta1, beta2 = move.beta1, move.beta2
+    grad = grad.to(wide) * move.grad_scale.to(wide)
     first = beta1 * exp_avg.to(wide) + (1 - beta1) * grad
     second = beta2 * exp_avg_sq.to(wide) + (1 - beta2) * grad.square()
-    correction1, correction2 = (1 - torch.pow(beta, step.double()).to(wide) for beta in (beta1, beta2))
-    update = first / correction1 / ((second / correction2).sqrt() + eps)
-    moved = master.to(wide) * (1 - lr * weight_decay) - lr * update
+    correction1, correction2 = (1 - torch.pow(beta, move.step.double()).to(wide) for beta in (beta1, beta2))
+    update = first / correction1 / ((second / correction2).sqrt() + move.eps)
+    moved = master.to(wide) * (1 - move.lr * move.weight_decay) - move.lr * update
     for state, new in ((master, moved), (exp_avg, first), (exp_avg_sq, second)):
-        state.copy_(torch.where(proceed, new.to(state.dtype), state))
+        state.copy_(torch.where(move.proceed, new.to(state.dtype), state))
     if weights is not None:
-        weights.copy_(torch.where(proceed, round_weights(master, weights.dtype), weights))
+        weights.copy_(torch.where(move.proceed, round_weights(master, weights.dtype), weights))
 
 
 def adamw_packed_(
@@ -311,33 +304,35 @@ def adamw_packed_(
     grad: Tensor,
     exp_avg: Packed,
     exp_avg_sq: Packed,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    proceed: Tensor,
+    move: AdamWStep,
     weights: Tensor | None = None,
     first: int = 0,
 ) -> None:
     """See `Kernels.adamw_packed_`."""
-    step_unpacked(
-        adamw_,
-        master,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        grad_scale=grad_scale,
-        proceed=proceed,
-        weights=weights,
-        first=first,
-    )
+    step_unpacked(adamw_, master, grad, exp_avg, exp_avg_sq, move, weights, first)
+
+
+def step_unpacked(
+    adamw_: Callable[..., None],
+    master: Packed,
+    grad: Tensor,
+    exp_avg: Packed,
+    exp_avg_sq: Packed,
+    move: AdamWStep,
+    weights: Tensor | None,
+    first: int,
+) -> None:
+    """`Kernels.adamw_packed_` around an `adamw_` for plain numbers: unpacked to fp32, stepped, packed again."""
+    states = (master, exp_avg, exp_avg_sq)
+    wide = [unpack(state, weights).to(torch.float32, copy=True) for state in states]
+    adamw_(wide[0], grad.to(torch.float32, copy=True), *wide[1:], move)
+    rounded = None if weights is None else round_weights(wide[0], weights.dtype)
+    for state, moved, salt in zip(states, wide, (None, FIRST_SALT, SECOND_SALT), strict=True):
+        noise = None if salt is None else dither(state.size, move.step, salt, first, moved.device)
+        new = pack(moved, state, rounded, noise)
+        if state is master and master.format == "fp16" and weights is not None:
+            rounded = round_weights(unpack(new), weights.dtype)
+        for old_part, new_part in zip(state.parts, new.parts, strict=True):
+            old_part.copy_(torch.where(move.proceed, new_part, old_part))
+    if weights is not None and rounded is not None:
+        weights.copy_(torch.where(move.proceed, rounded, weights))

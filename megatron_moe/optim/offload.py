@@ -7,13 +7,12 @@ the verdict left of it; the host is not asked.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_moe.kernels.choose import choose
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.ops import AdamWStep, Kernels
 from megatron_moe.kernels.packed import Packed
 from megatron_moe.optim.state import AdamState, Kept
 from megatron_moe.parallel.transfers import Mark, Transfers
@@ -43,22 +42,22 @@ def apply(
 ) -> None:  # fmt: skip
     """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on."""
     key = state.buffer.key
-    settings: dict[str, Any] = {
-        "lr": update.decoupled_lr if key.decoupled_lr and update.decoupled_lr is not None else update.lr,
-        "beta1": spec.beta1,
-        "beta2": spec.beta2,
-        "eps": spec.eps,
-        "weight_decay": update.weight_decay if key.decay else 0.0,
-        "step": update.step,
-        "grad_scale": update.grad_scale,
-        "proceed": update.proceed,
-        "weights": None if kept.master is None else weights,
-    }
+    move = AdamWStep(
+        lr=update.decoupled_lr if key.decoupled_lr and update.decoupled_lr is not None else update.lr,
+        beta1=spec.beta1,
+        beta2=spec.beta2,
+        eps=spec.eps,
+        weight_decay=update.weight_decay if key.decay else 0.0,
+        step=update.step,
+        grad_scale=update.grad_scale,
+        proceed=update.proceed,
+    )
+    follow = None if kept.master is None else weights
     master, exp_avg, exp_avg_sq = kept.master or Packed("plain", weights), kept.exp_avg, kept.exp_avg_sq
     if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
-        kernels.adamw_(master.data, grads, exp_avg.data, exp_avg_sq.data, **settings)
+        kernels.adamw_(master.data, grads, exp_avg.data, exp_avg_sq.data, move, follow)
     else:
-        kernels.adamw_packed_(master, grads, exp_avg, exp_avg_sq, **settings, first=first)
+        kernels.adamw_packed_(master, grads, exp_avg, exp_avg_sq, move, follow, first)
 
 
 class HostSteps:

@@ -26,6 +26,7 @@ from megatron_moe.specs.moe import (
     SharedExpertsSpec,
 )
 from megatron_moe.specs.run import KernelSpec
+from tests.kernel_comparison import adamw_step
 from tests.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, Tolerance
 
 pytestmark = pytest.mark.gpu1
@@ -390,12 +391,8 @@ def test_adamw_and_the_sum_of_squares_agree_with_fp64() -> None:
             here[1][5] = torch.nan
         for ops, tensors in ((kernels, here), (REFERENCE, there)):
             master, grad, exp_avg, exp_avg_sq = tensors
-            device = master.device
-            ops.adamw_(
-                master, grad, exp_avg, exp_avg_sq, lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2,
-                step=torch.tensor(3, device=device), grad_scale=torch.tensor(0.3, device=device, dtype=master.dtype),
-                proceed=torch.tensor(proceed, device=device),
-            )  # fmt: skip
+            move = adamw_step(3, scale=torch.tensor(0.3, dtype=master.dtype), proceed=proceed, device=master.device)
+            ops.adamw_(master, grad, exp_avg, exp_avg_sq, move)
         for number in (0, 2, 3):
             FP32_REF.check(here[number], there[number], f"tensor {number}, proceed {proceed}")
     FP32_REF.check(kernels.sum_of_squares(state[0].cuda()), REFERENCE.sum_of_squares(state[0].double()))
@@ -474,8 +471,7 @@ def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> No
     labels = torch.zeros(512, dtype=torch.int64, device="cuda")
     segments = torch.zeros(2, 64, dtype=torch.int64, device="cuda")
     flat = [torch.ones(1000, device="cuda") for _ in range(4)]
-    step, one = torch.tensor(1, device="cuda"), torch.tensor(1.0, device="cuda")
-    proceed = torch.tensor(True, device="cuda")
+    move = adamw_step(1, device="cuda")
 
     def everything() -> None:
         normed = kernels.layer_norm(kernels.rms_norm(x, weight, 1e-5, False), weight, weight, 1e-5, True)
@@ -485,8 +481,7 @@ def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> No
         out = out + kernels.attention(turned, turned, turned, spec, weight[:4], segments, None)
         kernels.cross_entropy(out.reshape(512, 64), labels).sum().backward()
         kernels.sum_of_squares(flat[1])
-        numbers = dict(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
-        kernels.adamw_(*flat, **numbers, step=step, grad_scale=one, proceed=proceed)
+        kernels.adamw_(*flat, move)
 
     everything()
     with no_waiting():

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.packed import Packed, unpack
+from tests.kernel_comparison import adamw_step
 from tests.kernels.test_triton_packed import FORMATS, make
 from tests.optim.test_state_formats import AWAY, NARROW, REMAINDERS, Rig
 from tests.optim_parameters import BF16, FP32, give, make_gradients
@@ -30,11 +31,8 @@ def on_gpu(state: State) -> State:
 def step(ops, state: State, number: int, *, proceed: bool = True) -> None:
     device = state["weights"].device
     grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(number)).to(device)
-    ops.adamw_packed_(
-        **state, grad=grad, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-        step=torch.tensor(number, device=device), grad_scale=torch.tensor(0.5, device=device),
-        proceed=torch.tensor(proceed, device=device), first=300,
-    )  # fmt: skip
+    move = adamw_step(number, proceed=proceed, device=device, beta2=0.99)
+    ops.adamw_packed_(**state, grad=grad, move=move, first=300)
 
 
 def numbers(state: State) -> dict[str, Tensor]:

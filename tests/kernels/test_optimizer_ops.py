@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
+from tests.kernel_comparison import adamw_step
 from tests.tolerances import EXACT, FP32_REF, FP64_REF
 
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
@@ -25,10 +26,7 @@ def step(ops, state: list[Tensor], grad: Tensor, number: int, *, scale: float = 
         grad.clone(),
         exp_avg,
         exp_avg_sq,
-        **NUMBERS,
-        step=torch.tensor(number),
-        grad_scale=torch.tensor(scale, dtype=master.dtype),
-        proceed=torch.tensor(proceed),
+        adamw_step(number, scale=torch.tensor(scale, dtype=master.dtype), proceed=proceed, **NUMBERS),
     )
 
 

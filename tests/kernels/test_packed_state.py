@@ -10,10 +10,10 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.packed import Packed, dither, pack, round_weights, unpack
+from tests.kernel_comparison import adamw_step
 from tests.tolerances import EXACT
 
 CPU = torch.device("cpu")
-NUMBERS = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
 HALF_UNIT = {"fp16": 2.0**-11, "fp8": 2.0**-4}
 """Largest relative error of a number that is rounded to the nearest, near the largest one of its block."""
@@ -121,8 +121,7 @@ class State:
         for start, end in zip(ends, ends[1:], strict=False):
             ops.adamw_packed_(
                 self.master.part(start, end), grad[start:end].clone(), self.first.part(start, end),
-                self.second.part(start, end), **NUMBERS, step=torch.tensor(number), grad_scale=torch.tensor(0.5),
-                proceed=torch.tensor(proceed), weights=self.weights[start:end], first=5 + start,
+                self.second.part(start, end), adamw_step(number, proceed=proceed), self.weights[start:end], 5 + start
             )  # fmt: skip
 
     def parts(self) -> dict[str, Tensor]:
@@ -164,8 +163,8 @@ def test_plain_state_is_that_of_plain_adamw_and_a_refused_step_keeps_every_bit(o
         mine = [before["master 0"], before["first 0"], before["second 0"], before["weights"]]
         fresh = State(*formats)
         ops.adamw_(
-            fresh.master.data, draw(State.SIZE, seed=1), fresh.first.data, fresh.second.data, **NUMBERS,
-            step=torch.tensor(1), grad_scale=torch.tensor(0.5), proceed=torch.tensor(True), weights=fresh.weights,
+            fresh.master.data, draw(State.SIZE, seed=1), fresh.first.data, fresh.second.data, adamw_step(1),
+            fresh.weights,
         )  # fmt: skip
         EXACT.check(torch.cat(mine[:3]), torch.cat([fresh.master.data, fresh.first.data, fresh.second.data]), "state")
         EXACT.check(mine[3], fresh.weights, "weights")
@@ -207,12 +206,10 @@ def test_a_moment_in_fp8_follows_a_change_that_is_smaller_than_its_steps() -> No
     """beta2 = 0.999 moves an average by a thousandth a step, and fp8 has steps of a tenth."""
     state = State("plain", "plain", "fp8")
     state.weights.zero_()
-    settings = NUMBERS | {"beta2": 0.999}
     ones = torch.ones(State.SIZE)
     for number in range(1, 1001):
         reference.adamw_packed_(
-            state.master, ones, state.first, state.second, **settings, step=torch.tensor(number),
-            grad_scale=torch.tensor(1.0), proceed=torch.tensor(True), weights=state.weights,
+            state.master, ones, state.first, state.second, adamw_step(number, scale=1.0, beta2=0.999), state.weights
         )  # fmt: skip
     mean = float(unpack(state.second).sqrt().mean())
     assert abs(mean - (1 - 0.999**1000) ** 0.5) < 0.05, mean

@@ -14,7 +14,7 @@ from megatron_moe.kernels.ops import GroupedPart, Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
 from tests import kernel_comparison
-from tests.kernel_comparison import BARS, REFERENCE, draw
+from tests.kernel_comparison import BARS, REFERENCE, adamw_step, draw
 from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
 pytestmark = [
@@ -315,12 +315,10 @@ def adamw_state() -> list[Tensor]:
 
 @pytest.mark.parametrize("step", [1, 7, 100_000])
 def test_adamw_moves_masters_and_rounds_the_weights(step: int) -> None:
-    settings = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-    counters = dict(step=torch.tensor(step), grad_scale=torch.tensor(0.5), proceed=torch.tensor(True))
     mine, theirs = adamw_state(), [x.double() for x in adamw_state()]
     weights = torch.zeros(3000, dtype=torch.bfloat16)
-    triton_kernels.adamw_(*mine, **settings, **counters, weights=weights)
-    REFERENCE.adamw_(*theirs, **settings, **counters)
+    triton_kernels.adamw_(*mine, adamw_step(step, beta2=0.999), weights)
+    REFERENCE.adamw_(*theirs, adamw_step(step, beta2=0.999))
     for name, actual, expected in zip(
         ("master", "exp_avg", "exp_avg_sq"), mine[:1] + mine[2:], theirs[:1] + theirs[2:], strict=True
     ):
@@ -340,10 +338,7 @@ def test_a_refused_step_leaves_every_bit() -> None:
     state[1][:5] = torch.nan
     before = [x.clone() for x in state]
     weights = torch.ones(3000, dtype=torch.bfloat16)
-    triton_kernels.adamw_(
-        *state, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1,
-        step=torch.tensor(1), grad_scale=torch.tensor(torch.nan), proceed=torch.tensor(False), weights=weights,
-    )  # fmt: skip
+    triton_kernels.adamw_(*state, adamw_step(1, scale=torch.nan, proceed=False), weights)
     for actual, expected in zip(
         (state[0], *state[2:], weights), (before[0], *before[2:], torch.ones(3000)), strict=True
     ):

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.packed import Packed, pack, unpack
-from tests.kernel_comparison import draw
+from tests.kernel_comparison import adamw_step, draw
 from tests.tolerances import EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
@@ -35,10 +35,7 @@ def step(ops, state: dict[str, Packed | Tensor], size: int, *, proceed: bool = T
     grad = draw(size, seed=4).float()
     if not proceed:
         grad[0] = torch.nan
-    ops.adamw_packed_(
-        **state, grad=grad, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=torch.tensor(7),
-        grad_scale=torch.tensor(0.5), proceed=torch.tensor(proceed), first=300,
-    )  # fmt: skip
+    ops.adamw_packed_(**state, grad=grad, move=adamw_step(7, proceed=proceed, beta2=0.99), first=300)
 
 
 def numbers(state: dict[str, Packed | Tensor]) -> dict[str, Tensor]:

@@ -185,8 +185,8 @@ TRAINING = (
     Bug(
         name="norms and biases decay",
         file="megatron_moe/optim/offload.py",
-        old='"weight_decay": update.weight_decay if key.decay else 0.0,',
-        new='"weight_decay": update.weight_decay,',
+        old="weight_decay=update.weight_decay if key.decay else 0.0,",
+        new="weight_decay=update.weight_decay,",
         select=("tests/optim/test_adamw.py",),
         reason="a model that trains a little worse, and never says so",
     ),

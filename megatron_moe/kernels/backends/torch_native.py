@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Fit, Judgement
-from megatron_moe.kernels.ops import GroupedPart, Operand, RowIndex, internal_dtype
-from megatron_moe.kernels.packed import Packed, round_weights, step_unpacked
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, RowIndex, internal_dtype
+from megatron_moe.kernels.packed import Packed, round_weights
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
@@ -357,33 +357,14 @@ def adamw_(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    proceed: Tensor,
+    move: AdamWStep,
     weights: Tensor | None = None,
 ) -> None:
     """Torch's fused kernel leaves the scaled gradient in `grad`."""
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
         # so that narrow state has the arithmetic of wide state
         states = (Packed("plain", master), grad, Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
-        adamw_packed_(
-            *states,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-            grad_scale=grad_scale,
-            proceed=proceed,
-            weights=weights,
-        )
+        adamw_packed_(*states, move, weights)
         return
     torch._fused_adamw_(
         [master],
@@ -391,16 +372,16 @@ def adamw_(
         [exp_avg],
         [exp_avg_sq],
         [],
-        [step.to(torch.float32)],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
+        [move.step.to(torch.float32)],
+        lr=move.lr,
+        beta1=move.beta1,
+        beta2=move.beta2,
+        weight_decay=move.weight_decay,
+        eps=move.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=grad_scale.to(torch.float32).reciprocal(),  # it divides
-        found_inf=(~proceed).to(torch.float32),
+        grad_scale=move.grad_scale.to(torch.float32).reciprocal(),  # it divides
+        found_inf=(~move.proceed).to(torch.float32),
     )
     if weights is not None:
         weights.copy_(round_weights(master, weights.dtype))  # after a refused step the same bits again
@@ -411,33 +392,9 @@ def adamw_packed_(
     grad: Tensor,
     exp_avg: Packed,
     exp_avg_sq: Packed,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    proceed: Tensor,
+    move: AdamWStep,
     weights: Tensor | None = None,
     first: int = 0,
 ) -> None:
     """Unpacked for torch's fused kernel, so that the arithmetic is that of `adamw_`."""
-    step_unpacked(
-        adamw_,
-        master,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        grad_scale=grad_scale,
-        proceed=proceed,
-        weights=weights,
-        first=first,
-    )
+    reference.step_unpacked(adamw_, master, grad, exp_avg, exp_avg_sq, move, weights, first)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels import packed
+from megatron_moe.kernels.ops import AdamWStep
 from megatron_moe.kernels.packed import Packed
 
 BLOCK = 1024
@@ -28,20 +29,12 @@ def adamw_(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    proceed: Tensor,
+    move: AdamWStep,
     weights: Tensor | None = None,
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
     states = (Packed("plain", master), Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
-    _launch(states, grad, weights, step, grad_scale, proceed, (lr, beta1, beta2, eps, weight_decay), 0)
+    _launch(states, grad, move, weights, 0)
 
 
 def adamw_packed_(
@@ -49,44 +42,27 @@ def adamw_packed_(
     grad: Tensor,
     exp_avg: Packed,
     exp_avg_sq: Packed,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    proceed: Tensor,
+    move: AdamWStep,
     weights: Tensor | None = None,
     first: int = 0,
 ) -> None:
     """See `Kernels.adamw_packed_`. The gradient keeps its bits."""
-    numbers = (lr, beta1, beta2, eps, weight_decay)
-    _launch((master, exp_avg, exp_avg_sq), grad, weights, step, grad_scale, proceed, numbers, first)
+    _launch((master, exp_avg, exp_avg_sq), grad, move, weights, first)
 
 
 def _launch(
-    states: tuple[Packed, Packed, Packed],
-    grad: Tensor,
-    weights: Tensor | None,
-    step: Tensor,
-    grad_scale: Tensor,
-    proceed: Tensor,
-    numbers: tuple[float, float, float, float, float],
-    first: int,
+    states: tuple[Packed, Packed, Packed], grad: Tensor, move: AdamWStep, weights: Tensor | None, first: int
 ) -> None:
     master, _, exp_avg_sq = states
     if not master.size:
         return
-    lr, beta1, beta2, eps, weight_decay = numbers
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
     _adamw[(triton.cdiv(master.size, BLOCK),)](
         *(state.data for state in states), grad, rounded,
         *(state.data if state.exponents is None else state.exponents for state in states),
-        grad_scale, proceed.view(torch.uint8), step, master.size, first,
-        *_log2(beta1), *_log2(beta2), lr, beta1, beta2, eps, weight_decay,
+        move.grad_scale, move.proceed.view(torch.uint8), move.step, master.size, first,
+        *_log2(move.beta1), *_log2(move.beta2), move.lr, move.beta1, move.beta2, move.eps, move.weight_decay,
         *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
         ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
         BLOCK=BLOCK,
@@ -240,8 +216,8 @@ def _to_e4m3(scaled, dither):
 
 @triton.jit
 def _dither(number, step, SALT: tl.constexpr):
-    """See `packed.dither`; in 64 bits, of which the low 32 count."""
-    mixed = (number * 0x9E3779B1 + step * 0x85EBCA77 + SALT * 0xC2B2AE3D) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0xFFFFFFFF
+    """See `packed.dither`, of whose numbers the low 32 bits count: products of 64 bits would take far longer."""
+    mixed = number.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x85EBCA77 + (SALT * 0xC2B2AE3D) % 0x100000000
+    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
+    mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39
     return (mixed >> 16).to(tl.float32) * 1.52587890625e-05
