@@ -209,9 +209,13 @@ class Kernels(Protocol):
         query: Span,
         key: Span,
         dropout_key: tuple[int | str, ...] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of these queries to these keys alone, without sinks -> (out [Sq, B, N, E], log-sum-exp of the
-        logits [Sq, B, N]), both in promote(fp32, dtype). A query that sees nothing gets 0 and minus infinity."""
+        out_SBNE: Tensor,
+        lse_SBN: Tensor,
+    ) -> None:
+        """Takes attention of these queries to these keys into what they have found so far: `out_SBNE` [Sq, B, N, E] and
+        the log-sum-exp of its logits `lse_SBN` [Sq, B, N], in place, both in promote(fp32, dtype) and `out` contiguous.
+        Queries that have found nothing have 0 and minus infinity. A backend may round its part of `out` to the dtype of
+        q before it is added."""
         ...
 
     def attention_block_grad(
@@ -220,15 +224,19 @@ class Kernels(Protocol):
         q_SBND: Tensor,
         k_SBGD: Tensor,
         v_SBGE: Tensor,
+        out_SBNE: Tensor,
         lse_SBN: Tensor,
         delta_SBN: Tensor,
         spec: CoreAttentionSpec,
         query: Span,
         key: Span,
         dropout_key: tuple[int | str, ...] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's share of the gradients of q, k and v, in promote(fp32, dtype). `lse_SBN` and
-        `delta_SBN` = sum of grad times output over the value width are those over all keys, sinks included."""
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Adds this block's share of the gradients of q, k and v to those of `into`, contiguous and in
+        promote(fp32, dtype). A backend may round its share to the dtype of q before it is added. Over all keys, sinks
+        included, are `out_SBNE` in the dtype of q, its log-sum-exp, and `delta_SBN` = sum of grad times out over the
+        value width: some backends take `out`, some `delta`."""
         ...
 
     # elementwise and loss: differentiable

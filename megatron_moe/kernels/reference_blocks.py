@@ -23,13 +23,25 @@ def attention_block(
     query: Span,
     key: Span,
     dropout_key: tuple[int | str, ...] | None,
-) -> tuple[Tensor, Tensor]:
+    out_SBNE: Tensor,
+    lse_SBN: Tensor,
+) -> None:
     logits_BNSS = _logits(q_SBND, k_SBGD, spec, query, key)
     lse_BNS = logits_BNSS.logsumexp(dim=-1)
     probs_BNSS = _probabilities(logits_BNSS, lse_BNS)
     kept_BNSS = rng.dropout(probs_BNSS, spec.dropout, dropout_key)
-    out_BNSE = kept_BNSS @ _heads(v_SBGE, q_SBND.shape[2], probs_BNSS.dtype)
-    return out_BNSE.permute(2, 0, 1, 3), lse_BNS.permute(2, 0, 1)
+    part_BNSE = kept_BNSS @ _heads(v_SBGE, q_SBND.shape[2], probs_BNSS.dtype)
+    merge_(out_SBNE, lse_SBN, part_BNSE.permute(2, 0, 1, 3), lse_BNS.permute(2, 0, 1))
+
+
+def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: Tensor) -> None:
+    """Takes the attention to another part of the keys into `out` and its log-sum-exp `lse`, in place."""
+    total_SBN = torch.logaddexp(lse_SBN, part_lse_SBN)
+    # a query that has seen nothing yet has minus infinity on both sides; its weights are 0
+    base_SBN = total_SBN.masked_fill(total_SBN == -math.inf, 0.0)
+    out_SBNE.mul_((lse_SBN - base_SBN).exp()[..., None])
+    out_SBNE.add_(part_SBNE * (part_lse_SBN - base_SBN).exp()[..., None])
+    lse_SBN.copy_(total_SBN)
 
 
 def attention_block_grad(
@@ -37,13 +49,15 @@ def attention_block_grad(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
+    out_SBNE: Tensor,
     lse_SBN: Tensor,
     delta_SBN: Tensor,
     spec: CoreAttentionSpec,
     query: Span,
     key: Span,
     dropout_key: tuple[int | str, ...] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
     """Dao et al., arXiv 2205.14135 section B.2."""
     num_heads, num_groups = q_SBND.shape[2], k_SBGD.shape[2]
     probs_BNSS = _probabilities(_logits(q_SBND, k_SBGD, spec, query, key), lse_SBN.permute(1, 2, 0))
@@ -57,7 +71,10 @@ def attention_block_grad(
     grad_logits_BNSS = grad_logits_BNSS * spec.softmax_scale
     grad_q_BNSD = grad_logits_BNSS @ _heads(k_SBGD, num_heads, wide)
     grad_k_BNSD = grad_logits_BNSS.transpose(-1, -2) @ _heads(q_SBND, num_heads, wide)
-    return grad_q_BNSD.permute(2, 0, 1, 3), _groups(grad_k_BNSD, num_groups), _groups(grad_v_BNSE, num_groups)
+    grad_q_SBND, grad_k_SBGD, grad_v_SBGE = into
+    grad_q_SBND += grad_q_BNSD.permute(2, 0, 1, 3)
+    grad_k_SBGD += _groups(grad_k_BNSD, num_groups)
+    grad_v_SBGE += _groups(grad_v_BNSE, num_groups)
 
 
 def visible_between(query: Span, key: Span, spec: CoreAttentionSpec, device: torch.device) -> Tensor:

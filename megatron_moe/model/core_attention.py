@@ -15,7 +15,7 @@ Masks follow from places in the whole sequence and the documents there, never fr
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels, Span, internal_dtype
+from megatron_moe.kernels.pairs import with_first_row
 from megatron_moe.parallel.alltoall import Landing
 from megatron_moe.parallel.context import Group, ParallelContext
-from megatron_moe.parallel.ring import Ring, gather_heads, pack, scatter_heads, unpack
+from megatron_moe.parallel.ring import Ring, gather_heads, scatter_heads, unpack
 from megatron_moe.parallel.rng import Key
 from megatron_moe.parallel.sequence_split import Chunks, SequencePart, by_rank, in_order, joined, take_places
 from megatron_moe.parallel.tensor import all_gather
@@ -208,7 +209,9 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         wide = internal_dtype(q_SBND.dtype)
         out_SBNE = q_SBND.new_zeros(*q_SBND.shape[:3], v_SBGE.shape[3], dtype=wide)
-        lse_SBN = q_SBND.new_full(q_SBND.shape[:3], 0.0 if blocks.spec.off_by_one else -math.inf, dtype=wide)
+        seq, *batch_and_heads = q_SBND.shape[:3]
+        nothing = 0.0 if blocks.spec.off_by_one else -math.inf
+        lse_SBN = q_SBND.new_full((*batch_and_heads, seq), nothing, dtype=wide).permute(2, 0, 1)  # as kernels store it
         if sinks_N is not None:
             lse_SBN[:] = sinks_N
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
@@ -216,8 +219,8 @@ class _BlockAttention(torch.autograd.Function):
             if block is None:
                 continue
             rows, keys = block.queries, block.keys
-            part = blocks.kernels.attention_block(q_SBND[rows], k_held[keys], v_held[keys], *block.arguments)
-            merge_(out_SBNE[rows], lse_SBN[rows], *part)
+            parts = q_SBND[rows], k_held[keys], v_held[keys]
+            blocks.kernels.attention_block(*parts, *block.arguments, out_SBNE[rows], lse_SBN[rows])
         ctx.blocks = blocks
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
@@ -228,21 +231,22 @@ class _BlockAttention(torch.autograd.Function):
         q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks
         grad_SBNE, wide = grads[0], lse_SBN.dtype
-        delta_SBN = (grad_SBNE.to(wide) * out_SBNE.to(wide)).sum(dim=-1)
-        grad_q_SBND = torch.zeros_like(q_SBND, dtype=wide)
+        delta_SBN = (grad_SBNE.to(wide) * out_SBNE).sum(dim=-1)
+        grad_q_SBND = q_SBND.new_zeros(q_SBND.shape, dtype=wide)
         behind: Landing | None = None
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
-            grad_kv = [torch.zeros_like(x, dtype=wide) for x in (k_held, v_held)]
+            total = k_held.new_zeros(k_held.numel() + v_held.numel(), dtype=wide)
+            grad_k, grad_v = unpack(total, (k_held, v_held))
             block = blocks.block(source)
             if block is not None:
                 rows, keys = block.queries, block.keys
-                at_rows = grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys], lse_SBN[rows], delta_SBN[rows]
-                grad_q, grad_k, grad_v = blocks.kernels.attention_block_grad(*at_rows, *block.arguments)
-                grad_q_SBND[rows] += grad_q
-                grad_kv[0][keys] = grad_k
-                grad_kv[1][keys] = grad_v
+                blocks.kernels.attention_block_grad(
+                    *(grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys]),
+                    *(out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]),
+                    *block.arguments,
+                    (grad_q_SBND[rows], grad_k[keys], grad_v[keys]),
+                )
             # The sum for these keys follows them round the ring, and is home after the last step.
-            total = pack(grad_kv)
             if behind is not None:
                 total += behind()
             behind = blocks.ring.pass_on(total)
@@ -254,16 +258,6 @@ class _BlockAttention(torch.autograd.Function):
         return grad_q_SBND.to(q_SBND.dtype), grad_k.to(k_SBGD.dtype), grad_v.to(v_SBGE.dtype), grad_sinks, None
 
 
-def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: Tensor) -> None:
-    """Takes the attention to another part of the keys into `out` and its log-sum-exp `lse`, in place."""
-    total_SBN = torch.logaddexp(lse_SBN, part_lse_SBN)
-    # a query that has seen nothing yet has minus infinity on both sides; its weights are 0
-    base_SBN = total_SBN.masked_fill(total_SBN == -math.inf, 0.0)
-    out_SBNE.mul_((lse_SBN - base_SBN).exp()[..., None])
-    out_SBNE.add_(part_SBNE * (part_lse_SBN - base_SBN).exp()[..., None])
-    lse_SBN.copy_(total_SBN)
-
-
 def visible_rows(query: Chunks, key: Chunks, spec: CoreAttentionSpec) -> tuple[slice, slice] | None:
     """The smallest stretch of query rows and of key rows outside which there is nothing to see; None if there is
     nothing at all. Under a causal mask it leaves out the half of the work that a zigzag split balances."""
@@ -271,8 +265,8 @@ def visible_rows(query: Chunks, key: Chunks, spec: CoreAttentionSpec) -> tuple[s
     right = 0 if spec.causal else right
     of_query: list[int] = []
     of_key: list[int] = []
-    for first_query, queries in _with_first_row(query):
-        for first_key, keys in _with_first_row(key):
+    for first_query, queries in with_first_row(query):
+        for first_key, keys in with_first_row(key):
             seeing = _near(queries, keys, before=right, after=left)
             seen = _near(keys, queries, before=left, after=right)
             if seeing and seen:
@@ -281,14 +275,6 @@ def visible_rows(query: Chunks, key: Chunks, spec: CoreAttentionSpec) -> tuple[s
     if not of_query:
         return None
     return slice(min(of_query), max(of_query)), slice(min(of_key), max(of_key))
-
-
-def _with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:
-    """Every chunk with the row at which it begins."""
-    row = 0
-    for chunk in chunks:
-        yield row, chunk
-        row += len(chunk)
 
 
 def _near(chunk: range, other: range, *, before: int, after: int) -> range:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_moe.kernels.ops import Span
-from megatron_moe.kernels.reference_blocks import visible_between
-from megatron_moe.model.core_attention import core_attention, merge_, visible_rows
+from megatron_moe.kernels.reference_blocks import merge_, visible_between
+from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sequence_split import SequencePart, split_places
 from megatron_moe.specs.attention import CoreAttentionSpec
@@ -143,7 +143,8 @@ def test_dropout_of_blocks_repeats_in_the_backward() -> None:
 def test_a_block_is_attention_when_it_is_all_there_is() -> None:
     q, k, v = randn(5, 2, 4, 3, seed=1), randn(5, 2, 2, 3, seed=2), randn(5, 2, 2, 6, seed=3)
     spec, everything = CoreAttentionSpec(softmax_scale=0.3), Span(chunks=(range(5),))
-    out, lse = KERNELS.attention_block(q, k, v, spec, everything, everything, None)
+    out, lse = torch.zeros(5, 2, 4, 6).double(), torch.full((5, 2, 4), -torch.inf).double()
+    KERNELS.attention_block(q, k, v, spec, everything, everything, None, out, lse)
     FP64_REF.check(out, KERNELS.attention(q, k, v, spec, None, None, None))
     FP64_REF.check(lse[0], 0.3 * (q[0].unflatten(1, (2, 2)) * k[0][:, :, None]).sum(-1).flatten(1))
 

@@ -49,7 +49,7 @@ ATTENTION = (
     ),
     Bug(
         name="the parts of a split sequence are added without their weights",
-        file="megatron_moe/model/core_attention.py",
+        file="megatron_moe/kernels/reference_blocks.py",
         old="out_SBNE.add_(part_SBNE * (part_lse_SBN - base_SBN).exp()[..., None])",
         new="out_SBNE.add_(part_SBNE)",
         select=(PARITY + "[cp=2]",),
