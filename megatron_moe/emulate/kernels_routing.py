@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.emulate.kernel_shapes import power_of_two, rows_of
+from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS, power_of_two, rows_of
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.ops import RowIndex
@@ -93,13 +93,14 @@ class _BalanceScores(torch.autograd.Function):
 
 
 def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
-    return _counts(ids_TK.contiguous(), num_experts).sum(dim=1)
+    return _counts(ids_TK.contiguous(), num_experts).sum(dim=0)
 
 
 def _counts(ids: Tensor, num_experts: int) -> Tensor:
-    """One column per program."""
+    """One row per program, of which each multiprocessor has one."""
     block = max(_SORT_TILE // power_of_two(num_experts), 16)
-    return torch.empty(num_experts, -(-ids.numel() // block), device=ids.device, dtype=torch.int32)
+    num_programs = min(-(-ids.numel() // block), MOST_PROGRAMS // 4)
+    return torch.empty(num_programs, num_experts, device=ids.device, dtype=torch.int32)
 
 
 # rows
@@ -109,14 +110,11 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowInde
     if capacity is not None or not ids_TK.numel():
         return reference.sort_rows(ids_TK, num_experts, capacity)
     ids = ids_TK.contiguous()
-    counts_EB = _counts(ids, num_experts)
-    ends_EB = counts_EB.flatten().cumsum(dim=0, dtype=torch.int32).view_as(counts_EB)
-    offsets_E = ends_EB[:, -1].contiguous()
-    starts_EB = ends_EB - counts_EB
-    token_R = torch.full((ids.numel(),), -1, device=ids.device, dtype=torch.int64)
-    choice_R = torch.full_like(token_R, -1)
+    counts_PE = _counts(ids, num_experts)
+    token_R, choice_R = (torch.empty(ids.numel(), device=ids.device, dtype=torch.int64) for _ in range(2))
+    offsets_E = torch.empty(num_experts, device=ids.device, dtype=torch.int32)
     rows_TK = torch.empty_like(ids)
-    del starts_EB
+    del counts_PE
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
 
 

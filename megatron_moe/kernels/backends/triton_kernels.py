@@ -24,11 +24,11 @@ from megatron_moe.kernels.backends.triton.pages import unpack_rows as unpack_row
 from megatron_moe.kernels.backends.triton.rope import rope as rope
 from megatron_moe.kernels.backends.triton.router import balance_scores as balance_scores
 from megatron_moe.kernels.backends.triton.router import select_experts as select_experts
-from megatron_moe.kernels.backends.triton.rows import count_tokens as count_tokens
 from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
 from megatron_moe.kernels.backends.triton.rows import permute as permute
-from megatron_moe.kernels.backends.triton.rows import sort_rows as sort_rows
 from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
+from megatron_moe.kernels.backends.triton.sort import count_tokens as count_tokens
+from megatron_moe.kernels.backends.triton.sort import sort_rows as sort_rows
 from megatron_moe.kernels.bundle import Fit, Judgement
 
 NAME = "triton"

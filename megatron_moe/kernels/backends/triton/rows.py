@@ -1,4 +1,4 @@
-"""Rows: where each choice goes (a stable counting sort), and the copies to and from there.
+"""Copies of tokens to their rows and back, and of probabilities.
 
 Everything is deterministic: no atomics, sums in a fixed order.
 """
@@ -15,47 +15,8 @@ from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.row_copies import RowCopies
 
-SORT_TILE = 8192
-"""Choices times experts that one program of the sort compares at a time."""
 COPY_TILE = 2048
 """Elements of a row that one program copies."""
-
-
-def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
-    """See `Kernels.sort_rows`. Experts padded to a capacity are left to plain torch."""
-    if capacity is not None or not ids_TK.numel():
-        return reference.sort_rows(ids_TK, num_experts, capacity)
-    ids = ids_TK.contiguous()
-    num_choices, device = ids.numel(), ids.device
-    experts = power_of_two(num_experts)
-    block = max(SORT_TILE // experts, 16)
-    num_blocks = triton.cdiv(num_choices, block)
-    # one scan over experts and, inside each, over blocks gives every block its place
-    counts_EB = torch.empty(num_experts, num_blocks, device=device, dtype=torch.int32)
-    _count_experts[(num_blocks,)](ids, counts_EB, num_choices, num_experts, BLOCK=block, EXPERTS=experts)
-    ends_EB = counts_EB.flatten().cumsum(dim=0, dtype=torch.int32).view_as(counts_EB)
-    offsets_E = ends_EB[:, -1].contiguous()
-    starts_EB = ends_EB - counts_EB
-    token_R = torch.full((num_choices,), -1, device=device, dtype=torch.int64)
-    choice_R = torch.full_like(token_R, -1)
-    rows_TK = torch.empty_like(ids)
-    _place_rows[(num_blocks,)](
-        ids, starts_EB, token_R, choice_R, rows_TK, num_choices, num_experts, ids.shape[1], BLOCK=block, EXPERTS=experts
-    )
-    return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
-
-
-def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """See `Kernels.count_tokens`."""
-    ids = ids_TK.contiguous()
-    if not ids.numel():
-        return torch.zeros(num_experts, device=ids.device, dtype=torch.int64)
-    experts = power_of_two(num_experts)
-    block = max(SORT_TILE // experts, 16)
-    num_blocks = triton.cdiv(ids.numel(), block)
-    counts_EB = torch.empty(num_experts, num_blocks, device=ids.device, dtype=torch.int32)
-    _count_experts[(num_blocks,)](ids, counts_EB, ids.numel(), num_experts, BLOCK=block, EXPERTS=experts)
-    return counts_EB.sum(dim=1)
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -127,36 +88,6 @@ def _sum(rows_RH: Tensor, index: RowIndex) -> Tensor:
             num_warps=8,
         )  # fmt: skip
     return tokens_TH
-
-
-@triton.jit
-def _count_experts(ids_ptr, counts_ptr, num_choices, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    choices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    experts = tl.arange(0, EXPERTS)
-    ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
-    hits = (ids[:, None] == experts[None, :]).to(tl.int32)
-    place = counts_ptr + experts.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(place, tl.sum(hits, axis=0), mask=experts < num_experts)
-
-
-@triton.jit
-def _place_rows(
-    ids_ptr, starts_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts, topk,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Row of a choice: where its block's choices of this expert start, plus how many of them stand before it."""
-    choices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    experts = tl.arange(0, EXPERTS)
-    ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
-    hits = ids[:, None] == experts[None, :]
-    start_ptr = starts_ptr + experts.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    starts = tl.load(start_ptr, mask=experts < num_experts, other=0)
-    before = tl.cumsum(hits.to(tl.int32), axis=0) - 1
-    rows = tl.sum(tl.where(hits, starts[None, :] + before, 0), axis=1)
-    chosen = (ids >= 0) & (choices < num_choices)
-    tl.store(rows_ptr + choices, tl.where(chosen, rows, -1).to(tl.int64), mask=choices < num_choices)
-    tl.store(token_ptr + rows, (choices // topk).to(tl.int64), mask=chosen)
-    tl.store(choice_ptr + rows, choices.to(tl.int64), mask=chosen)
 
 
 @triton.jit
