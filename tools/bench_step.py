@@ -34,7 +34,7 @@ FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueErr
 """What a case may end with: a refusal, torch and CUDA, files, and mistakes of this program."""
 COLUMNS = (
     "case", "steps", "ms per step (least, most)", "TFLOP/s", "target", "aim", "of balanced", "peak MiB",
-    "loss, first to last", "busiest expert", "took s",
+    "W of limit", "SM MHz", "loss, first to last", "busiest expert", "took s",
 )  # fmt: skip
 
 
@@ -106,6 +106,8 @@ def row(outcome: Outcome, before: Sequence[Outcome]) -> str:
         case.aim,
         _of_balanced(outcome, before),
         f"{result.peak_mib:,.0f}",
+        f"{result.board.watts:.0f} of {result.board.limit_watts:.0f}" if result.board else "",
+        f"{result.board.sm_mhz:.0f}" if result.board else "",
         f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}",
         _busiest(result) if case.unbalanced else "",
         f"{outcome.seconds:.0f}",
@@ -131,8 +133,10 @@ def report(done: Sequence[Outcome], machine: str, command: str, pictures: Mappin
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, sequence 4096, global batch 8 where a row does "
         "not say otherwise; weights drawn on the device. Steps: of the warm-up + timed, whose median is told. TFLOP/s "
-        "by Megatron's formula. Peak: largest allocation after the warm-up. Busiest expert: its load over the mean "
-        "load, mean over the microbatches of the timed steps and over layers, and of the worst layer."
+        "by Megatron's formula. Peak: largest allocation after the warm-up, and what replays of CUDA graphs use beside "
+        "it. W and SM MHz: what the board draws of what it may, and the clock of its multiprocessors, medians over the "
+        "timed steps. Busiest expert: its load over the mean load, mean over the microbatches of the timed steps and "
+        "over layers, and of the worst layer."
     )
     lines = [f"# Steps on one {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]

@@ -22,8 +22,10 @@ from megatron_moe.logs.kernel_times import Share, shares_of_kernels, shares_of_k
 from megatron_moe.specs.count_flops import flops_per_step  # noqa: E402
 from megatron_moe.specs.exitcodes import RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
+from tools.board import Board, Reading, nvidia_smi  # noqa: E402
 from tools.timed_run import (  # noqa: E402
     Run,
+    bytes_beside,
     plan_to_run,
     require_gpu,
     timed_steps,
@@ -42,7 +44,7 @@ class Profile:
     """Per second and GPU, by Megatron's formula, at the median step."""
     tokens_per_second: float
     peak_mib: float
-    """Largest allocation after warm-up."""
+    """Largest allocation after warm-up, and what replays of recordings use beside it."""
     losses: tuple[float, ...]
     """Of every step, from the first of the warm-up to the last that was timed."""
     loads: tuple[float, ...]
@@ -50,6 +52,8 @@ class Profile:
     kinds: tuple[Share, ...]
     """Empty where nothing was traced, as the next."""
     kernels: tuple[Share, ...]
+    board: Reading | None = None
+    """Medians over the timed steps; None: nothing told."""
 
     @property
     def median_ms(self) -> float:
@@ -61,11 +65,14 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
     run = Run(plan, quick=quick)
     print(run.kernel_table, flush=True)
     try:
-        _, before = timed_steps(run, warmup)
-        run.take_loads()
-        torch.cuda.reset_peak_memory_stats()
-        times, losses = timed_steps(run, steps)
-        peak, loads = torch.cuda.max_memory_allocated() / 2**20, run.take_loads()
+        with Board(nvidia_smi(f"GPU-{torch.cuda.get_device_properties(run.context.device).uuid}")) as board:
+            _, before = timed_steps(run, warmup)
+            run.take_loads()
+            torch.cuda.reset_peak_memory_stats()
+            board.forget()
+            times, losses = timed_steps(run, steps)
+            reading = board.medians()
+        peak, loads = torch.cuda.max_memory_allocated() + bytes_beside(run), run.take_loads()
         events = traced_steps(run, traced, trace) if traced else []
     finally:
         run.close()
@@ -76,11 +83,12 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
         step_ms=tuple(times),
         tflops=flops / seconds / world / 1e12,
         tokens_per_second=samples * plan.data.seq_length / seconds,
-        peak_mib=peak,
+        peak_mib=peak / 2**20,
         losses=(*before, *losses),
         loads=loads,
         kinds=tuple(shares_of_kinds(events, traced)) if traced else (),
         kernels=tuple(shares_of_kernels(events, traced)) if traced else (),
+        board=reading,
     )
 
 
@@ -90,7 +98,8 @@ def report(result: Profile, num_kernels: int = 30) -> str:
     lines = [
         f"step {result.median_ms:.1f} ms (of {len(times)}: {times[0]:.1f} to {times[-1]:.1f}), "
         f"{result.tflops:.1f} TFLOP/s/GPU, {result.tokens_per_second:,.0f} tokens/s, "
-        f"peak {result.peak_mib:,.0f} MiB, loss {result.losses[0]:.4f} to {result.losses[-1]:.4f}",
+        f"peak {result.peak_mib:,.0f} MiB, loss {result.losses[0]:.4f} to {result.losses[-1]:.4f}"
+        + (f", {result.board}" if result.board else ""),
         "",
         *_table("kind", result.kinds),
         "",

@@ -81,6 +81,7 @@ class Run:
     def close(self) -> None:
         self.loader.close()
         self.context.stop()
+        torch.use_deterministic_algorithms(False)  # another run of this process may not have asked for it
 
 
 @torch.no_grad()
@@ -102,6 +103,14 @@ def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
     torch.cuda.synchronize()
     times = [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
     return times, [loss.item() for loss in losses]
+
+
+def bytes_beside(run: Run) -> int:
+    """Device memory that replays use and that nothing is allocated in: recordings have given it back to their pools."""
+    if run.trainer.whole_step is None and run.trainer.pipeline.flights is None:
+        return 0
+    pools = (each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0))
+    return sum(each["total_size"] - each["allocated_size"] for each in pools)
 
 
 def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEvent]:

@@ -21,9 +21,10 @@ from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.run import RunPlan
 from tools import bench_step
 from tools.bench_step import COLUMNS, Outcome, outcomes, report, row
+from tools.board import Reading
 from tools.profile_step import Profile
 from tools.step_cases import CASES, Case, words_of
-from tools.timed_run import Run
+from tools.timed_run import Run, bytes_beside
 
 BY_NAME = {case.name: case for case in CASES}
 SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280}
@@ -40,10 +41,10 @@ def routing_of(name: str) -> tuple[bool, float | None]:
     return spec.router.force_balancing, spec.router.force_biased
 
 
-def result(ms: float, *, tflops: float = 400.0, kinds: tuple[Share, ...] = ()) -> Profile:
+def result(ms: float, *, tflops: float = 400.0, kinds: tuple[Share, ...] = (), board: Reading | None = None) -> Profile:
     return Profile(
         step_ms=(ms + 1, ms, ms - 1), tflops=tflops, tokens_per_second=1.0, peak_mib=85129.4,
-        losses=(12.5, 11.0, 10.25), loads=(1.5, 2.5), kinds=kinds, kernels=(),
+        losses=(12.5, 11.0, 10.25), loads=(1.5, 2.5), kinds=kinds, kernels=(), board=board,
     )  # fmt: skip
 
 
@@ -63,7 +64,8 @@ def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "micro", "whole"), [("m8", 2, 8), ("q6-mb4", 4, 8), ("m8-mb1", 1, 8), ("q6-gb64", 2, 64), ("ds4", 1, 8)]
+    ("name", "micro", "whole"),
+    [("m8", 2, 8), ("m8-mb8", 8, 8), ("q6-mb4", 4, 8), ("m8-mb1", 1, 8), ("q6-gb64", 2, 64), ("ds4", 1, 8)],
 )
 def test_the_batches_are_those_of_the_titles(name, micro, whole):
     batch = plan_of(BY_NAME[name]).batch
@@ -82,15 +84,40 @@ def test_routing_is_balanced_skewed_or_learned(recipe):
     assert plan_of(BY_NAME[recipe]).data.mock
 
 
+@pytest.mark.parametrize("recipe", ["q6", "m8"])
+def test_the_optimizer_keeps_what_the_titles_say(recipe):
+    kept = [plan_of(BY_NAME[recipe + suffix]).precision for suffix in ("", "-fp32-masters", "-bf16-moments")]
+    assert [each.remainders for each in kept] == [True, False, True]
+    assert [(each.exp_avg, each.exp_avg_sq) for each in kept] == [("fp32", "fp32")] * 2 + [("bf16", "bf16")]
+    assert plan_of(BY_NAME[f"{recipe}-repeatable"]).precision.deterministic
+
+
+@pytest.mark.parametrize("name", ["q6-whole", "m8-whole", "q6-mb1-whole", "m8-mb1-whole"])
+def test_recorded_steps_are_replays_when_they_are_timed(name):
+    case = BY_NAME[name]
+    plan = plan_of(case)
+    assert plan.graphs.whole_step and plan.graphs.warmup_steps < case.warmup
+    assert plan.memory.expert_wgrad_interval == 2
+
+
+def test_rows_in_pages_have_room_for_what_is_not_dropped():
+    whole, paged = (plan_of(BY_NAME[name]) for name in ("q6-half", "q6-half-pages"))
+    spec = whole.model.layers[0].feed_forward
+    assert isinstance(spec, MoESpec) and spec.capacity is not None and not spec.capacity.pad
+    assert whole.memory.stash is None and paged.memory.stash is not None
+    assert spec.capacity.factor < paged.memory.stash.factor < 1
+
+
 def test_a_row_has_what_was_measured():
-    balanced = Outcome(BY_NAME["q6"], (), 20.0, result(361.3))
+    board = Reading(watts=698.4, limit_watts=700.0, sm_mhz=1530.0)
+    balanced = Outcome(BY_NAME["q6"], (), 20.0, result(361.3, board=board))
     skewed = Outcome(BY_NAME["q6-skewed"], (), 19.6, result(366.4, tflops=394.4))
     assert cells(row(balanced, [])) == [
         "Q6, micro batch 2", "3 + 10", "361.3 (360.3, 362.3)", "400.0", "400", "490", "", "85,129",
-        "12.500 to 10.250", "", "20",
+        "698 of 700", "1530", "12.500 to 10.250", "", "20",
     ]  # fmt: skip
     assert cells(row(skewed, [balanced]))[3:7] == ["394.4", "92%", "97%", "98.6%"]
-    assert cells(row(skewed, [balanced]))[9] == "2.00, at most 2.50"
+    assert cells(row(skewed, [balanced]))[8:12] == ["", "", "12.500 to 10.250", "2.00, at most 2.50"]
     assert cells(row(skewed, []))[6] == "not measured"
 
 
@@ -165,6 +192,18 @@ def test_loads_are_of_the_steps_since_they_were_taken():
             record_load(tally, layer, torch.tensor(counts), context.group("tp_cp"))
     assert Run.take_loads(stand_in) == (2.0, 2.0)
     assert Run.take_loads(stand_in) == ()
+
+
+def test_memory_of_replays_is_what_their_pools_hold_beside_allocations(monkeypatch):
+    def segment(pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
+        return {"segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+    segments = [segment((0, 0), 100, 10), segment((0, 1), 70, 20), segment((0, 2), 5, 5)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    pipeline = SimpleNamespace(flights=None)
+    computed: Any = SimpleNamespace(trainer=SimpleNamespace(whole_step=None, pipeline=pipeline))
+    recorded: Any = SimpleNamespace(trainer=SimpleNamespace(whole_step=object(), pipeline=pipeline))
+    assert (bytes_beside(computed), bytes_beside(recorded)) == (0, 50)
 
 
 def test_without_a_gpu_it_says_so(capsys):
