@@ -17,7 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.specs.exitcodes import RunError  # noqa: E402
-from tools.timed_run import Run, plan_to_run, require_gpu, timed_steps, words_around_dashes  # noqa: E402
+from tools.timed_run import Run, plan_to_run, require_gpu, timed_steps  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
 
 MIB = 2**20
 _WARMUP = 4

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
 from tools.profile_step import Profile, draw, profile, store  # noqa: E402
 from tools.step_cases import CASES, Case, words_of  # noqa: E402
-from tools.timed_run import plan_to_run, require_gpu, words_around_dashes  # noqa: E402
+from tools.timed_run import plan_to_run, require_gpu  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
 
 FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError)
 """What a case may end with: a refusal, torch and CUDA, files, and mistakes of this program."""

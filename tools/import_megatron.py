@@ -27,12 +27,13 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, 
 from megatron_moe.train.state import TrainState  # noqa: E402
 from tools.convert_checkpoint import skeleton  # noqa: E402
 from tools.megatron.source import imported  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def main(argv: Sequence[str]) -> int:
-    own, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, words = words_around_dashes(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=Path, required=True, help="iter_NNNNNNN, or the folder that holds it")
     parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints, without any yet")

@@ -23,15 +23,8 @@ from megatron_moe.specs.count_flops import flops_per_step  # noqa: E402
 from megatron_moe.specs.exitcodes import RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
 from tools.board import Board, Reading, nvidia_smi  # noqa: E402
-from tools.timed_run import (  # noqa: E402
-    Run,
-    bytes_beside,
-    plan_to_run,
-    require_gpu,
-    timed_steps,
-    traced_steps,
-    words_around_dashes,
-)
+from tools.timed_run import Run, bytes_beside, plan_to_run, require_gpu, timed_steps, traced_steps  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron_moe.specs.pipeline.layout import LayoutError, parse_layout  # noqa
 from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, build_schedule  # noqa: E402
 from megatron_moe.specs.pipeline.simulate import Durations, Report, simulate  # noqa: E402
 from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -109,8 +110,7 @@ def verdict(strict: Report, loose: Report) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    cut = list(argv).index("--") if "--" in argv else len(argv)
-    own, words = argv[:cut], argv[cut + 1 :]
+    own, words = words_around_dashes(argv)
     options = parse(own)
     try:
         shown = of_run(options, words) if words else of_sizes(options)

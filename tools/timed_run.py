@@ -19,11 +19,6 @@ from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import StepOutcome, Trainer
 
 
-def words_around_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """A tool's own words, and behind `--` those of pretrain_moe.py."""
-    return (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-
-
 def plan_to_run(words: Sequence[str]) -> RunPlan:
     """The plan of a command line of pretrain_moe.py, with its environment set in this process.
 
