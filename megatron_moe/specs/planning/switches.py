@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatron_moe.specs.attention import MLASpec
 from megatron_moe.specs.costs.bytes import RankMemory
-from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
+from megatron_moe.specs.memory import OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.run import RunPlan
@@ -56,17 +56,19 @@ def moving(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
 def whole_layers(plan: RunPlan) -> RunPlan:
     """The plan with every layer computed again. Modules need nothing then, and their inputs do not move."""
     spec = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
-    offload = replace(plan.memory.offload, modules=())
-    interval = plan.memory.expert_wgrad_interval
-    return replace(plan, memory=MemorySpec(recompute=spec, offload=offload, expert_wgrad_interval=interval))
+    return _trading(plan, spec, replace(plan.memory.offload, modules=()))
 
 
 def without_switches(plan: RunPlan) -> RunPlan:
     """The plan with all activations kept on the device; the optimizer stays as it is, and when experts get their weight
     gradients."""
     offload = OffloadSpec(optimizer_fraction=plan.memory.offload.optimizer_fraction)
-    interval = plan.memory.expert_wgrad_interval
-    return replace(plan, memory=MemorySpec(offload=offload, expert_wgrad_interval=interval))
+    return _trading(plan, RecomputeSpec(), offload)
+
+
+def _trading(plan: RunPlan, recompute: RecomputeSpec, offload: OffloadSpec) -> RunPlan:
+    """The plan with these, without pages, and with weight gradients of experts when they were."""
+    return replace(plan, memory=replace(plan.memory, recompute=recompute, offload=offload, stash=None))
 
 
 def more_switches(plan: RunPlan) -> list[Switch]:
