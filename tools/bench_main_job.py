@@ -1,25 +1,30 @@
 """Runs the quickstart recipe on the CPU and on a GPU and lays the loss curves over each other.
 
-`python tools/bench_main_job.py [--iterations 200] [--output-dir benchmarks] [--variants "GPU, fp32" "GPU, bf16"]`
+    python tools/bench_main_job.py [--iterations 200] [--output-dir benchmarks] [--variants "GPU, fp32" "GPU, bf16"]
+        [-- --lr 1e-3 ...]
+
 writes `<date>-<machine>-main-job.md` with a picture. The variants train on the same samples in the same order from the
-same weights; they differ in device and dtype. Each is compared with the first that runs. Without a GPU only the CPU's
-variants run, and the report says so.
+same weights; they differ in device, dtype and kernels. Each is compared with the first that runs. Flags behind `--` are
+added to every variant. Without a GPU only the CPU's variants run, and the report says so.
 """
 
 import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
 
-from megatron_moe.logs.metrics import read_metrics
-from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, RunError
-
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
+
+from megatron_moe.logs.metrics import read_metrics  # noqa: E402
+from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ VARIANTS = (
     Variant("CPU, fp32", ("--device", "cpu"), needs_gpu=False),
     Variant("GPU, fp32", ("--device", "cuda"), needs_gpu=True),
     Variant("GPU, bf16", ("--device", "cuda", "--bf16"), needs_gpu=True),
+    Variant("GPU, bf16, plain torch", ("--device", "cuda", "--bf16", "--kernel-backend", "reference"), needs_gpu=True),
 )
 
 
@@ -50,11 +56,11 @@ class Result:
     """Of one step, median of the reports after the first two."""
 
 
-def run_variant(variant: Variant, iterations: int, folder: Path) -> Result:
-    """Trains one variant in a run folder of its own."""
+def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[str] = ()) -> Result:
+    """Trains one variant in a run folder of its own. `more`: flags of all variants."""
     run = folder / variant.name.lower().replace(", ", "_")
     flags = ["--recipe", "quickstart", "--run-dir", str(run), "--train-iters", str(iterations), "--log-interval", "1"]
-    flags += ["--save-interval", str(iterations), "--fresh", *variant.flags]
+    flags += ["--save-interval", str(iterations), "--fresh", *variant.flags, *more]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -72,9 +78,9 @@ def run_variant(variant: Variant, iterations: int, folder: Path) -> Result:
     )
 
 
-def largest_difference(result: Result, reference: Result) -> tuple[float, int]:
-    """(largest relative difference of the loss, its iteration)."""
-    differences = {i: abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items()}
+def largest_difference(result: Result, reference: Result, end: int) -> tuple[float, int]:
+    """(largest relative difference of the loss up to iteration `end`, its iteration)."""
+    differences = {i: abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items() if i <= end}
     at = max(differences, key=lambda i: differences[i])
     return differences[at], at
 
@@ -90,11 +96,14 @@ def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
     return chosen
 
 
-def report(results: list[Result], machine: str, picture: str, names: list[str] | None = None) -> str:
-    """The benchmark document. `names`: of the variants that were asked for, None: all."""
+def report(
+    results: list[Result], machine: str, picture: str, names: list[str] | None = None, more: Sequence[str] = ()
+) -> str:
+    """The benchmark document. `names`: of the variants that were asked for, None: all; `more`: flags of all."""
     reference = results[0]
     iterations = max(reference.losses)
     asked = [] if names is None else ["--variants", *names]
+    asked += ["--", *more] if more else []
     command = shlex.join(["python", "tools/bench_main_job.py", "--iterations", str(iterations), *asked])
     lines = [
         f"# The main job on {machine}",
@@ -103,18 +112,19 @@ def report(results: list[Result], machine: str, picture: str, names: list[str] |
         "The quickstart recipe (`scripts/recipes/quickstart.yaml`) on the sources of the Python standard library. All",
         "variants start from the same weights and see the same samples. They stay together to rounding until rounding",
         "first changes which experts a token visits; from there on they are different runs with the same statistics.",
+        f"Differences are the largest relative ones of the loss to that of {reference.variant.name}.",
         "",
-        "| variant | first loss | last loss | last validation loss | largest relative difference | ms per step |",
-        "|---|---|---|---|---|---|",
+        "| variant | first loss | last loss | last validation loss | iterations 1 to 10 | 1 to 50 | all | ms per step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
-        difference, at = largest_difference(result, reference)
-        apart = "reference" if result is reference else f"{difference:.1e} (iteration {at})"
+        apart = ["reference", "", ""]
+        if result is not reference:
+            found = [largest_difference(result, reference, end) for end in (10, 50, iterations)]
+            apart = [f"{difference:.1e} (at {at})" for difference, at in found]
         first, last = result.losses[1], result.losses[iterations]
-        lines.append(
-            f"| {result.variant.name} | {first:.4f} | {last:.4f} | {result.validation:.4f} | {apart} "
-            f"| {result.milliseconds:.1f} |"
-        )
+        figures = (f"{first:.4f}", f"{last:.4f}", f"{result.validation:.4f}", *apart, f"{result.milliseconds:.1f}")
+        lines.append(f"| {' | '.join((result.variant.name, *figures))} |")
     if names is None and len(results) < len(VARIANTS):
         lines += ["", "This machine has no GPU: the other variants were not run."]
     lines += ["", f"![loss curves]({picture})", "", "Commands:", ""]
@@ -154,19 +164,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     every = [variant.name for variant in VARIANTS]
     parser.add_argument("--variants", nargs="+", choices=every, metavar="NAME", help=f"of {every}; default: all")
-    options = parser.parse_args(argv)
+    own, more = words_around_dashes(argv)
+    options = parser.parse_args(own)
     has_gpu = torch.cuda.is_available()
     machine = torch.cuda.get_device_name().replace("NVIDIA ", "") if has_gpu else "CPU"
     try:
         variants = chosen_variants(options.variants, has_gpu)
-        results = [run_variant(variant, options.iterations, options.runs) for variant in variants]
+        results = [run_variant(variant, options.iterations, options.runs, more) for variant in variants]
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
     stem = f"{date.today()}-{machine.lower()}-main-job"
     options.output_dir.mkdir(parents=True, exist_ok=True)
     draw(results, options.output_dir / f"{stem}.png")
-    text = report(results, machine, f"{stem}.png", options.variants)
+    text = report(results, machine, f"{stem}.png", options.variants, more)
     (options.output_dir / f"{stem}.md").write_text(text)
     print(text)
     return int(ExitCode.OK)

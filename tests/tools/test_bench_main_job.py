@@ -1,5 +1,6 @@
 """The benchmark of the main job: which variants run, and what they are compared with."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the variants that ran; each begins with a loss of 2, and ends with the number of its turn."""
     names: list[str] = []
 
-    def run_variant(variant: Variant, iterations: int, folder: Path) -> Result:
+    def run_variant(variant: Variant, iterations: int, folder: Path, more: list[str]) -> Result:
         names.append(variant.name)
-        return Result(variant, "command", {1: 2.0, iterations: float(len(names))}, 1.0, 10.0)
+        return Result(variant, shlex.join(["command", *more]), {1: 2.0, iterations: float(len(names))}, 1.0, 10.0)
 
     monkeypatch.setattr(bench_main_job, "run_variant", run_variant)
     monkeypatch.setattr(bench_main_job, "draw", lambda results, path: None)
@@ -29,7 +30,8 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_variants_that_the_machine_can_run():
-    assert [variant.name for variant in chosen_variants(None, True)] == ["CPU, fp32", "GPU, fp32", "GPU, bf16"]
+    names = ["CPU, fp32", "GPU, fp32", "GPU, bf16", "GPU, bf16, plain torch"]
+    assert [variant.name for variant in chosen_variants(None, True)] == names
     assert [variant.name for variant in chosen_variants(None, False)] == ["CPU, fp32"]
 
 
@@ -37,14 +39,16 @@ def test_only_chosen_variants_run_and_the_first_is_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ):
     with_gpu(monkeypatch)
-    words = ["--iterations", "7", "--output-dir", str(tmp_path), "--variants", "GPU, bf16", "GPU, fp32"]
+    words = ["--iterations", "70", "--output-dir", str(tmp_path), "--variants", "GPU, bf16", "GPU, fp32"]
+    words += ["--", "--lr", "1e-3"]
     assert main(words) == ExitCode.OK
     assert runs == ["GPU, fp32", "GPU, bf16"]
     (document,) = tmp_path.glob("*-h200-main-job.md")
     text = document.read_text()
-    assert "| GPU, fp32 | 2.0000 | 1.0000 | 1.0000 | reference | 10.0 |" in text
-    assert "| GPU, bf16 | 2.0000 | 2.0000 | 1.0000 | 1.0e+00 (iteration 7) | 10.0 |" in text
-    assert "--iterations 7 --variants 'GPU, bf16' 'GPU, fp32'`" in text
+    assert "| GPU, fp32 | 2.0000 | 1.0000 | 1.0000 | reference |  |  | 10.0 |" in text
+    assert "| GPU, bf16 | 2.0000 | 2.0000 | 1.0000 | 0.0e+00 (at 1) | 0.0e+00 (at 1) | 1.0e+00 (at 70) | 10.0 |" in text
+    assert "--iterations 70 --variants 'GPU, bf16' 'GPU, fp32' -- --lr 1e-3`" in text
+    assert "command --lr 1e-3" in text
     assert "no GPU" not in text
 
 
