@@ -114,7 +114,7 @@ def report(
         "first changes which experts a token visits; from there on they are different runs with the same statistics.",
         f"Differences are the largest relative ones of the loss to that of {reference.variant.name}.",
         "",
-        "| variant | first loss | last loss | last validation loss | iterations 1 to 10 | 1 to 50 | all | ms per step |",
+        "| variant | first loss | last loss | validation loss | iterations 1 to 10 | 1 to 50 | all | ms per step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
