@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
 
 from megatron_moe.kernels.backends.hopper.tiles import (
     add_block,
@@ -61,6 +62,47 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
     )  # fmt: skip
 
 
+@aggregate
+class _Tiles:
+    """Tiles of the result, and the stages of shared memory through which their factors come: what the half that loads
+    and those that multiply have to agree on."""
+
+    grads: gl.shared_memory_descriptor
+    """Two for every stage, one of each half."""
+    rows: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    num_experts: gl.tensor
+    outputs: gl.tensor
+    inputs: gl.tensor
+    STAGES: gl.constexpr
+    STEP: gl.constexpr
+    """Rows of a stage."""
+    HALF: gl.constexpr
+    """Outputs of one warpgroup."""
+    INPUTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, grads, rows, full, empty, num_experts, outputs, inputs):
+        self.grads, self.rows, self.full, self.empty = grads, rows, full, empty
+        self.num_experts, self.outputs, self.inputs = num_experts, outputs, inputs
+        self.STAGES, self.STEP = gl.constexpr(full.shape[0]), gl.constexpr(grads.shape[3])
+        self.HALF, self.INPUTS = gl.constexpr(grads.shape[4]), gl.constexpr(rows.shape[4])
+
+    @gluon.jit
+    def count(self):
+        """Tiles of all experts."""
+        return self.num_experts * gl.cdiv(self.outputs, 2 * self.HALF) * gl.cdiv(self.inputs, self.INPUTS)
+
+    @gluon.jit
+    def place(self, number):
+        """Expert, first output and first input of a tile."""
+        num_down = gl.cdiv(self.outputs, 2 * self.HALF)
+        per_expert = num_down * gl.cdiv(self.inputs, self.INPUTS)
+        tile = number % per_expert
+        return number // per_expert, tile % num_down * (2 * self.HALF), tile // num_down * self.INPUTS
+
+
 @gluon.jit(do_not_specialize=("num_experts", "outputs", "inputs"))
 def _expert_grads(
     grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
@@ -73,13 +115,12 @@ def _expert_grads(
     # a quarter of the columns leaves while the next one is written
     results = gl.allocate_shared_memory(out.dtype, [4] + out.block_type.shape, out.layout)
     full, empty = new_barriers(STAGES)
-    shape = (num_experts, outputs, inputs)
-    stages = (grad_stages, rows_stages, full, empty)
+    tiles = _Tiles(grad_stages, rows_stages, full, empty, num_experts, outputs, inputs)
     gl.warp_specialize(
         [
-            (_sum_tiles, (gl.constexpr(0), out, results, offsets, stages, shape, PARTS, ADD)),
-            (_sum_tiles, (gl.constexpr(1), out, results, offsets, stages, shape, PARTS, ADD)),
-            (_load_tiles, (grads, rows, offsets, stages, shape, PARTS)),
+            (_sum_tiles, (gl.constexpr(0), out, results, offsets, tiles, PARTS, ADD)),
+            (_sum_tiles, (gl.constexpr(1), out, results, offsets, tiles, PARTS, ADD)),
+            (_load_tiles, (grads, rows, offsets, tiles, PARTS)),
         ],
         [4, 1],
         [240, 24],
@@ -87,43 +128,21 @@ def _expert_grads(
 
 
 @gluon.jit
-def _place(number, outputs, inputs, TILE_OUTPUTS: gl.constexpr, TILE_INPUTS: gl.constexpr):
-    """Expert, first output and first input of a tile."""
-    num_down = gl.cdiv(outputs, TILE_OUTPUTS)
-    per_expert = num_down * gl.cdiv(inputs, TILE_INPUTS)
-    tile = number % per_expert
-    return number // per_expert, tile % num_down * TILE_OUTPUTS, tile // num_down * TILE_INPUTS
-
-
-@gluon.jit
-def _num_tiles(shape, TILE_OUTPUTS: gl.constexpr, TILE_INPUTS: gl.constexpr):
-    num_experts, outputs, inputs = shape
-    return num_experts * gl.cdiv(outputs, TILE_OUTPUTS) * gl.cdiv(inputs, TILE_INPUTS)
-
-
-@gluon.jit
-def _load_tiles(grads, rows, offsets, stages, shape, PARTS: gl.constexpr):
-    grad_stages, rows_stages, full, empty = stages
-    num_experts, outputs, inputs = shape
-    STAGES: gl.constexpr = full.shape[0]
-    STEP: gl.constexpr = grad_stages.shape[3]
-    HALF: gl.constexpr = grad_stages.shape[4]
-    TILE_INPUTS: gl.constexpr = rows_stages.shape[4]
+def _load_tiles(grads, rows, offsets, tiles, PARTS: gl.constexpr):
     step = 0
-    for number in range(gl.program_id(0), _num_tiles(shape, 2 * HALF, TILE_INPUTS), gl.num_programs(0)):
-        expert, output, input = _place(number, outputs, inputs, 2 * HALF, TILE_INPUTS)
+    for number in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        expert, output, input = tiles.place(number)
         for part in gl.static_range(PARTS):
             start, end = extent(offsets[part], expert)
-            for row in range(start, end, STEP):
-                stage = step % STAGES
-                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-                bar = full.index(stage)
+            for row in range(start, end, tiles.STEP):
+                stage = step % tiles.STAGES
+                mbarrier.wait(tiles.empty.index(stage), (step // tiles.STAGES & 1) ^ 1)
+                bar = tiles.full.index(stage)
                 mbarrier.expect(bar, 2 * grads[part].block_type.nbytes + rows[part].block_type.nbytes)
                 for half in gl.static_range(2):
-                    tma.async_copy_global_to_shared(
-                        grads[part], in_slice(row, end, output + half * HALF), bar, grad_stages.index(2 * stage + half)
-                    )
-                tma.async_copy_global_to_shared(rows[part], in_slice(row, end, input), bar, rows_stages.index(stage))
+                    place = in_slice(row, end, output + half * tiles.HALF)
+                    tma.async_copy_global_to_shared(grads[part], place, bar, tiles.grads.index(2 * stage + half))
+                tma.async_copy_global_to_shared(rows[part], in_slice(row, end, input), bar, tiles.rows.index(stage))
                 step += 1
 
 
@@ -137,27 +156,23 @@ def _num_steps(offsets, expert, STEP: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, stages, shape, PARTS: gl.constexpr, ADD: gl.constexpr):
-    grad_stages, rows_stages, full, empty = stages
-    num_experts, outputs, inputs = shape
-    STAGES: gl.constexpr = full.shape[0]
-    STEP: gl.constexpr = grad_stages.shape[3]
-    HALF: gl.constexpr = grad_stages.shape[4]
-    TILE_INPUTS: gl.constexpr = rows_stages.shape[4]
-    QUARTER: gl.constexpr = TILE_INPUTS // 4
+def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, tiles, PARTS: gl.constexpr, ADD: gl.constexpr):
+    STEP: gl.constexpr = tiles.STEP
+    HALF: gl.constexpr = tiles.HALF
+    QUARTER: gl.constexpr = tiles.INPUTS // 4
     step = 0
-    for number in range(gl.program_id(0), _num_tiles(shape, 2 * HALF, TILE_INPUTS), gl.num_programs(0)):
-        expert, output, input = _place(number, outputs, inputs, 2 * HALF, TILE_INPUTS)
+    for number in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        expert, output, input = tiles.place(number)
         output += HALF_NUMBER * HALF
-        total = zeros(HALF, TILE_INPUTS)
+        total = zeros(HALF, tiles.INPUTS)
         num_steps = _num_steps(offsets, expert, STEP, PARTS)
         for k in range(num_steps):
-            stage = step % STAGES
-            grad = grad_stages.index(2 * stage + HALF_NUMBER).reshape((STEP, HALF)).permute((1, 0))
-            rows = rows_stages.index(stage).reshape((STEP, TILE_INPUTS))
-            total = add_product(total, grad, rows, step, k == 0, full, empty)
+            stage = step % tiles.STAGES
+            grad = tiles.grads.index(2 * stage + HALF_NUMBER).reshape((STEP, HALF)).permute((1, 0))
+            rows = tiles.rows.index(stage).reshape((STEP, tiles.INPUTS))
+            total = add_product(total, grad, rows, step, k == 0, tiles.full, tiles.empty)
             step += 1
-        total = finish(total, step, num_steps > 0, full, empty)
+        total = finish(total, step, num_steps > 0, tiles.full, tiles.empty)
         left, right = halves(total)
         quarters = halves(left) + halves(right)
         for quarter in gl.static_range(4):
