@@ -110,6 +110,8 @@ def _of_state(plan: RunPlan) -> list[Switch]:
     if not plan.data_parallel.sharded_optimizer and parallel.dp * parallel.cp > 1:
         sharded = replace(plan.data_parallel, sharded_optimizer=True)
         found.append(Switch("--use-distributed-optimizer", lambda given: replace(given, data_parallel=sharded)))
+    if precision_aware(plan).precision != precision:
+        found.append(Switch("--use-precision-aware-optimizer", precision_aware))
     if precision.params == "bf16" and {precision.exp_avg, precision.exp_avg_sq} == {"fp32"}:
         flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
         found.append(Switch(flags, moments_in_bf16))
@@ -118,18 +120,26 @@ def _of_state(plan: RunPlan) -> list[Switch]:
     return found
 
 
+def precision_aware(plan: RunPlan) -> RunPlan:
+    """The plan with the 16 bits alone of master weights that bf16 weights lack, where that is possible."""
+    precision = plan.precision
+    if precision.params != "bf16" or precision.master != "fp32" or precision.low_params:
+        return plan
+    return replace(plan, precision=replace(precision, remainders=True))
+
+
 def moments_in_bf16(plan: RunPlan) -> RunPlan:
-    """The plan with both moments in bf16, unless they are narrow already."""
+    """The plan with both moments in bf16, unless they are narrow already, and what comes with their flags."""
     precision = plan.precision
     if precision.params != "bf16" or {precision.exp_avg, precision.exp_avg_sq} != {"fp32"}:
         return plan
-    return replace(plan, precision=replace(precision, exp_avg="bf16", exp_avg_sq="bf16"))
+    return precision_aware(replace(plan, precision=replace(precision, exp_avg="bf16", exp_avg_sq="bf16")))
 
 
 def optimizer_on_host(plan: RunPlan) -> RunPlan:
     """The plan with master weights and moments in host memory, and stepped there."""
     return replace(
-        plan,
+        precision_aware(plan),
         memory=replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=1.0)),
         optimizer=replace(plan.optimizer, offload=StateOffloadSpec(fraction=1.0, host_steps=True, overlap=True)),
     )

@@ -116,6 +116,16 @@ def test_more_work_and_slower_links_take_longer():
     assert overlapped.step.expert_parallel < 0.2 * before.step.expert_parallel
 
 
+@pytest.mark.parametrize("name", ["ds4", "q6"])
+def test_a_switch_changes_what_its_flags_change(name):
+    plan = recipes.as_given(recipes.settings_of(["--recipe", name], REGISTRY), 1)
+    for switch in more_switches(plan):
+        read = recipes.as_given(recipes.settings_of(["--recipe", name, *switch.flags.split()], REGISTRY), 1)
+        found = switch.apply(plan)
+        assert (read.precision, read.batch) == (found.precision, found.batch), switch.flags
+        assert RankMemory(read).of_rank(0, 4).total == RankMemory(found).of_rank(0, 4).total, switch.flags
+
+
 def test_a_switch_saves_what_the_two_plans_differ_by():
     plan = recipes.as_given(recipes.settings_of(["--recipe", "m8"], REGISTRY), 1)
     for switch in more_switches(plan):
