@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sequence_split import SequencePart, split_places, take_places
@@ -57,11 +58,18 @@ class Case:
         return torch.stack([line, (line.max() - line).flip(0)])
 
 
-def _attend(case: Case, tensors: dict[str, Tensor], meta: Any, ctx: ParallelContext, spec: CoreAttentionSpec) -> dict:
+def _attend(
+    case: Case,
+    tensors: dict[str, Tensor],
+    meta: Any,
+    ctx: ParallelContext,
+    spec: CoreAttentionSpec,
+    kernels: Kernels = KERNELS,
+) -> dict[str, Tensor]:
     """Output, and the gradients of q, k, v and sinks."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if name != "grad"}
     out = core_attention(
-        leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), spec, meta, "attention", ctx, KERNELS
+        leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), spec, meta, "attention", ctx, kernels
     )
     out.backward(tensors["grad"])
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
@@ -73,7 +81,13 @@ def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return _attend(case, case.tensors(dtype), meta, ParallelContext.single(), case.spec)
 
 
-def split(case: Case, parallel: ParallelSpec, exchange: Any, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def split(
+    case: Case,
+    parallel: ParallelSpec,
+    exchange: Any,
+    dtype: torch.dtype = torch.float64,
+    kernels: Kernels = KERNELS,
+) -> dict[str, Tensor]:
     """On `parallel.cp` ranks, put together again; gradients of sinks are summed."""
     segments_BS = case.segments_BS()
     parts = split_places(parallel.cp_split, case.seq, parallel.cp)
@@ -92,7 +106,7 @@ def split(case: Case, parallel: ParallelSpec, exchange: Any, dtype: torch.dtype 
             whole_segments_BS=segments_BS,
             part=SequencePart(parts, rank),
         )
-        return _attend(case, mine, meta, ctx, replace(case.spec, context_exchange=exchange))
+        return _attend(case, mine, meta, ctx, replace(case.spec, context_exchange=exchange), kernels)
 
     results = on_threads(parallel, on_rank)
     places = torch.tensor([place for chunks in parts for chunk in chunks for place in chunk])

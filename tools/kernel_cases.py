@@ -1,6 +1,7 @@
 """What `tools/time_kernels.py` times: cases for every kernel op that takes time, at the sizes of a command line.
 
-Here norms, positions, attention, loss, embedding and optimizer; routing, rows and experts in `kernel_cases_moe.py`.
+Here norms, positions, loss, embedding and optimizer; attention in `kernel_cases_attention.py`, routing, rows and
+experts in `kernel_cases_moe.py`.
 """
 
 import argparse
@@ -12,17 +13,15 @@ import torch
 
 from megatron_moe.kernels.ops import AdamWStep, Kernels, Operand
 from megatron_moe.kernels.packed import Format, Packed
-from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.moe import ActivationSpec
 from tools.kernel_case import Case, Draw
+from tools.kernel_cases_attention import attention_cases
 from tools.kernel_cases_moe import moe_cases
 
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {
         "linear_forward": "stands in the row of linear_weight_grad",
         "linear_input_grad": "stands in the row of linear_weight_grad",
-        "attention_block": "plain torch alone computes it, for context parallelism",
-        "attention_block_grad": "as attention_block",
         "sort_rows_dense": "plain torch alone computes it, for dense maps of tokens to experts",
     }
 )
@@ -37,7 +36,7 @@ def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
     draw = Draw(device, dtype)
     yield from norms(args, draw)
     yield from positions(args, draw)
-    yield from attention(args, draw)
+    yield from attention_cases(args, draw)
     yield from elementwise(args, draw)
     yield from embedding(args, draw)
     yield linear(args, draw)
@@ -102,34 +101,6 @@ def positions(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
         # own and shared parts to keys; gradients of keys and values to those of own parts, shared part and values
         draw.moved((own + shared.numel() + keys) + (keys + own) + (2 * own + shared.numel())),
     )
-
-
-def attention(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
-    batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
-    q = draw(args.seq, batch, heads, width)
-    key, value = (draw(args.seq, batch, args.groups, width) for _ in range(2))
-    # forward: three read, one written; backward: these four and a gradient read, three gradients written
-    gigabytes = draw.moved(6 * q.numel() + 6 * key.numel())
-    window = max(args.seq // 32, 1)
-    for name, spec, seen, compiled in (
-        ("attention (causal)", CoreAttentionSpec(softmax_scale=width**-0.5), args.seq, "reference"),
-        (
-            f"attention (window of {window})",
-            CoreAttentionSpec(softmax_scale=width**-0.5, window=(window - 1, 0)),
-            window,
-            None,
-        ),
-        ("attention (sinks)", CoreAttentionSpec(softmax_scale=width**-0.5, sinks=True), args.seq, None),
-    ):
-        pairs = seen * args.seq - seen * (seen - 1) // 2
-        flop = 7 * 2 * batch * heads * pairs * width  # two products forward and five backward
-        sinks = (draw(heads),) if spec.sinks else ()
-
-        def run(k: Kernels, *inputs: torch.Tensor, spec: CoreAttentionSpec = spec) -> torch.Tensor:
-            q, key, value, *sinks = inputs
-            return k.attention(q, key, value, spec, sinks[0] if sinks else None, None, None)
-
-        yield Case(name, run, (q, key, value, *sinks), gigabytes, flop / 1e12, compiled=compiled)
 
 
 def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:

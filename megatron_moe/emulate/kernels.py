@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.emulate import kernels_blocks as blocks
 from megatron_moe.emulate import kernels_heads as heads
 from megatron_moe.emulate import kernels_routing as routing
 from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS, power_of_two, rows_of
@@ -241,6 +242,8 @@ _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
             heads.query_key_value,
             heads.latent_key_value,
             heads.attention,
+            blocks.attention_block,
+            blocks.attention_block_grad,
             activation,
             cross_entropy,
             routing.select_experts,

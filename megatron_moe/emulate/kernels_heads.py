@@ -10,7 +10,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.params import Part
 
-_WIDEST_HEAD = 256
+WIDEST_HEAD = 256
 """Of our own attention."""
 _HEADS_TILE = 2048
 """Elements of a tile of heads."""
@@ -130,7 +130,7 @@ def attention(
     torch, as on a GPU."""
     special = spec.window is not None or sinks_N is not None or spec.off_by_one or segments_BS is not None
     drops = spec.dropout > 0.0 and dropout_key is not None
-    if special and not drops and max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= _WIDEST_HEAD:
+    if special and not drops and max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST_HEAD:
         if spec.off_by_one and sinks_N is None:
             sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
         return _SpecialAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS)  # type: ignore[no-untyped-call,no-any-return]

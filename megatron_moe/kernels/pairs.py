@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_moe.parallel.sequence_split import Chunks
 from megatron_moe.specs.attention import CoreAttentionSpec
+
+Chunks = tuple[range, ...]
+"""Consecutive places each; rows stand in this order."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ def pairs(query: Chunks, key: Chunks, spec: CoreAttentionSpec) -> list[Pair]:
 
     Under a causal mask alone every rectangle is one that sees all or a causal square, which any library knows.
     """
-    left, right = (None if side < 0 else side for side in spec.window or (-1, -1))
-    right = 0 if spec.causal else right
+    left, right = reach(spec)
     everything = Pair(slice(0, _total(query)), slice(0, _total(key)))
     if left is None and right is None:
         return [everything]
@@ -56,6 +57,12 @@ def pairs(query: Chunks, key: Chunks, spec: CoreAttentionSpec) -> list[Pair]:
         if (pair := _between(first_row, queries, first_key, keys, left, right)) is not None
     ]
     return _joined(found)
+
+
+def reach(spec: CoreAttentionSpec) -> tuple[int | None, int | None]:
+    """How many places before and behind its own a query sees; None: all."""
+    left, right = (None if side < 0 else side for side in spec.window or (-1, -1))
+    return left, 0 if spec.causal else right
 
 
 def _between(

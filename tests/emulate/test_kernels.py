@@ -18,7 +18,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends import triton as triton_folder
 from megatron_moe.kernels.bundle import OPS
-from megatron_moe.kernels.ops import GroupedPart, Operand, RowIndex
+from megatron_moe.kernels.ops import GroupedPart, Operand, RowIndex, Span
 from megatron_moe.kernels.pages import make_pages
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.moe import ActivationSpec, RouterSpec
@@ -86,6 +86,19 @@ def special_attention(k: Any) -> Any:
     spec = replace(tiny.attention().core, sinks=True, window=(16, 0))
     segments = torch.zeros(2, 64, dtype=torch.int64)
     return k.attention(q, k_, v, spec, sinks, segments, None), [q, k_, v, sinks]
+
+
+def block_of_attention(k: Any) -> Any:
+    """Gradients come with their heads far apart, and a window needs two rectangles."""
+    q, k_, v = (torch.ones(*shape, dtype=BF16) for shape in ((64, 2, 4, 32), (48, 2, 2, 32), (48, 2, 2, 16)))
+    out, lse = torch.zeros(64, 2, 4, 16), torch.zeros(64, 2, 4)
+    grad = torch.ones(2, 4, 16, 64, dtype=BF16).permute(3, 0, 1, 2)
+    query, key = Span(chunks=(range(32), range(96, 128))), Span(chunks=(range(16, 32), range(64, 96)))
+    mask = replace(tiny.attention().core, window=(40, 0)), query, key, None
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k_, v))
+    k.attention_block(q, k_, v, *mask, out, lse)
+    k.attention_block_grad(grad, q, k_, v, out.to(BF16), lse, lse, *mask, into)
+    return (out, lse, *into), []
 
 
 def weighted_activation(k: Any) -> Any:
@@ -168,6 +181,7 @@ CASES: dict[str, Case] = {
     "query_key_value with norms": heads(True),
     "latent_key_value": latent,
     "attention": special_attention,
+    "attention_block, attention_block_grad": block_of_attention,
     "activation": weighted_activation,
     "activation alone": plain_activation,
     "cross_entropy": cross_entropy,

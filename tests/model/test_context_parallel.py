@@ -1,10 +1,15 @@
 """Core attention over a sequence split over ranks equals that of one rank, outputs and gradients."""
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.kernels.ops import Span
 from megatron_moe.kernels.reference_blocks import merge_, visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
@@ -15,7 +20,7 @@ from megatron_moe.specs.parallel import ParallelSpec
 from tests.ranks import on_threads
 from tests.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
 from tests.tiny_models import randn, token_meta
-from tests.tolerances import EXACT, FP64_REF
+from tests.tolerances import EXACT, FP32_MODEL, FP64_REF
 
 EXCHANGES = ("p2p", "allgather", "a2a")
 CASES = {
@@ -159,3 +164,35 @@ def test_bf16_is_merged_in_fp32(exchange: str) -> None:
         assert value.dtype is torch.bfloat16, name
         errors = [float((x[name].double() - exact[name]).abs().max()) for x in (two, one)]
         assert errors[0] <= 2 * errors[1] + 1e-3, (name, errors)
+
+
+TAKE_TURNS = threading.Lock()
+"""Triton's interpreter knows one kernel at a time, and ranks are threads here."""
+FEW = {"heads": 2, "groups": 1}
+ROUNDS = {
+    "grouped queries, allgather": (Case(**FEW, width=16, value_width=16), 2, "contiguous", "allgather"),
+    "latent, unequal widths, sinks": (Case(2, 2, width=24, value_width=16, sinks=True), 2, "zigzag", "p2p"),
+    "window, contiguous": (Case(**FEW, core=(("window", (4, 0)),)), 2, "contiguous", "p2p"),
+    "documents, window, sinks": (replace(CASES["documents, window, sinks"], **FEW), 2, "zigzag", "p2p"),
+    "four ranks": (Case(**FEW, core=(("off_by_one", True),)), 4, "zigzag", "p2p"),
+}
+"""Case, ranks, cut of the sequence, exchange."""
+
+
+def in_turns(op: Callable[..., None]) -> Callable[..., None]:
+    def alone(*inputs: Any) -> None:
+        with TAKE_TURNS:
+            op(*inputs)
+
+    return alone
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
+@pytest.mark.parametrize("name", ROUNDS)
+def test_kernels_of_our_own_go_round_the_ring(name: str) -> None:
+    """Blocks by Triton in fp32 against whole attention in fp64."""
+    case, cp, cut, exchange = ROUNDS[name]
+    ops = {op: getattr(KERNELS, op) for op in OPS}
+    ops |= {op: in_turns(getattr(triton_kernels, op)) for op in ("attention_block", "attention_block_grad")}
+    parallel = ParallelSpec(world_size=cp, cp=cp, cp_split=cut)
+    FP32_MODEL.check_all(split(case, parallel, exchange, torch.float32, Bundle.of(ops, ())), whole(case))

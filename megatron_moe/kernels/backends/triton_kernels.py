@@ -8,7 +8,9 @@ import torch
 import triton
 
 from megatron_moe.kernels.backends.triton.activation import activation as activation
-from megatron_moe.kernels.backends.triton.attention.forward import attention as attention
+from megatron_moe.kernels.backends.triton.attention.blocks import attention_block as attention_block
+from megatron_moe.kernels.backends.triton.attention.blocks import attention_block_grad as attention_block_grad
+from megatron_moe.kernels.backends.triton.attention.whole import attention as attention
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
@@ -42,6 +44,8 @@ PROVIDES = (
     "query_key_value",
     "latent_key_value",
     "attention",
+    "attention_block",
+    "attention_block_grad",
     "activation",
     "cross_entropy",
     "select_experts",
@@ -71,6 +75,8 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
     reasons = {
         "attention": "windows, sinks, documents and --deterministic-mode tile by tile; else torch's",
+        "attention_block": "goes on from what was found among other keys, tile by tile",
+        "attention_block_grad": "adds to the gradients of other keys, tile by tile",
         "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
         "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",

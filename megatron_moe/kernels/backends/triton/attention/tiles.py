@@ -2,19 +2,27 @@
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import power_of_two
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two
 from megatron_moe.specs.attention import CoreAttentionSpec
+
+WIDEST = 256
+"""Dims of a head that a tile can hold."""
+
+Segments = tuple[Tensor, Tensor]
+"""Number of the document of every row and of every key, [B, S] each; attention stays inside of one."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one attention, and the window in the kernels' terms."""
+    """Sizes of attention between some rows and some keys, and their band of the mask in the kernels' terms."""
 
-    seq: int
+    rows: int
+    keys: int
     batch: int
     heads: int
     groups: int
@@ -27,21 +35,45 @@ class Shape:
     """... to i + right."""
 
     @classmethod
-    def of(cls, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, spec: CoreAttentionSpec) -> "Shape":
-        seq, batch, heads, width = q_SBND.shape
-        left, right = (seq if side < 0 else side for side in spec.window or (-1, -1))
-        return cls(
-            seq, batch, heads, k_SBGD.shape[2], width, v_SBGE.shape[3], spec.softmax_scale, left,
-            0 if spec.causal else right,
-        )  # fmt: skip
+    def of(
+        cls, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, left: int | None, right: int | None
+    ) -> "Shape":
+        """None: as far as there is anything."""
+        rows, batch, heads, width = q_SBND.shape
+        keys, _, groups, value_width = v_SBGE.shape
+        left, right = rows if left is None else left, keys if right is None else right
+        return cls(rows, keys, batch, heads, groups, width, value_width, scale, left, right)
 
     @property
     def sizes(self) -> tuple[int | float, ...]:
         """As every kernel takes them."""
         per_group = self.heads // self.groups
         return (
-            self.seq, self.heads, per_group, self.batch, self.width, self.value_width, self.scale, self.left, self.right
+            self.rows, self.keys, self.heads, per_group, self.batch, self.width, self.value_width, self.scale,
+            self.left, self.right,
         )  # fmt: skip
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, spec: CoreAttentionSpec, dropout_key: tuple[int | str, ...] | None) -> bool:
+    """Whether the kernels can, and should, compute attention of these."""
+    drops = spec.dropout > 0.0 and dropout_key is not None
+    narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST and q.numel() > 0 and k.numel() > 0
+    near = all(x.shape[0] * x.stride(0) < 2**31 for x in (q, k, v))  # offsets are 32-bit
+    slow = q.dtype is torch.float32 and not INTERPRETED  # matrix units have no fp32
+    return narrow and near and not drops and not slow
+
+
+def strided(x: Tensor) -> Tensor:
+    """What kernels can read: the numbers of a row are neighbours."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def of_both(segments_BS: Tensor | None) -> Segments | None:
+    """Where rows and keys are the same places."""
+    if segments_BS is None:
+        return None
+    segments_BS = strided(segments_BS)
+    return segments_BS, segments_BS
 
 
 def tile_width(width: int) -> int:
@@ -72,24 +104,24 @@ def dot(a, b, total, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def visible(rows, keys, of_rows, segments_ptr, seq, left, right, SEGMENTS: tl.constexpr):
+def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: tl.constexpr):
     """bool [rows, keys]: which keys each row sees."""
     ahead = keys[None, :] - rows[:, None]
-    seen = (ahead <= right) & (ahead >= -left) & (keys < seq)[None, :]
+    seen = (ahead <= right) & (ahead >= -left) & (keys < num_keys)[None, :]
     if SEGMENTS:
-        of_keys = tl.load(segments_ptr + keys, mask=keys < seq, other=-2)
+        of_keys = tl.load(segments_ptr + keys, mask=keys < num_keys, other=-2)
         seen = seen & (of_rows[:, None] == of_keys[None, :])
     return seen
 
 
 @triton.jit
-def stretches(first, TILE: tl.constexpr, left, right, seq, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
+def stretches(first, TILE: tl.constexpr, left, right, num_keys, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
     """Four ends of the three stretches that a tile sees, which a caller walks in steps up to the last end: every place
     of the tile sees all of the middle one, so that it needs no mask. With left and right changed, who sees a tile."""
     begin = tl.maximum(first - left, 0) // STEP * STEP
-    end = tl.minimum(first + TILE + right, seq)
+    end = tl.minimum(first + TILE + right, num_keys)
     inner_begin, inner_end = begin, begin
     if not SEGMENTS:
         inner_begin = tl.maximum(tl.cdiv(tl.maximum(first + TILE - 1 - left, 0), STEP) * STEP, begin)
-        inner_end = tl.maximum(tl.minimum(first + right + 1, seq) // STEP * STEP, inner_begin)
+        inner_end = tl.maximum(tl.minimum(first + right + 1, num_keys) // STEP * STEP, inner_begin)
     return begin, inner_begin, inner_end, end

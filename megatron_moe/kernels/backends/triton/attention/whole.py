@@ -1,0 +1,75 @@
+"""Attention over a whole sequence with sliding windows, sinks and documents: what cuDNN does not know.
+
+Windows as in arXiv 2004.05150. A sink is a logit that the softmax of every row begins with. The backward visits all
+tiles twice, once by keys and once by queries, so that every sum has one owner and a fixed order (`backward.py`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.triton.attention.backward import deltas, gradients
+from megatron_moe.kernels.backends.triton.attention.forward import attend
+from megatron_moe.kernels.backends.triton.attention.tiles import Shape, of_both, serves, strided
+from megatron_moe.kernels.pairs import reach
+from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.specs.params import Part
+
+
+def attention(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    spec: CoreAttentionSpec,
+    sinks_N: Tensor | None,
+    segments_BS: Tensor | None,
+    dropout_key: tuple[int | str, ...] | None,
+    head_part: Part = (0, 1),
+) -> Tensor:
+    """See `Kernels.attention`. Without window, sinks and documents it is torch's, and so are dropout and fp32. Where
+    everything must repeat it is ours: torch then takes no backward of cuDNN, and all others are slower."""
+    special = spec.window is not None or sinks_N is not None or spec.off_by_one or segments_BS is not None
+    special = special or torch.are_deterministic_algorithms_enabled()
+    if not special or not serves(q_SBND, k_SBGD, v_SBGE, spec, dropout_key):
+        return torch_native.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
+    if spec.off_by_one and sinks_N is None:
+        sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
+    out: Tensor = _Attention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, spec)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGE: Tensor,
+        sinks_N: Tensor | None,
+        segments_BS: Tensor | None,
+        spec: CoreAttentionSpec,
+    ) -> Tensor:
+        q, k, v = strided(q_SBND), strided(k_SBGD), strided(v_SBGE)
+        left, right = reach(spec)
+        shape = Shape.of(q, k, v, spec.softmax_scale, left, right)
+        out = q.new_empty(shape.rows, shape.batch, shape.heads, shape.value_width)
+        lse_BNS = torch.empty(shape.batch, shape.heads, shape.rows, device=q.device, dtype=torch.float32)
+        attend(q, k, v, sinks_N, of_both(segments_BS), out, lse_BNS, shape)
+        ctx.save_for_backward(q, k, v, sinks_N, segments_BS, out, lse_BNS)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_N, segments_BS, out, lse_BNS = ctx.saved_tensors
+        grad = strided(grads[0])
+        delta_BNS = deltas(grad, out)
+        into = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        gradients(grad, q, k, v, of_both(segments_BS), lse_BNS, delta_BNS, ctx.shape, into)
+        grad_sinks = None
+        if sinks_N is not None and ctx.needs_input_grad[3]:
+            shares_BNS = (sinks_N.float()[:, None] - lse_BNS).exp() * delta_BNS
+            grad_sinks = -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
+        return *into, grad_sinks, None, None

@@ -1,0 +1,96 @@
+"""Attention between two parts of a sequence by our Triton kernels under the interpreter, against the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.ops import Span
+from megatron_moe.parallel.sequence_split import Chunks, split_places, take_places
+from megatron_moe.specs.attention import CoreAttentionSpec
+from tests.kernel_comparison import draw
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
+
+SEQ, BATCH, HEADS, GROUPS = 160, 2, 2, 1
+FIRST, SECOND, THIRD, _ = split_places("zigzag", SEQ, 4)
+MASKS = {
+    "causal": CoreAttentionSpec(softmax_scale=0.3),
+    "all": CoreAttentionSpec(softmax_scale=0.3, causal=False),
+    "window": CoreAttentionSpec(softmax_scale=0.3, window=(30, 0)),
+    "both sides": CoreAttentionSpec(softmax_scale=0.3, window=(50, 12), causal=False),
+}
+PARTS = {
+    "own": (FIRST, FIRST),
+    "an earlier rank's": (SECOND, FIRST),
+    "a later rank's": (SECOND, THIRD),
+    "uneven": ((range(0, 70), range(90, 131)), (range(60, 140), range(150, 153))),
+}
+
+
+def block(
+    kernels: Any, query: Chunks, key: Chunks, spec: CoreAttentionSpec, dtype: torch.dtype, width: int, value_width: int,
+    documents: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Output, log-sum-exp and gradients, all on top of what was there."""
+    wide = torch.promote_types(dtype, torch.float32)
+    rows, keys = sum(map(len, query)), sum(map(len, key))
+    shapes = [(rows, HEADS, value_width), (rows, HEADS, width), (keys, GROUPS, width), (keys, GROUPS, value_width)]
+    grad, q, k, v = (
+        draw(each, BATCH, heads, dims, seed=number).bfloat16().to(dtype)
+        for number, (each, heads, dims) in enumerate(shapes)
+    )
+    segments_BS = (torch.arange(SEQ) * 3 // SEQ).expand(BATCH, SEQ) if documents else None
+    of_both = (
+        Span(chunks=c, segments_BS=None if segments_BS is None else take_places(segments_BS, c)) for c in (query, key)
+    )
+    mask = (spec, *of_both, None)
+    out, lse = draw(rows, BATCH, HEADS, value_width, seed=5).to(wide), draw(rows, BATCH, HEADS, seed=6).to(wide)
+    out[:2], lse[:2] = 0.0, -torch.inf  # these have found nothing yet
+    kernels.attention_block(q, k, v, *mask, out, lse)
+    found = {"out": out, "weight": lse.exp()}
+    delta = (grad.to(wide) * out).sum(dim=-1)
+    into = tuple(torch.ones_like(x, dtype=wide) for x in (q, k, v))
+    seen = lse.masked_fill(lse == -torch.inf, 0.0)
+    kernels.attention_block_grad(grad, q, k, v, out.to(dtype), seen, delta, *mask, into)
+    return found | dict(zip(("grad q", "grad k", "grad v"), into, strict=True))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_block_is_the_reference(parts: str, mask: str) -> None:
+    check(*PARTS[parts], MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", ["causal", "both sides"])
+@pytest.mark.parametrize("parts", ["own", "uneven"])
+def test_a_block_of_documents_is_the_reference(parts: str, mask: str) -> None:
+    check(*PARTS[parts], MASKS[mask], documents=True)
+
+
+def check(query: Chunks, key: Chunks, spec: CoreAttentionSpec, *, documents: bool = False) -> None:
+    ours = block(triton_kernels, query, key, spec, torch.float32, 24, 12, documents)
+    exact = block(reference.bundle(), query, key, spec, torch.float64, 24, 12, documents)
+    FP32_REF.check_all(ours, exact)
+
+
+def test_a_block_in_bf16_keeps_what_it_adds_to_in_fp32() -> None:
+    case = (*PARTS["an earlier rank's"], MASKS["causal"])
+    ours = block(triton_kernels, *case, torch.bfloat16, 16, 16, False)
+    exact = block(reference.bundle(), *case, torch.float64, 16, 16, False)
+    assert {x.dtype for x in ours.values()} == {torch.float32}
+    BF16_KERNEL.check_all(ours, exact)
+
+
+def test_what_sees_nothing_stays_as_it_was() -> None:
+    spec, query, key = MASKS["causal"], Span(chunks=(range(4),)), Span(chunks=(range(8, 12),))
+    q = k = v = draw(4, BATCH, HEADS, 8).float()
+    out, lse = draw(4, BATCH, HEADS, 8, seed=1).float(), draw(4, BATCH, HEADS, seed=2).float()
+    before = out.clone(), lse.clone()
+    triton_kernels.attention_block(q, k, v, spec, query, key, None, out, lse)
+    EXACT.check(out, before[0])
+    EXACT.check(lse, before[1])
