@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.ops import AdamWStep
+from megatron_moe.kernels.ops import AdamWStep, Routed
+from megatron_moe.specs.moe import RouterSpec
 from tests.tolerances import BF16_KERNEL, FP32_REF, Tolerance
 
 REFERENCE = reference.bundle()
@@ -15,7 +16,7 @@ BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def adamw_step(
@@ -59,3 +60,23 @@ def compare(
         slack = 2 * float((p.double() - e).abs().max()) if e.numel() else 0.0
         bar = BARS[dtype]
         Tolerance(bar.rtol, max(bar.atol, slack), bar.why).check(a, e, what)
+
+
+def differentiable(routed: Routed) -> list[Tensor]:
+    """Weights, sums of scores and sum of squares, as far as they were asked for."""
+    scores_GE = None if routed.balance is None else routed.balance.scores_GE
+    return [part for part in (routed.probs_TK, scores_GE, routed.z_sum) if part is not None]
+
+
+def route_and_pull(
+    kernels: Any, logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, *, only: int | None = None, **fields: Any
+) -> tuple[Routed, Tensor]:
+    """What is routed, and the gradient of the logits for fixed incoming gradients, of one result alone if told."""
+    leaf = logits_TE.detach().requires_grad_()
+    routed = kernels.route(leaf, bias_E, spec, **fields)
+    results = differentiable(routed)
+    grads = [draw(*x.shape, seed=90 + number).to(x) for number, x in enumerate(results)]
+    if only is not None:
+        results, grads = [results[only]], [grads[only]]
+    (grad,) = torch.autograd.grad(results, leaf, grads)
+    return routed, grad

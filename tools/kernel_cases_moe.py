@@ -38,25 +38,22 @@ def routing(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
         6 * tokens * experts * hidden / 1e12,
     )
     router = RouterSpec(hidden_size=hidden, num_experts=experts, topk=args.topk)
-    yield Case(
-        "select_experts",
-        lambda k, logits: k.select_experts(logits, None, router, None)[1],
-        (logits_TE,),
-        # logits read twice, their gradient written; ids and weights written, ids and the weights' gradients read
-        (3 * FP32 * scores + 2 * (INT64 + FP32) * choices) / 1e9,
-    )
-    yield Case(
-        "balance_scores",
-        lambda k, logits: k.balance_scores(logits, router)[0],
-        (logits_TE,),
-        # logits read twice, scores written, their gradient read, that of the logits written; ids written
-        (5 * FP32 * scores + INT64 * choices) / 1e9,
-    )
-    ids_TK, _ = reference.select_experts(logits_TE, None, router, None)
+    # logits read twice, their gradient written; ids and weights written, ids and the weights' gradients read
+    size = (3 * FP32 * scores + 2 * (INT64 + FP32) * choices) / 1e9
+    yield Case("route", lambda k, logits: k.route(logits, None, router).probs_TK, (logits_TE,), size)
+    yield Case("route with losses", partial(with_losses, router), (logits_TE,), size)
+    ids_TK = reference.route(logits_TE, None, router).ids_TK
     yield Case("count_tokens", lambda k: k.count_tokens(ids_TK, experts), (), INT64 * (choices + experts) / 1e9)
     # ids read; tokens, choices and rows written, and the ends
     size = (4 * INT64 * choices + INT32 * experts) / 1e9
     yield Case("sort_rows", lambda k: k.sort_rows(ids_TK, experts, None).token_R, (), size)
+
+
+def with_losses(router: RouterSpec, kernels: Kernels, logits_TE: Tensor) -> tuple[Tensor, ...]:
+    """Weights, and the sums that a balancing and a z loss are made of."""
+    routed = kernels.route(logits_TE, None, router, balance_sets=1, z=True)
+    assert routed.balance is not None and routed.z_sum is not None
+    return routed.probs_TK, routed.balance.scores_GE, routed.z_sum
 
 
 def rows_of_experts(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:

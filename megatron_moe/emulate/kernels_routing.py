@@ -8,13 +8,15 @@ from torch import Tensor
 from megatron_moe.emulate.kernel_shapes import MOST_PROGRAMS, power_of_two, rows_of
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
-from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.ops import BalanceSums, Routed, RowIndex, internal_dtype
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.moe import RouterSpec
 
 _SORT_TILE = 8192
 """Choices times experts that a program of the sort compares."""
+_ROUTE_TILE = 4096
+"""Tokens times experts that a program of the router holds."""
 
 
 # routing
@@ -41,55 +43,64 @@ class _GateProduct(torch.autograd.Function):
         return grad_hidden_TH, grad_3EH.sum(dim=0).to(weight_EH.dtype)
 
 
-def select_experts(
-    logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if given_ids_TK is not None or not _groups_fit(spec):
-        return reference.select_experts(logits_TE, bias_E, spec, given_ids_TK)
-    ids_TK, probs_TK = _SelectExperts.apply(logits_TE, spec)  # type: ignore[no-untyped-call]
-    return ids_TK, probs_TK
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    spec: RouterSpec,
+    *,
+    given_ids_TK: Tensor | None = None,
+    valid_T: Tensor | None = None,
+    balance_sets: int = 0,
+    z: bool = False,
+) -> Routed:
+    if not len(logits_TE):
+        return reference.route(
+            logits_TE, bias_E, spec, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
+        )
+    probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(  # type: ignore[no-untyped-call]
+        logits_TE, valid_T, spec, balance_sets, z
+    )
+    num_experts = spec.num_experts
+    balance = None
+    if balance_sets:
+        balance = BalanceSums(scores_GE, counts[num_experts:-1].view(balance_sets, num_experts))
+    return Routed(ids_TK, probs_TK, counts[:num_experts], balance, z_sum)
 
 
-def _groups_fit(spec: RouterSpec) -> bool:
-    sizes = (spec.num_groups or 1, spec.num_experts)
-    return spec.group_topk is None or all(power_of_two(size) == size for size in sizes)
-
-
-class _SelectExperts(torch.autograd.Function):
+class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-        logits_TE = logits_TE.contiguous()
-        ids_TK = torch.empty(logits_TE.shape[0], spec.topk, device=logits_TE.device, dtype=torch.int64)
-        probs_TK = torch.empty(logits_TE.shape[0], spec.topk, device=logits_TE.device, dtype=logits_TE.dtype)
-        ctx.save_for_backward(logits_TE, ids_TK)
-        ctx.mark_non_differentiable(ids_TK)
-        return ids_TK, probs_TK
+    def forward(
+        ctx: Any, logits_TE: Tensor, valid_T: Tensor | None, spec: RouterSpec, balance_sets: int, z: bool
+    ) -> tuple[Tensor | None, ...]:
+        logits_TE, (num_tokens, num_experts) = logits_TE.contiguous(), logits_TE.shape
+        wide = internal_dtype(logits_TE.dtype)
+        counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=logits_TE.device, dtype=torch.int64)
+        ids_TK = counts.new_empty(num_tokens, spec.topk)
+        probs_TK = logits_TE.new_empty(num_tokens, spec.topk)
+        scores_GE = logits_TE.new_empty(balance_sets, num_experts, dtype=wide) if balance_sets else None
+        z_sum = logits_TE.new_empty((), dtype=wide) if z else None
+        shares = None
+        if balance_sets or z:
+            programs = _num_programs(num_tokens, spec, balance_sets, wide)
+            shares = logits_TE.new_empty(programs * (num_experts + 1), dtype=wide)
+        del shares
+        ctx.save_for_backward(logits_TE, ids_TK, valid_T)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(ids_TK, counts)
+        return probs_TK, scores_GE, z_sum, ids_TK, counts
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits_TE, _ = ctx.saved_tensors
-        return torch.empty_like(logits_TE), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_TE = torch.empty_like(ctx.saved_tensors[0])
+        return grad_TE, None, None, None, None
 
 
-def balance_scores(logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-    scores_TE, ids_TK = _BalanceScores.apply(logits_TE, spec)  # type: ignore[no-untyped-call]
-    return scores_TE, ids_TK
-
-
-class _BalanceScores(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-        logits_TE = logits_TE.contiguous()
-        ids_TK = torch.empty(logits_TE.shape[0], spec.topk, device=logits_TE.device, dtype=torch.int64)
-        scores_TE = torch.empty(logits_TE.shape, device=logits_TE.device, dtype=torch.float32)
-        ctx.save_for_backward(logits_TE)
-        ctx.mark_non_differentiable(ids_TK)
-        return scores_TE, ids_TK
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (logits_TE,) = ctx.saved_tensors
-        return torch.empty_like(logits_TE), None
+def _num_programs(num_tokens: int, spec: RouterSpec, balance_sets: int, wide: torch.dtype) -> int:
+    """One for each multiprocessor of a Hopper GPU, but no more than tiles."""
+    groups, sets = spec.num_groups or 1 if spec.group_topk else 1, max(balance_sets, 1)
+    columns = power_of_two(groups) * power_of_two(spec.num_experts // groups)
+    tokens = max(_ROUTE_TILE * torch.float32.itemsize // wide.itemsize // columns, 1)
+    return sets * max(min(-(-num_tokens // sets // tokens), MOST_PROGRAMS // 4 // sets), 1)
 
 
 def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:

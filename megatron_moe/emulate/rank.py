@@ -8,6 +8,7 @@ program's own model, schedule and optimizer.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from megatron_moe.emulate.kernels import emulated_bundle
 from megatron_moe.emulate.labels import label_links, label_model, mark_pages, mark_state
 from megatron_moe.emulate.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.kernels.bundle import OPS, Bundle
+from megatron_moe.kernels.ops import Routed
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.transfers import Transfers
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
@@ -167,13 +169,12 @@ def with_assumed_choices(kernels: Bundle, context: ParallelContext) -> Bundle:
     load = context.assumed_load
     assert load is not None, "a world with peers assumes nothing"
 
-    def select_experts(
-        logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        _, probs_TK = kernels.select_experts(logits_TE, bias_E, spec, given_ids_TK)
-        return assumed_ids(load, spec, len(logits_TE), logits_TE.device), probs_TK
+    def route(logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, **given: Any) -> Routed:
+        ids_TK = assumed_ids(load, spec, len(logits_TE), logits_TE.device)
+        routed = kernels.route(logits_TE, bias_E, spec, **given)
+        return routed._replace(ids_TK=ids_TK, counts_E=kernels.count_tokens(ids_TK, spec.num_experts))
 
-    functions = {op: getattr(kernels, op) for op in OPS} | {"select_experts": select_experts}
+    functions = {op: getattr(kernels, op) for op in OPS} | {"route": route}
     return Bundle.of(functions, kernels.choices)
 
 

@@ -104,6 +104,29 @@ class AdamWStep:
     """bool scalar on the device. False: nothing changes, even if the gradient is not finite."""
 
 
+class BalanceSums(NamedTuple):
+    """What balancing losses look at, per set of tokens: the plain scores, without groups, bias or dropping."""
+
+    scores_GE: Tensor
+    """Sums over tokens of the scores scaled to add up to 1 per token, in promote(fp32, dtype). Differentiable."""
+    counts_GE: Tensor
+    """int64: choices of a plain top-k, ordered by the scores that the router chooses by without its bias."""
+
+
+class Routed(NamedTuple):
+    """What a router finds about the tokens of a microbatch."""
+
+    ids_TK: Tensor
+    """int64, in descending score; -1: none."""
+    probs_TK: Tensor
+    """Weights, in the dtype of the logits; 0 where the id is -1. Differentiable."""
+    counts_E: Tensor
+    """int64: choices per expert."""
+    balance: BalanceSums | None
+    z_sum: Tensor | None
+    """Sum over tokens of logsumexp(logits)^2, scalar in promote(fp32, dtype). Differentiable."""
+
+
 class Kernels(Protocol):
     """The bundle that modules receive. One attribute per op."""
 
@@ -256,18 +279,25 @@ class Kernels(Protocol):
         backward are those of `dtype`, which may be wider than the inputs. Differentiable; only the inputs are kept."""
         ...
 
-    def select_experts(
-        self, logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Score, limit to groups, choose, normalise, scale -> (ids_TK int64 in descending score, probs_TK). `bias_E`
-        moves the choice, not the weights. Differentiable from probs to logits. Ties: the lowest id wins.
-        `given_ids_TK` replays a choice; where it is -1 the weight is 0. Balancing 'sinkhorn', 'quantile_balancing' and
-        'expert_choice' are the router's own business and come in through given ids."""
-        ...
+    def route(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        spec: RouterSpec,
+        *,
+        given_ids_TK: Tensor | None = None,
+        valid_T: Tensor | None = None,
+        balance_sets: int = 0,
+        z: bool = False,
+    ) -> Routed:
+        """Score, limit to groups, choose, normalise, scale, count, and sum what losses are made of.
 
-    def balance_scores(self, logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-        """What balancing losses look at: (scores_TE summing to 1 per token, top-k ids_TK of them), without groups, bias
-        or dropping. Scores are in promote(fp32, dtype). Differentiable from scores to logits."""
+        `bias_E` moves the choice, not the weights. Ties: the lowest id wins. `given_ids_TK` replays a choice; weights
+        and sums are of today's logits, and where the id is -1 the weight is 0. Balancing 'sinkhorn',
+        'quantile_balancing' and 'expert_choice' are the router's own business and come in through given ids. Tokens
+        where `valid_T` is False choose nothing, count nowhere and have no gradient. With `balance_sets` = G there are
+        sums for balancing losses: token t belongs to set t % G, and T is a multiple of G. Sums repeat bit for bit.
+        Differentiable from weights and sums to logits; only the logits, the ids and `valid_T` are kept."""
         ...
 
     def count_tokens(self, ids_TK: Tensor, num_experts: int) -> Tensor:

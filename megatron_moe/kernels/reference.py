@@ -20,12 +20,11 @@ from megatron_moe.kernels.reference_blocks import visible_between
 from megatron_moe.kernels.reference_pages import free_pages as free_pages
 from megatron_moe.kernels.reference_pages import pack_rows as pack_rows
 from megatron_moe.kernels.reference_pages import unpack_rows as unpack_rows
-from megatron_moe.kernels.reference_routing import balance_scores as balance_scores
 from megatron_moe.kernels.reference_routing import count_tokens as count_tokens
 from megatron_moe.kernels.reference_routing import gate_product as gate_product
 from megatron_moe.kernels.reference_routing import gather_probs as gather_probs
 from megatron_moe.kernels.reference_routing import permute as permute
-from megatron_moe.kernels.reference_routing import select_experts as select_experts
+from megatron_moe.kernels.reference_routing import route as route
 from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference_routing import unpermute as unpermute

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import RowIndex, internal_dtype
+from megatron_moe.kernels.ops import BalanceSums, Routed, RowIndex, internal_dtype
 from megatron_moe.specs.moe import RouterSpec
 
 EPSILON = 1e-20
@@ -38,28 +38,80 @@ class _GateProduct(torch.autograd.Function):
         return grad_hidden.to(hidden_TH.dtype), grad_weight.to(weight_EH.dtype), None
 
 
-def select_experts(
-    logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec, given_ids_TK: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    spec: RouterSpec,
+    *,
+    given_ids_TK: Tensor | None = None,
+    valid_T: Tensor | None = None,
+    balance_sets: int = 0,
+    z: bool = False,
+) -> Routed:
     """Sigmoid scores, groups and bias: DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
-    wide_TE = logits_TE.to(internal_dtype(logits_TE.dtype))
+    wide_TE = valid_or_zero(logits_TE.to(internal_dtype(logits_TE.dtype)), valid_T)
     scores_TE = wide_TE if selects_on_logits(spec) else score(wide_TE, spec)
+    plain_TE = scores_TE.detach()
     if given_ids_TK is None:
-        ranking_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E.to(scores_TE.dtype)
+        ranking_TE = plain_TE if bias_E is None else plain_TE + bias_E.to(plain_TE.dtype)
         ids_TK = top_ids(limit_to_groups(ranking_TE, spec), spec.topk)
     else:
         ids_TK = given_ids_TK
+    ids_TK = valid_ids(ids_TK, valid_T)
     probs_TK = weigh(scores_TE, ids_TK, spec)
     if spec.scaling_factor is not None:
         probs_TK = probs_TK * spec.scaling_factor
-    return ids_TK, probs_TK.to(logits_TE.dtype)
+    balance = None
+    if balance_sets:
+        best_TK = valid_ids(top_ids(plain_TE, spec.topk), valid_T)
+        scores_GE = sums_of_sets(valid_or_zero(balance_scores(wide_TE, spec), valid_T), balance_sets)
+        balance = BalanceSums(scores_GE, count_in_sets(best_TK, spec.num_experts, balance_sets))
+    return Routed(
+        ids_TK=ids_TK,
+        probs_TK=probs_TK.to(logits_TE.dtype),
+        counts_E=count_tokens(ids_TK, spec.num_experts),
+        balance=balance,
+        z_sum=squared_logsumexp(wide_TE, valid_T) if z else None,
+    )
 
 
-def balance_scores(logits_TE: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+def balance_scores(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
+    """Scores that sum to 1 per token, in promote(fp32, dtype)."""
     scores_TE = score(logits_TE.to(internal_dtype(logits_TE.dtype)), spec)
     if spec.score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
-    return scores_TE, top_ids(scores_TE.detach(), spec.topk)
+    return scores_TE
+
+
+def squared_logsumexp(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Sum over tokens, in promote(fp32, dtype)."""
+    squares_T = logits_TE.to(internal_dtype(logits_TE.dtype)).logsumexp(dim=-1).square()
+    return valid_or_zero(squares_T, valid_T).sum()
+
+
+def valid_or_zero(values: Tensor, valid_T: Tensor | None) -> Tensor:
+    """[T, ...] with zeros for padding."""
+    if valid_T is None:
+        return values
+    return torch.where(valid_T.view(-1, *[1] * (values.dim() - 1)), values, 0)
+
+
+def valid_ids(ids_TK: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Padding chooses nothing."""
+    return ids_TK if valid_T is None else ids_TK.masked_fill(~valid_T[:, None], -1)
+
+
+def sums_of_sets(values_TE: Tensor, num_sets: int) -> Tensor:
+    """[G, E]: token t belongs to set t % G."""
+    num_tokens, num_experts = values_TE.shape
+    return values_TE.view(num_tokens // num_sets, num_sets, num_experts).sum(dim=0)
+
+
+def count_in_sets(ids_TK: Tensor, num_experts: int, num_sets: int) -> Tensor:
+    """int64 [G, E]: every set gets experts of its own."""
+    set_T = torch.arange(len(ids_TK), device=ids_TK.device) % num_sets
+    own_TK = torch.where(ids_TK < 0, -1, ids_TK + set_T[:, None] * num_experts)
+    return count_tokens(own_TK, num_sets * num_experts).view(num_sets, num_experts)
 
 
 def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:

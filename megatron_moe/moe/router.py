@@ -1,7 +1,7 @@
 """The router: given tokens, which experts do they visit, and with what weight.
 
-Order of work: input jitter, gate matrix, forced logits (benchmarks), z-loss, choice, capacity, balancing losses,
-counts.
+Order of work: input jitter, gate matrix, forced logits (benchmarks), choice and all sums over tokens in one op,
+capacity, losses, counts.
 """
 
 from dataclasses import replace
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.ops import Kernels, Routed
+from megatron_moe.kernels.reference_routing import squared_logsumexp, valid_ids, valid_or_zero
 from megatron_moe.logs.tally import Tally
 from megatron_moe.moe import metrics
-from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, BatchTokens, attach_losses, z_loss
+from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, BatchTokens, attach_losses
 from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.gate import draw_logits, force_logits, gate_product, jitter
@@ -68,6 +69,9 @@ class Router(nn.Module):
             meta = ParamMeta(role="bias", fan_in=spec.hidden_size, decay=False, partial_over_tp=partial)
             self.bias = new_parameter((num_experts,), meta, ctx)
 
+        coeffs = dict(zip(spec.balancing, spec.aux_loss_coeffs, strict=True))
+        self._balancing_losses = [(kind, name, coeffs[kind]) for kind, name in LOSS_NAMES if coeffs.get(kind)]
+
         self._state("expert_bias", torch.float32, num_experts, spec.expert_bias, saved=True)
         self._state("tokens_since_update", torch.int64, num_experts, spec.expert_bias)
         quantile = "quantile_balancing" in spec.balancing
@@ -90,19 +94,16 @@ class Router(nn.Module):
         recording = meta.training and (torch.is_grad_enabled() or meta.tally is not None)
         valid_T = None if meta.valid_BS is None else my_positions(meta.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, meta)
-        tokens = (
-            BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp")) if recording else None
-        )
-        if tokens is not None:
-            logits_TE = self._attach_z_loss(logits_TE, tokens, meta)
+        tokens = BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp"))
         if "expert_choice" in self.spec.balancing:
             assert given_ids_TK is None, "expert choice has no ids per token to replay"
-            routing = self._choose_tokens(logits_TE, valid_T)
+            routed, routing = None, self._choose_tokens(logits_TE, valid_T)
         else:
-            routing = self._choose_experts(logits_TE, valid_T, given_ids_TK, balance=meta.training)
-        if tokens is None:
+            routed = self._choose_experts(logits_TE, tokens, given_ids_TK, recording=recording, balance=meta.training)
+            routing = self._routing(routed)
+        if not recording:
             return routing
-        routing = self._attach_balancing_losses(routing, logits_TE, tokens, meta)
+        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens), meta)
         if torch.is_grad_enabled():
             self._count(routing, logits_TE, valid_T)
         if meta.tally is not None:
@@ -147,33 +148,38 @@ class Router(nn.Module):
             sequence_part(self.ctx),
         )
 
-    def _attach_z_loss(self, logits_TE: Tensor, tokens: BatchTokens, meta: TokenMeta) -> Tensor:
-        if not self.spec.z_loss_coeff:
-            return logits_TE
-        loss = z_loss(logits_TE, tokens)
-        self._report("z_loss", loss, meta)
-        return attach_losses(logits_TE, (loss,), (self.spec.z_loss_coeff,), meta.aux_scale)
-
     def _choose_experts(
-        self, logits_TE: Tensor, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
-    ) -> Routing:
-        """Every token takes experts: `spec.topk` of them."""
-        spec, num_experts = self.spec, self.spec.num_experts
+        self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *, recording: bool, balance: bool
+    ) -> Routed:
+        """Every token takes experts: `spec.topk` of them. `recording`: with the sums that losses are made of."""
+        spec, valid_T = self.spec, tokens.valid_T
+        z = recording and bool(spec.z_loss_coeff)
         if "sinkhorn" in spec.balancing:
             ids_TK, probs_TK = sinkhorn_choice(logits_TE, spec.topk, valid_T, given_ids_TK, balance=balance)
-        else:
-            if given_ids_TK is None and self.quantile_thresholds is not None:
-                given_ids_TK = quantile_choice(logits_TE, self.quantile_thresholds, spec.topk)
-            ids_TK, probs_TK = self.kernels.select_experts(logits_TE, self.expert_bias, spec, given_ids_TK)
-        if valid_T is not None:
-            ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
-            probs_TK = torch.where(valid_T[:, None], probs_TK, 0)
+            ids_TK, probs_TK = valid_ids(ids_TK, valid_T), valid_or_zero(probs_TK, valid_T)
+            counts_E = self.kernels.count_tokens(ids_TK, spec.num_experts)
+            return Routed(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
+        if given_ids_TK is None and self.quantile_thresholds is not None:
+            given_ids_TK = quantile_choice(logits_TE, self.quantile_thresholds, spec.topk)
+        # token t belongs to sequence t % B
+        sets = tokens.batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
+        return self.kernels.route(
+            logits_TE,
+            self.expert_bias,
+            spec,
+            given_ids_TK=given_ids_TK,
+            valid_T=valid_T,
+            balance_sets=sets if recording and self._balancing_losses else 0,
+            z=z,
+        )
+
+    def _routing(self, routed: Routed) -> Routing:
         routing = Routing(
-            num_experts=num_experts,
-            ids_TK=ids_TK,
-            probs_TK=probs_TK,
-            counts_E=self.kernels.count_tokens(ids_TK, num_experts),
-            chosen_TK=ids_TK,
+            num_experts=self.spec.num_experts,
+            ids_TK=routed.ids_TK,
+            probs_TK=routed.probs_TK,
+            counts_E=routed.counts_E,
+            chosen_TK=routed.ids_TK,
         )
         return routing if self.capacity is None else self._limit(routing, self.capacity)
 
@@ -196,7 +202,7 @@ class Router(nn.Module):
         spec = self.spec
         factor = 1.0 if self.capacity is None else self.capacity.factor
         capacity = expert_capacity(len(logits_TE), spec.topk, spec.num_experts, factor)
-        map_TE, probs_TE = expert_choice(self.kernels, logits_TE, spec, capacity, valid_T)
+        map_TE, probs_TE = expert_choice(logits_TE, spec, capacity, valid_T)
         return Routing(
             num_experts=spec.num_experts,
             map_TE=map_TE,
@@ -205,22 +211,28 @@ class Router(nn.Module):
             capacity=capacity,
         )
 
-    def _attach_balancing_losses(
-        self, routing: Routing, logits_TE: Tensor, tokens: BatchTokens, meta: TokenMeta
-    ) -> Routing:
-        coeffs = dict(zip(self.spec.balancing, self.spec.aux_loss_coeffs, strict=True))
-        wanted = [(kind, name) for kind, name in LOSS_NAMES if coeffs.get(kind)]
-        if not wanted:
+    def _losses(self, logits_TE: Tensor, routed: Routed | None, tokens: BatchTokens) -> list[tuple[str, Tensor, float]]:
+        """(name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None where experts
+        choose."""
+        made: list[tuple[str, Tensor, float]] = []
+        if self.spec.z_loss_coeff:
+            z_sum = None if routed is None else routed.z_sum
+            z_sum = squared_logsumexp(logits_TE, tokens.valid_T) if z_sum is None else z_sum
+            made.append(("z_loss", z_sum / tokens.number(), self.spec.z_loss_coeff))
+        if routed is not None and routed.balance is not None:
+            sums = BalancingLosses(routed.balance, self.spec.topk, tokens)
+            made += [(name, self._balancing_loss(kind, sums), coeff) for kind, name, coeff in self._balancing_losses]
+        return made
+
+    def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], meta: TokenMeta) -> Routing:
+        """Reports the losses, and lets them into the gradient of the weights."""
+        if not made:
             return routing
-        scores_TE, ids_TK = self.kernels.balance_scores(logits_TE, self.spec)
-        losses = BalancingLosses(self.kernels, scores_TE, ids_TK, tokens)
-        made = []
-        for kind, name in wanted:
-            made.append(self._balancing_loss(kind, losses))
-            self._report(name, made[-1], meta)
-        assert routing.probs_TK is not None
-        weights = [coeffs[kind] for kind, _ in wanted]
-        return replace(routing, probs_TK=attach_losses(routing.probs_TK, made, weights, meta.aux_scale))
+        names, losses, coeffs = zip(*made, strict=True)
+        for name, loss in zip(names, losses, strict=True):
+            self._report(name, loss, meta)
+        field = "probs_TE" if routing.probs_TK is None else "probs_TK"
+        return replace(routing, **{field: attach_losses(getattr(routing, field), losses, coeffs, meta.aux_scale)})
 
     def _balancing_loss(self, kind: Balancing, losses: BalancingLosses) -> Tensor:
         if kind == "seq_aux_loss":

@@ -7,8 +7,8 @@ score function. None of them reads the host.
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.kernels.reference_routing import top_ids
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.kernels.reference_routing import balance_scores, top_ids
 from megatron_moe.parallel.alltoall import AllGather, run
 from megatron_moe.parallel.context import Group
 from megatron_moe.specs.moe import RouterSpec
@@ -108,16 +108,14 @@ def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: Group) ->
 # expert choice (arXiv 2202.09368)
 
 
-def expert_choice(
-    kernels: Kernels, logits_TE: Tensor, spec: RouterSpec, capacity: int, valid_T: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def expert_choice(logits_TE: Tensor, spec: RouterSpec, capacity: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
     """(map_TE, probs_TE): every expert takes the `capacity` tokens that score highest with it.
 
     S = softmax(X W) over the experts (or sigmoid and sqrtsoftplus scores normalised to sum to 1 per token); expert e
     takes the top `capacity` of column e, ties to the earliest token, and weighs each with S[t, e] (section 3.2 of the
     paper: G, I = TopK(S^T, k)). A token may meet any number of experts, also none; weights are not normalised again.
     """
-    scores_TE, _ = kernels.balance_scores(logits_TE, spec)
+    scores_TE = balance_scores(logits_TE, spec)
     ranking_TE = scores_TE.detach()
     if valid_T is not None:
         ranking_TE = ranking_TE.masked_fill(~valid_T[:, None], -1)

@@ -116,14 +116,15 @@ def cross_entropy(k: Any) -> Any:
     return k.cross_entropy(logits, torch.arange(20)), [logits]
 
 
-def select(k: Any) -> Any:
+def route(k: Any) -> Any:
     logits = leaf(20, 8, dtype=torch.float32)
-    return k.select_experts(logits, None, ROUTER, None)[1], [logits]
+    return k.route(logits, None, ROUTER).probs_TK, [logits]
 
 
-def balance(k: Any) -> Any:
-    logits = leaf(20, 8, dtype=torch.float32)
-    return k.balance_scores(logits, ROUTER)[0], [logits]
+def route_with_losses(k: Any) -> Any:
+    logits, spec = leaf(40, 160, dtype=torch.float32), replace(ROUTER, num_experts=160, num_groups=8, group_topk=2)
+    routed = k.route(logits, None, spec, valid_T=torch.arange(40) > 2, balance_sets=2, z=True)
+    return (routed.probs_TK, routed.balance.scores_GE, routed.z_sum), [logits]
 
 
 def permute(k: Any) -> Any:
@@ -185,8 +186,8 @@ CASES: dict[str, Case] = {
     "activation": weighted_activation,
     "activation alone": plain_activation,
     "cross_entropy": cross_entropy,
-    "select_experts": select,
-    "balance_scores": balance,
+    "route": route,
+    "route with losses": route_with_losses,
     "permute": permute,
     "unpermute": unpermute,
     "gather_probs": gather_probs,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.choose import choose
 from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
+from megatron_moe.kernels.reference_routing import count_tokens
 from megatron_moe.moe.experts import _bias_of_rows
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
@@ -26,8 +28,8 @@ from megatron_moe.specs.moe import (
     SharedExpertsSpec,
 )
 from megatron_moe.specs.run import KernelSpec
-from tests.kernel_comparison import adamw_step
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, Tolerance
+from tests.kernel_comparison import adamw_step, differentiable, route_and_pull
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, FP64_REF, Tolerance
 
 pytestmark = pytest.mark.gpu1
 
@@ -253,20 +255,43 @@ def test_the_gate_multiplies_in_fp32_whatever_its_inputs(weights: torch.dtype) -
         bar.check(grad.double().cpu(), expected, f"gradient {number}")
 
 
+@pytest.mark.parametrize("dtype", [FP32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-@pytest.mark.parametrize("groups", [(None, None), (4, 2)])
-def test_routers_choose_as_on_the_cpu(score: Any, groups: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize(
+    ("experts", "topk", "groups"), [(32, 4, (None, None)), (128, 8, (None, None)), (256, 8, (8, 4)), (160, 6, (8, 3))]
+)
+def test_routers_choose_count_and_sum_as_on_the_cpu(
+    experts: int, topk: int, groups: tuple[int | None, int | None], score: Any, dtype: torch.dtype
+) -> None:
+    """More tokens than the programs hold at a time; two launches agree to the bit."""
     num_groups, group_topk = groups
     spec = RouterSpec(
-        hidden_size=8, num_experts=32, topk=4, score_function=score, num_groups=num_groups, group_topk=group_topk
-    )
-    logits, bias = draw(500, 32), draw(32, seed=1)
-    kernels, _ = bundles(FP32)
-    ids, _ = kernels.select_experts(logits.float().cuda(), bias.float().cuda(), spec, None)
-    expected, _ = REFERENCE.select_experts(logits.float(), bias.float(), spec, None)
-    EXACT.check(ids.cpu(), expected, "choices")
-    compare(lambda k: lambda x: k.select_experts(x, bias.to(x), spec, None)[1], [logits], FP32)
-    compare(lambda k: lambda x: k.balance_scores(x, spec)[0], [logits], FP32)
+        hidden_size=8, num_experts=experts, topk=topk, score_function=score, num_groups=num_groups,
+        group_topk=group_topk, scaling_factor=1.7,
+    )  # fmt: skip
+    logits, bias = draw(9000, experts), draw(experts, seed=1).float()
+    logits = logits.float().double()  # so that fp32 chooses among the same
+    logits[7], logits[8, 3:] = 0.5, logits[8, 3]  # ties
+    valid = torch.arange(9000) % 7 > 0
+
+    fields = {"valid_T": valid.cuda(), "balance_sets": 3, "z": True}
+    on_device = logits.to(dtype).cuda()
+    routed, grad = route_and_pull(triton_kernels, on_device, bias.cuda(), spec, **fields)
+    again, grad_again = route_and_pull(triton_kernels, on_device, bias.cuda(), spec, **fields)
+    for first, second in zip((*differentiable(routed), grad), (*differentiable(again), grad_again), strict=True):
+        assert torch.equal(first, second), "two launches differ"
+
+    fields["valid_T"] = valid
+    expected = REFERENCE.route(logits.to(dtype), bias, spec, **fields)
+    ids_TK = routed.ids_TK.cpu()
+    # a last bit may turn the order of two scores; all the rest follows from the choices that were made
+    assert (ids_TK == expected.ids_TK).all(dim=1).double().mean() > (0.99 if dtype is FP32 else 0.9999)
+    EXACT.check(ids_TK[7:9], expected.ids_TK[7:9], "ties")
+    EXACT.check(routed.counts_E.cpu(), count_tokens(ids_TK, experts), "counts")
+    exact, exact_grad = route_and_pull(REFERENCE, logits, bias, spec, given_ids_TK=ids_TK, **fields)
+    bar = FP32_REF if dtype is FP32 else FP64_REF
+    for mine, theirs in zip((*differentiable(routed), grad), (*differentiable(exact), exact_grad), strict=True):
+        bar.check(mine.double().cpu(), theirs, "weights, sums or gradient")
 
 
 @DTYPES

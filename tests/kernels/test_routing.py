@@ -1,4 +1,4 @@
-"""Choice of experts and balancing scores of the reference against one token worked out at a time."""
+"""Choices, weights and sums of the router's op in plain torch against one token worked out at a time."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import BalanceSums
 from megatron_moe.specs.moe import RouterSpec
 from tests.tolerances import EXACT, FP64_REF
 
@@ -20,6 +21,18 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def spec_of(**fields) -> RouterSpec:
     return RouterSpec(**{"hidden_size": 1, "num_experts": EXPERTS, "topk": 4, **fields})
+
+
+def choose(logits: Tensor, bias: Tensor | None, spec: RouterSpec, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    routed = KERNELS.route(logits, bias, spec, given_ids_TK=given)
+    return routed.ids_TK, routed.probs_TK
+
+
+def balance_of_each(logits: Tensor, spec: RouterSpec) -> BalanceSums:
+    """Every token is a set of its own."""
+    balance = KERNELS.route(logits, None, spec, balance_sets=len(logits)).balance
+    assert balance is not None
+    return balance
 
 
 def score(logit: float, kind: str) -> float:
@@ -80,7 +93,7 @@ def test_experts_are_chosen_and_weighed_as_by_hand(function, pre, scaling, group
     )
     logits = 2 * draw(20, EXPERTS)
     bias = draw(EXPERTS, seed=1) / 4 if function != "softmax" else None
-    ids, probs = KERNELS.select_experts(logits, bias, spec, None)
+    ids, probs = choose(logits, bias, spec)
     flat_bias = [0.0] * EXPERTS if bias is None else bias.tolist()
     expected = [choose_by_hand(row, flat_bias, spec) for row in logits.tolist()]
     EXACT.check(ids, [row for row, _ in expected], "ids")
@@ -92,26 +105,28 @@ def test_the_bias_moves_the_choice_and_not_the_weights(function, pre) -> None:
     spec, logits = spec_of(score_function=function, pre_softmax=pre, topk=2), draw(6, EXPERTS)
     bias = torch.zeros(EXPERTS)
     bias[[3, 7]] = torch.tensor([10.0, 20.0])
-    ids, probs = KERNELS.select_experts(logits, bias, spec, None)
+    ids, probs = choose(logits, bias, spec)
     EXACT.check(ids, torch.tensor([[7, 3]]).expand(6, 2), "the two favoured experts")
-    replayed = KERNELS.select_experts(logits, None, spec, ids)[1]
+    replayed = choose(logits, None, spec, ids)[1]
     EXACT.check(probs, replayed, "weights without bias")
 
 
 @pytest.mark.parametrize("function, pre", SCORES)
 def test_equal_scores_go_to_the_lowest_ids(function, pre) -> None:
     spec = spec_of(score_function=function, pre_softmax=pre, num_groups=4, group_topk=2)
-    ids, _ = KERNELS.select_experts(torch.zeros(3, EXPERTS), None, spec, None)
+    ids, _ = choose(torch.zeros(3, EXPERTS), None, spec)
     EXACT.check(ids, torch.tensor([[0, 1, 2, 3]]).expand(3, 4))
-    EXACT.check(KERNELS.balance_scores(torch.zeros(3, EXPERTS), spec)[1], torch.tensor([[0, 1, 2, 3]]).expand(3, 4))
+    counts = balance_of_each(torch.zeros(3, EXPERTS), spec).counts_GE
+    EXACT.check(counts, torch.tensor([[1] * 4 + [0] * 8]).expand(3, EXPERTS))
 
 
 @pytest.mark.parametrize("function, pre", SCORES)
 def test_weights_have_the_gradients_of_finite_differences(function, pre) -> None:
     spec = spec_of(score_function=function, pre_softmax=pre, scaling_factor=1.5)
     logits = draw(3, EXPERTS).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: KERNELS.select_experts(x, None, spec, None)[1], (logits,))
-    assert torch.autograd.gradcheck(lambda x: KERNELS.balance_scores(x, spec)[0], (logits,))
+    assert torch.autograd.gradcheck(lambda x: choose(x, None, spec)[1], (logits,))
+    assert torch.autograd.gradcheck(lambda x: balance_of_each(x, spec).scores_GE, (logits,))
+    assert torch.autograd.gradcheck(lambda x: KERNELS.route(x, None, spec, z=True).z_sum, (logits,))
 
 
 @pytest.mark.parametrize("function, pre", SCORES)
@@ -119,7 +134,7 @@ def test_given_ids_are_kept_and_none_gets_weight_zero_and_a_finite_gradient(func
     spec = spec_of(score_function=function, pre_softmax=pre)
     given = torch.tensor([[5, -1, 0, -1], [-1, -1, -1, -1], [1, 2, 3, 4]])
     logits = draw(3, EXPERTS).requires_grad_()
-    ids, probs = KERNELS.select_experts(logits, None, spec, given)
+    ids, probs = choose(logits, None, spec, given)
     EXACT.check(ids, given, "ids")
     EXACT.check(probs[given < 0], torch.zeros(6), "weights of none")
     if not pre:
@@ -130,31 +145,59 @@ def test_given_ids_are_kept_and_none_gets_weight_zero_and_a_finite_gradient(func
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_balance_scores_sum_to_one_and_rank_without_groups(function: str) -> None:
-    spec = spec_of(score_function=function, num_groups=4, group_topk=1)
+    spec = spec_of(score_function=function, num_groups=4, group_topk=2)
     logits = draw(5, EXPERTS)
-    scores, ids = KERNELS.balance_scores(logits, spec)
+    scores, counts = balance_of_each(logits, spec)
     for t, row in enumerate(logits.tolist()):
         raw = [math.exp(x) for x in row] if function == "softmax" else [score(x, function) for x in row]
         FP64_REF.check(scores[t], [x / sum(raw) for x in raw], f"scores of token {t}")
-        assert ids[t].tolist() == sorted(range(EXPERTS), key=lambda e: -row[e])[:4]
+        assert counts[t].nonzero().flatten().tolist() == sorted(sorted(range(EXPERTS), key=lambda e: -row[e])[:4])
+
+
+def test_sums_are_over_the_valid_tokens_of_every_set() -> None:
+    """Six tokens of two sequences, token t of sequence t % 2; one is padding, and its logits may be anything."""
+    spec, logits = spec_of(num_experts=3, topk=1), draw(6, 3)
+    logits[3] = torch.nan
+    valid = torch.arange(6) != 3
+    routed = KERNELS.route(logits, None, spec, valid_T=valid, balance_sets=2, z=True)
+    best = logits.argmax(dim=-1)
+    assert routed.ids_TK.flatten().tolist() == [-1 if t == 3 else int(best[t]) for t in range(6)]
+    EXACT.check(routed.probs_TK.flatten(), valid.double(), "one choice weighs 1, padding nothing")
+    assert routed.balance is not None and routed.z_sum is not None
+    for of_set, tokens in enumerate(([0, 2, 4], [1, 5])):
+        FP64_REF.check(routed.balance.scores_GE[of_set], logits[tokens].softmax(-1).sum(0), f"scores of set {of_set}")
+        EXACT.check(routed.balance.counts_GE[of_set], best[tokens].bincount(minlength=3), f"counts of set {of_set}")
+    EXACT.check(routed.counts_E, best[valid].bincount(minlength=3), "counts")
+    squares = [math.log(sum(map(math.exp, row))) ** 2 for row in logits[valid].tolist()]
+    FP64_REF.check(routed.z_sum, sum(squares), "z")
+
+
+def test_a_replay_leaves_the_sums_as_they_are() -> None:
+    spec, logits = spec_of(num_groups=4, group_topk=2), draw(5, EXPERTS)
+    free = KERNELS.route(logits, None, spec, balance_sets=1, z=True)
+    replayed = KERNELS.route(logits, None, spec, given_ids_TK=torch.full((5, 4), -1), balance_sets=1, z=True)
+    assert replayed.counts_E.sum() == 0 and free.counts_E.sum() == 20
+    assert free.balance is not None and replayed.balance is not None
+    for mine, theirs in zip((*replayed.balance, replayed.z_sum), (*free.balance, free.z_sum), strict=True):
+        EXACT.check(mine, theirs)
 
 
 def test_scores_of_extreme_logits_are_finite_with_finite_gradients() -> None:
     for function, pre in SCORES:
         spec = spec_of(score_function=function, pre_softmax=pre)
         logits = torch.tensor([[-90.0] * EXPERTS, [90.0] * EXPERTS], requires_grad=True)
-        probs = KERNELS.select_experts(logits, None, spec, None)[1]
+        probs = choose(logits, None, spec)[1]
         (grad,) = torch.autograd.grad(probs[:, 0].sum(), logits)
         assert probs.isfinite().all() and grad.isfinite().all(), function
 
 
 def test_bf16_logits_are_scored_in_fp32_and_weights_returned_in_bf16() -> None:
     logits, spec = draw(8, EXPERTS).bfloat16(), spec_of(score_function="sigmoid")
-    ids, probs = KERNELS.select_experts(logits, None, spec, None)
-    wide_ids, wide = KERNELS.select_experts(logits.float(), None, spec, None)
+    ids, probs = choose(logits, None, spec)
+    wide_ids, wide = choose(logits.float(), None, spec)
     EXACT.check(ids, wide_ids, "ids")
     EXACT.check(probs, wide.bfloat16(), "probs")
-    assert probs.dtype is torch.bfloat16 and KERNELS.balance_scores(logits, spec)[0].dtype is torch.float32
+    assert probs.dtype is torch.bfloat16 and balance_of_each(logits, spec).scores_GE.dtype is torch.float32
 
 
 def test_counts_leave_out_none_and_include_experts_without_tokens() -> None:

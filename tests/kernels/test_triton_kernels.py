@@ -12,7 +12,7 @@ from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import GroupedPart, Operand
 from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import ActivationSpec, RouterSpec
+from megatron_moe.specs.moe import ActivationSpec
 from tests import kernel_comparison
 from tests.kernel_comparison import BARS, REFERENCE, adamw_step, draw
 from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
@@ -343,47 +343,6 @@ def test_a_refused_step_leaves_every_bit() -> None:
         (state[0], *state[2:], weights), (before[0], *before[2:], torch.ones(3000)), strict=True
     ):
         EXACT.check(actual.float(), expected, "state")
-
-
-ROUTERS = {
-    "softmax": {},
-    "pre_softmax": {"pre_softmax": True, "scaling_factor": 2.5},
-    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5},
-    "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
-    "one": {"score_function": "sigmoid", "topk": 1},
-    "groups": {"score_function": "sigmoid", "num_experts": 16, "topk": 4, "num_groups": 4, "group_topk": 2},
-    "odd groups": {"num_experts": 9, "topk": 2, "num_groups": 3, "group_topk": 1},
-}
-
-
-def router(**fields: Any) -> RouterSpec:
-    return RouterSpec(**{"hidden_size": 8, "num_experts": 11, "topk": 3, **fields})
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", ROUTERS)
-def test_experts_are_chosen_and_weighed_as_in_the_reference(kind: str, biased: bool) -> None:
-    spec = router(**ROUTERS[kind])
-    bias = draw(spec.num_experts, seed=1).float() if biased else None
-    logits = 2 * draw(300, spec.num_experts)
-    logits[5], logits[6, 3:] = 0.5, logits[6, 3]  # ties
-    ids, _ = REFERENCE.select_experts(logits.float(), bias, spec, None)
-    EXACT.check(triton_kernels.select_experts(logits.float(), bias, spec, None)[0], ids, "choices")
-    compare(lambda k: lambda x: k.select_experts(x, bias, spec, None)[1], [logits], torch.float32)
-    _, best = triton_kernels.balance_scores(logits.float(), spec)
-    EXACT.check(best, REFERENCE.balance_scores(logits.float(), spec)[1], "best experts")
-    compare(lambda k: lambda x: k.balance_scores(x, spec)[0], [logits], torch.float32)
-
-
-def test_a_gradient_that_is_the_same_for_all_tokens_reaches_every_logit() -> None:
-    spec = router(score_function="sigmoid")
-    weights = draw(spec.num_experts, seed=3)
-    compare(lambda k: lambda x: k.balance_scores(x, spec)[0].sum(dim=0) * weights.to(x), [draw(7, 11)], torch.float32)
-
-
-def test_no_tokens_choose_nothing() -> None:
-    ids, probs = triton_kernels.select_experts(torch.zeros(0, 11), None, router(), None)
-    assert ids.shape == probs.shape == (0, 3)
 
 
 @DTYPES

@@ -24,8 +24,7 @@ from megatron_moe.kernels.backends.triton.pages import free_pages as free_pages
 from megatron_moe.kernels.backends.triton.pages import pack_rows as pack_rows
 from megatron_moe.kernels.backends.triton.pages import unpack_rows as unpack_rows
 from megatron_moe.kernels.backends.triton.rope import rope as rope
-from megatron_moe.kernels.backends.triton.router import balance_scores as balance_scores
-from megatron_moe.kernels.backends.triton.router import select_experts as select_experts
+from megatron_moe.kernels.backends.triton.routing.op import route as route
 from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
 from megatron_moe.kernels.backends.triton.rows import permute as permute
 from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
@@ -48,8 +47,7 @@ PROVIDES = (
     "attention_block_grad",
     "activation",
     "cross_entropy",
-    "select_experts",
-    "balance_scores",
+    "route",
     "count_tokens",
     "sort_rows",
     "permute",
@@ -81,6 +79,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",
         "adamw_packed_": "one pass that unpacks and packs",
+        "route": "scores, choice, counts and losses in one pass each way",
         "sort_rows": "a counting sort in two launches",
         "count_tokens": "a histogram without atomics",
     }

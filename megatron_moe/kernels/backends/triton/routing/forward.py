@@ -1,0 +1,243 @@
+"""The router forward: scores, choice within groups, weights, counts, and the sums that losses are made of.
+
+A grid of few programs; each walks through tiles of the tokens of one set, and finds:
+
+- choices one by one, each the largest that is left. Scores are compared as integers of the same order, which warps
+  reduce in one instruction; a second reduction finds the lowest id among equals, as a stable sort would.
+- counts, added by atomics to one buffer of zeros: integers add up to the same in any order.
+- sums over tokens (scores for balancing, squares for the z loss). Floating sums depend on their order, so every program
+  writes its share, and the one that comes last adds all shares in the order of their numbers: results repeat bit for
+  bit, whoever comes last.
+
+Who comes last is told by a ticket, an atomic counter behind the counts. That the last program sees all shares is by the
+memory model: the barrier puts the stores of all threads of a program before its ticket; the ticket releases them to the
+whole GPU and acquires what those before it released, and the counter is one chain of such tickets; what follows the
+ticket in the last program follows its acquire. Its loads go past the first-level cache (.cg), which other
+multiprocessors do not write to. No program waits for another, so there is nothing to deadlock.
+
+Columns of a tile are groups of experts, each padded to a power of two, and as many groups as a power of two; without
+groups it is one. Column order is the order of ids.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_moe.kernels.backends.triton.routing.scores import load_logits, ordered, score, softmax, value_of
+
+
+@triton.jit
+def route_forward(
+    logits_ptr, bias_ptr, given_ptr, valid_ptr, ids_ptr, probs_ptr, counts_ptr, shares_ptr, scores_ptr, z_ptr,
+    num_tokens, num_experts, sets,
+    BIASED: tl.constexpr, REPLAYED: tl.constexpr, MASKED: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr,
+    TOPK: tl.constexpr, CHOICES: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr,
+    SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, SCALING: tl.constexpr,
+    EPSILON: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """counts: [1 + sets, experts], without balance [1, experts], and the ticket. shares: [programs, experts] of the
+    sums, and [programs] of the squares."""
+    plain: tl.constexpr = not (BIASED or REPLAYED or GROUP_TOPK > 0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    group_size = num_experts // NUM_GROUPS
+    columns = tl.arange(0, GROUPS * SIZE)
+    experts = columns // SIZE * group_size + columns % SIZE
+    real = (columns % SIZE < group_size) & (experts < num_experts)
+    choices = tl.arange(0, CHOICES)
+
+    counts = tl.zeros((GROUPS * SIZE,), dtype=tl.int32)
+    plain_counts = tl.zeros((GROUPS * SIZE,), dtype=tl.int32)
+    sums = tl.zeros((GROUPS * SIZE,), dtype=WIDE)
+    squares = tl.zeros((TOKENS,), dtype=WIDE)
+    own_set, size_of_set = program % sets, num_tokens // sets
+    for start in range(program // sets * TOKENS, size_of_set, programs // sets * TOKENS):
+        places = start + tl.arange(0, TOKENS)
+        tokens = places * sets + own_set
+        inside = places < size_of_set
+        held = inside
+        if MASKED:
+            held = inside & (tl.load(valid_ptr + tokens, mask=inside, other=0) != 0)
+        logits = load_logits(logits_ptr, tokens, held, experts, real, num_experts, WIDE)
+        if Z:
+            _, logsumexp = softmax(logits)
+            squares += tl.where(held, logsumexp * logsumexp, 0.0)
+        # scores are what choices are weighed by; shares add up to 1 per token
+        if ON_LOGITS:
+            scores = logits
+            shares, _ = softmax(logits)
+        elif SCORE == "softmax":
+            scores, _ = softmax(logits)
+            shares = scores
+        else:
+            scores = score(logits, SCORE)
+            shares = scores / (tl.sum(scores, axis=1) + EPSILON)[:, None]
+        if BALANCE:
+            sums += tl.sum(shares, axis=0)
+            if not plain:
+                plain_counts += _count_plain(scores, held, columns, real, TOPK, GROUPS * SIZE, INT, HIGHEST)
+
+        if REPLAYED:
+            ids, chosen, taken = _look_up(
+                given_ptr, tokens, held, scores, experts, real, TOPK, TOKENS, CHOICES, GROUPS * SIZE, WIDE
+            )
+        else:
+            merits = scores
+            if BIASED:
+                merits += tl.load(bias_ptr + experts, mask=real, other=0.0).to(WIDE)[None, :]
+            keys = tl.where(real[None, :], ordered(merits, INT, HIGHEST), -HIGHEST - 1)
+            if GROUP_TOPK > 0:
+                keys = _limit_to_groups(keys, TOPK, NUM_GROUPS, GROUP_TOPK, TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST)
+            ids, chosen, keys = _choose(
+                keys, scores, columns, group_size, plain, TOPK, TOKENS, CHOICES, GROUPS, SIZE, WIDE, HIGHEST
+            )
+            ids = tl.where(held[:, None], ids, -1)
+            taken = ((keys == -HIGHEST - 1) & real[None, :] & held[:, None]).to(tl.int32)
+        counts += tl.sum(taken, axis=0)
+        weights = _weigh(chosen, ids < 0, ON_LOGITS, NORMALISED, EPSILON) * SCALING
+        slots = tokens[:, None].to(tl.int64) * TOPK + choices[None, :]
+        stored = inside[:, None] & (choices < TOPK)[None, :]
+        tl.store(ids_ptr + slots, ids.to(tl.int64), mask=stored)
+        tl.store(probs_ptr + slots, weights.to(probs_ptr.dtype.element_ty), mask=stored)
+
+    _add_counts(counts_ptr, counts, experts, real)
+    if BALANCE:
+        _add_counts(counts_ptr + (1 + own_set) * num_experts, counts if plain else plain_counts, experts, real)
+        tl.store(shares_ptr + program * num_experts + experts, sums, mask=real)
+    if Z:
+        tl.store(shares_ptr + programs * num_experts + program, tl.sum(squares, axis=0))
+    if BALANCE or Z:
+        tl.debug_barrier()  # the ticket is one thread's, and has to follow the stores of all
+        behind = num_experts * (1 + sets) if BALANCE else num_experts
+        ticket = tl.atomic_add(counts_ptr + behind, 1, sem="acq_rel")
+        if ticket == programs - 1:
+            if BALANCE:
+                _add_scores(
+                    shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, TOKENS, GROUPS * SIZE, WIDE
+                )
+            if Z:
+                _add_squares(shares_ptr + programs * num_experts, z_ptr, programs, WIDE)
+
+
+@triton.jit
+def _take_best(keys, columns, COLUMNS: tl.constexpr, HIGHEST: tl.constexpr):
+    """(keys without the largest of every row, its key, its column: the lowest among equals)"""
+    peak = tl.max(keys, axis=1)
+    column = tl.min(tl.where(keys == peak[:, None], columns[None, :], COLUMNS), axis=1)
+    return tl.where(columns[None, :] == column[:, None], -HIGHEST - 1, keys), peak, column
+
+
+@triton.jit
+def _limit_to_groups(
+    keys, TOPK: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """Keys outside the best groups fall below all numbers; a group is worth the sum of its TOPK // GROUP_TOPK best."""
+    members = tl.reshape(keys, (TOKENS * GROUPS, SIZE))
+    places = tl.arange(0, SIZE)
+    worth = tl.zeros((TOKENS * GROUPS,), dtype=WIDE)
+    for _ in tl.static_range(TOPK // GROUP_TOPK):
+        members, peak, _ = _take_best(members, places, SIZE, HIGHEST)
+        worth += value_of(peak, WIDE, HIGHEST)
+    groups = tl.arange(0, GROUPS)
+    group_keys = tl.reshape(ordered(worth, INT, HIGHEST), (TOKENS, GROUPS))
+    group_keys = tl.where((groups < NUM_GROUPS)[None, :], group_keys, -HIGHEST - 1)
+    for _ in tl.static_range(GROUP_TOPK):
+        group_keys, _, _ = _take_best(group_keys, groups, GROUPS, HIGHEST)
+    chosen = tl.expand_dims((group_keys == -HIGHEST - 1).to(tl.int32), 2)
+    allowed = tl.reshape(tl.broadcast_to(chosen, (TOKENS, GROUPS, SIZE)), (TOKENS, GROUPS * SIZE))
+    return tl.where(allowed != 0, keys, tl.minimum(keys, -HIGHEST))
+
+
+@triton.jit
+def _choose(
+    keys, scores, columns, group_size, PLAIN: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
+    CHOICES: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """(ids and scores of the choices in descending order, keys of what is left)"""
+    choices = tl.arange(0, CHOICES)
+    ids = tl.full((TOKENS, CHOICES), -1, dtype=tl.int32)
+    chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
+    for k in range(TOPK):
+        keys, peak, column = _take_best(keys, columns, GROUPS * SIZE, HIGHEST)
+        if PLAIN:  # the key is that of the score
+            own = value_of(peak, WIDE, HIGHEST)
+        else:
+            own = tl.sum(tl.where(columns[None, :] == column[:, None], scores, 0.0), axis=1)
+        expert = column // SIZE * group_size + column % SIZE
+        ids = tl.where((choices == k)[None, :], expert[:, None], ids)
+        chosen = tl.where((choices == k)[None, :], own[:, None], chosen)
+    return ids, chosen, keys
+
+
+@triton.jit
+def _look_up(
+    given_ptr, tokens, held, scores, experts, real, TOPK: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(ids that are given, their scores, which experts they are)"""
+    choices = tl.arange(0, CHOICES)
+    ids = tl.full((TOKENS, CHOICES), -1, dtype=tl.int32)
+    chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
+    taken = tl.zeros((TOKENS, COLUMNS), dtype=tl.int32)
+    for k in range(TOPK):
+        expert = tl.load(given_ptr + tokens.to(tl.int64) * TOPK + k, mask=held, other=-1).to(tl.int32)
+        hit = (experts[None, :] == expert[:, None]) & real[None, :]
+        own = tl.sum(tl.where(hit, scores, 0.0), axis=1)
+        ids = tl.where((choices == k)[None, :], expert[:, None], ids)
+        chosen = tl.where((choices == k)[None, :], own[:, None], chosen)
+        taken += hit.to(tl.int32)
+    return ids, chosen, taken
+
+
+@triton.jit
+def _weigh(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
+    """Weights of the choices, 0 where there is none."""
+    if ON_LOGITS:
+        weights, _ = softmax(tl.where(none, float("-inf"), chosen))
+    else:
+        weights = tl.where(none, 0.0, chosen)
+        if NORMALISED:
+            weights = weights / (tl.sum(weights, axis=1) + EPSILON)[:, None]
+    return weights
+
+
+@triton.jit
+def _count_plain(
+    scores, held, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
+):
+    """How often each column is among the best of a token."""
+    keys = tl.where(real[None, :], ordered(scores, INT, HIGHEST), -HIGHEST - 1)
+    for _ in range(TOPK):
+        keys, _, _ = _take_best(keys, columns, COLUMNS, HIGHEST)
+    best = (keys == -HIGHEST - 1) & real[None, :] & held[:, None]
+    return tl.sum(best.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _add_counts(counts_ptr, counts, experts, real):
+    tl.atomic_add(counts_ptr + experts, counts.to(tl.int64), mask=real & (counts > 0), sem="relaxed")
+
+
+@triton.jit
+def _add_scores(
+    shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program p found a share of set p % sets."""
+    for each in range(sets):
+        total = tl.zeros((ROWS, COLUMNS), dtype=WIDE)
+        for first in range(each, programs, ROWS * sets):
+            rows = first + tl.arange(0, ROWS) * sets
+            held = (rows < programs)[:, None] & real[None, :]
+            share = shares_ptr + rows[:, None] * num_experts + experts[None, :]
+            total += tl.load(share, mask=held, other=0.0, cache_modifier=".cg")
+        tl.store(scores_ptr + each * num_experts + experts, tl.sum(total, axis=0), mask=real)
+
+
+@triton.jit
+def _add_squares(shares_ptr, z_ptr, programs, WIDE: tl.constexpr):
+    total = tl.zeros((256,), dtype=WIDE)
+    for first in range(0, programs, 256):
+        rows = first + tl.arange(0, 256)
+        total += tl.load(shares_ptr + rows, mask=rows < programs, other=0.0, cache_modifier=".cg")
+    tl.store(z_ptr, tl.sum(total, axis=0))

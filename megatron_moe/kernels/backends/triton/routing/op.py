@@ -1,0 +1,126 @@
+"""The op `route` around its two kernels."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
+from megatron_moe.kernels.backends.triton.routing.backward import route_backward
+from megatron_moe.kernels.backends.triton.routing.forward import route_forward
+from megatron_moe.kernels.ops import BalanceSums, Routed, internal_dtype
+from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
+from megatron_moe.specs.moe import RouterSpec
+
+FORWARD_TILE, FORWARD_WARPS = 4096, 16
+"""Tokens times columns that a program holds at a time, in fp32: one program for each multiprocessor fills it, and the
+last of them has few shares to add."""
+BACKWARD_TILE, BACKWARD_WARPS = 2048, 4
+
+
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    spec: RouterSpec,
+    *,
+    given_ids_TK: Tensor | None = None,
+    valid_T: Tensor | None = None,
+    balance_sets: int = 0,
+    z: bool = False,
+) -> Routed:
+    """See `Kernels.route`."""
+    if not len(logits_TE):
+        return reference.route(
+            logits_TE, bias_E, spec, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
+        )
+    probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(  # type: ignore[no-untyped-call]
+        logits_TE, bias_E, given_ids_TK, valid_T, spec, balance_sets, z
+    )
+    num_experts = spec.num_experts
+    balance = None
+    if balance_sets:
+        balance = BalanceSums(scores_GE, counts[num_experts:-1].view(balance_sets, num_experts))
+    return Routed(ids_TK, probs_TK, counts[:num_experts], balance, z_sum)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        given_ids_TK: Tensor | None,
+        valid_T: Tensor | None,
+        spec: RouterSpec,
+        balance_sets: int,
+        z: bool,
+    ) -> tuple[Tensor | None, ...]:
+        logits_TE = logits_TE.contiguous()
+        valid_T = None if valid_T is None else valid_T.contiguous()
+        (num_tokens, num_experts), device, sets = logits_TE.shape, logits_TE.device, max(balance_sets, 1)
+        assert num_tokens % sets == 0, f"{num_tokens} tokens in {sets} sets"
+        groups = spec.num_groups or 1 if spec.group_topk else 1
+        columns = power_of_two(groups), power_of_two(num_experts // groups)
+        wide = internal_dtype(logits_TE.dtype)
+        tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
+        programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), num_multiprocessors(device) // sets), 1)
+        # choices, and those that balancing looks at, per set; behind them the ticket
+        counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
+        ids_TK = torch.empty(num_tokens, spec.topk, device=device, dtype=torch.int64)
+        probs_TK = torch.empty(num_tokens, spec.topk, device=device, dtype=logits_TE.dtype)
+        scores_GE = torch.empty(balance_sets, num_experts, device=device, dtype=wide) if balance_sets else None
+        z_sum = torch.empty((), device=device, dtype=wide) if z else None
+        with_sums = balance_sets > 0 or z
+        shares = torch.empty(programs * (num_experts + 1), device=device, dtype=wide) if with_sums else None
+        route_forward[(programs,)](
+            logits_TE, bias_E, given_ids_TK if given_ids_TK is None else given_ids_TK.contiguous(), valid_T,
+            ids_TK, probs_TK, counts, shares, scores_GE, z_sum, num_tokens, num_experts, sets,
+            BIASED=bias_E is not None, REPLAYED=given_ids_TK is not None, MASKED=valid_T is not None,
+            BALANCE=balance_sets > 0, Z=z, CHOICES=power_of_two(spec.topk), NUM_GROUPS=groups,
+            GROUP_TOPK=spec.group_topk or 0, TOKENS=tokens, GROUPS=columns[0], SIZE=columns[1],
+            INT=tl.int64 if wide is torch.float64 else tl.int32, HIGHEST=2 ** (8 * wide.itemsize - 1) - 1,
+            **_kind(spec, wide), num_warps=FORWARD_WARPS,
+        )  # fmt: skip
+        ctx.save_for_backward(logits_TE, ids_TK, valid_T)
+        ctx.spec, ctx.sets = spec, sets
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(ids_TK, counts)
+        return probs_TK, scores_GE, z_sum, ids_TK, counts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_probs_TK, grad_scores_GE, grad_z = (None if grad is None else grad.contiguous() for grad in grads[:3])
+        logits_TE, ids_TK, valid_T = ctx.saved_tensors
+        num_tokens, num_experts = logits_TE.shape
+        experts, wide = power_of_two(num_experts), internal_dtype(logits_TE.dtype)
+        tokens = _tokens(BACKWARD_TILE, experts, wide)
+        grad_TE = torch.empty_like(logits_TE)
+        route_backward[(triton.cdiv(num_tokens, tokens),)](
+            grad_probs_TK, grad_scores_GE, grad_z, logits_TE, ids_TK, valid_T, grad_TE,
+            num_tokens, num_experts, ctx.sets,
+            PROBS=grad_probs_TK is not None, BALANCE=grad_scores_GE is not None, Z=grad_z is not None,
+            MASKED=valid_T is not None, TOKENS=tokens, EXPERTS=experts,
+            **_kind(ctx.spec, wide), num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
+        return grad_TE, None, None, None, None, None, None
+
+
+def _tokens(tile: int, columns: int, wide: torch.dtype) -> int:
+    """As many as a tile has room for."""
+    return max(tile * torch.float32.itemsize // wide.itemsize // columns, 1)
+
+
+def _kind(spec: RouterSpec, wide: torch.dtype) -> dict[str, Any]:
+    """What both kernels know of the router when they are compiled."""
+    return {
+        "TOPK": spec.topk,
+        "SCORE": spec.score_function,
+        "ON_LOGITS": selects_on_logits(spec),
+        "NORMALISED": spec.score_function != "softmax" and spec.topk > 1,
+        "SCALING": 1.0 if spec.scaling_factor is None else float(spec.scaling_factor),
+        "EPSILON": EPSILON,
+        "WIDE": tl.float64 if wide is torch.float64 else tl.float32,
+    }

@@ -1,0 +1,215 @@
+"""The router's two kernels under the interpreter against plain torch, and compiled for a Hopper GPU without one."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.ops import Routed
+from megatron_moe.specs.moe import RouterSpec
+from tests.kernel_comparison import REFERENCE, differentiable, draw, route_and_pull
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, FP64_REF
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"scaling_factor": 1.7},
+    "pre_softmax": {"pre_softmax": True, "scaling_factor": 2.5},
+    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 1.7},
+    "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
+    "one": {"score_function": "sigmoid", "topk": 1},
+    "all": {"topk": 11},
+    "groups": {"score_function": "sigmoid", "num_experts": 16, "topk": 4, "num_groups": 4, "group_topk": 2},
+    "odd groups": {"num_experts": 9, "topk": 2, "num_groups": 3, "group_topk": 1},
+    "groups of 20": {"pre_softmax": True, "num_experts": 160, "topk": 6, "num_groups": 8, "group_topk": 3},
+}
+ALL_SUMS: dict[str, Any] = {"balance_sets": 1, "z": True}
+KINDS = pytest.mark.parametrize("kind", ROUTERS)
+
+
+def router(**fields: Any) -> RouterSpec:
+    return RouterSpec(**{"hidden_size": 8, "num_experts": 11, "topk": 3, **fields})
+
+
+def check(logits: Tensor, bias: Tensor | None, spec: RouterSpec, **fields: Any) -> tuple[Routed, Tensor]:
+    """Results and gradient are those of plain torch in fp64; choices and counts to the bit."""
+    actual, grad = route_and_pull(triton_kernels, logits, bias, spec, **fields)
+    plain, _ = route_and_pull(REFERENCE, logits, bias, spec, **fields)
+    exact, exact_grad = route_and_pull(REFERENCE, logits.double(), bias, spec, **fields)
+    assert actual.ids_TK.dtype is actual.counts_E.dtype is torch.int64
+    EXACT.check(actual.ids_TK, plain.ids_TK, "choices")
+    EXACT.check(actual.counts_E, plain.counts_E, "counts")
+    if plain.balance is not None:
+        assert actual.balance is not None and actual.balance.counts_GE.dtype is torch.int64
+        EXACT.check(actual.balance.counts_GE, plain.balance.counts_GE, "counts of plain choices")
+    for mine, theirs, like in zip(*map(differentiable, (actual, exact, plain)), strict=True):
+        assert mine.dtype is like.dtype
+        bar = {torch.float64: FP64_REF, torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}[mine.dtype]
+        bar.check(mine, theirs, "result")
+    bar = {torch.float64: FP64_REF, torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}[grad.dtype]
+    bar.check(grad, exact_grad, "gradient")
+    return actual, grad
+
+
+@KINDS
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_routers_choose_weigh_count_and_sum_as_plain_torch(kind: str, biased: bool, dtype: torch.dtype) -> None:
+    spec = router(**ROUTERS[kind])
+    bias = draw(spec.num_experts, seed=1).float() if biased else None
+    logits = 2 * draw(40, spec.num_experts).to(dtype)
+    logits[5], logits[6, 3:] = 0.5, logits[6, 3]  # ties
+    check(logits, bias, spec, **ALL_SUMS)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "pre_softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("only", [0, 1, 2], ids=["weights", "balance", "z"])
+def test_the_gradient_of_each_result_alone(kind: str, only: int) -> None:
+    check(2 * draw(20, 11), None, router(**ROUTERS[kind]), only=only, **ALL_SUMS)
+
+
+@pytest.mark.parametrize("sets", [1, 2, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_are_summed_in_their_set_and_padding_nowhere(sets: int, padded: bool) -> None:
+    """More tiles than programs, and the last of a set is not full."""
+    spec = router(num_experts=40, topk=2, score_function="sigmoid", num_groups=2, group_topk=1)
+    valid = torch.arange(198) % 5 > 0 if padded else None
+    actual, grad = check(draw(198, 40), None, spec, valid_T=valid, balance_sets=sets, z=True)
+    if valid is not None:
+        assert (actual.ids_TK[~valid] == -1).all() and not actual.probs_TK[~valid].any() and not grad[~valid].any()
+
+
+def test_what_padding_holds_is_never_seen() -> None:
+    spec, logits, valid = router(), draw(20, 11), torch.arange(20) != 3
+    logits[3] = torch.nan
+    actual, grad = check(logits, None, spec, valid_T=valid, **ALL_SUMS)
+    assert all(result.isfinite().all() for result in (*differentiable(actual), grad))
+
+
+@KINDS
+def test_a_replay_keeps_the_choice_alone(kind: str) -> None:
+    spec = router(**ROUTERS[kind])
+    given = REFERENCE.route(draw(12, spec.num_experts, seed=5), None, spec).ids_TK
+    given[3, :1], given[4] = -1, -1
+    valid = torch.arange(12) > 1
+    check(draw(12, spec.num_experts), None, spec, given_ids_TK=given, valid_T=valid, **ALL_SUMS)
+    check(draw(12, spec.num_experts), None, spec, given_ids_TK=given)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17])
+@pytest.mark.parametrize(("experts", "topk"), [(1, 1), (5, 2), (256, 8)])
+def test_a_few_tokens_do_not_fill_a_tile(tokens: int, experts: int, topk: int) -> None:
+    actual, _ = check(draw(tokens, experts), None, router(num_experts=experts, topk=topk), **ALL_SUMS)
+    assert int(actual.counts_E.sum()) == tokens * topk, "experts that nobody chose count 0"
+
+
+def test_no_tokens_choose_nothing() -> None:
+    for sets in (0, 2):
+        routed = triton_kernels.route(torch.zeros(0, 11), None, router(), balance_sets=sets, z=True)
+        assert routed.ids_TK.shape == routed.probs_TK.shape == (0, 3)
+        assert not routed.counts_E.any() and routed.z_sum == 0
+        if routed.balance is not None:
+            assert not routed.balance.scores_GE.any() and routed.balance.counts_GE.shape == (2, 11)
+
+
+def test_what_was_not_asked_for_is_not_there() -> None:
+    routed = triton_kernels.route(draw(20, 11), None, router())
+    assert routed.balance is None and routed.z_sum is None
+    check(draw(20, 11), None, router(), z=True)
+    check(draw(20, 11), None, router(), balance_sets=2)
+
+
+def test_bf16_logits_are_scored_in_fp32() -> None:
+    actual, _ = check(draw(40, 11).bfloat16(), None, router(score_function="sigmoid"), **ALL_SUMS)
+    assert actual.probs_TK.dtype is torch.bfloat16 and actual.z_sum is not None and actual.z_sum.dtype is torch.float32
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_zeros_of_both_signs_are_equal_and_infinities_in_order(score: str) -> None:
+    """Ranked as integers; a choice of minus infinity still is one of an expert, and none is chosen twice."""
+    logits = torch.full((3, 11), -torch.inf)
+    logits[0, 2:6] = torch.tensor([0.0, -0.0, 0.0, -0.0])
+    logits[1, 7] = 5.0
+    logits[2] = torch.randn(11)
+    bias = torch.zeros(11)
+    ids = triton_kernels.route(logits, bias, router(score_function=score)).ids_TK
+    EXACT.check(ids, REFERENCE.route(logits, bias, router(score_function=score)).ids_TK)
+    assert ids.tolist()[:2] == [[2, 3, 4], [7, 0, 1]]
+
+
+def test_not_a_number_is_chosen_as_an_expert_that_exists() -> None:
+    """Loss and norm then tell; an id behind the last would be a write to foreign memory."""
+    logits = torch.zeros(2, 11)
+    logits[0], logits[1, 4] = torch.nan, -torch.tensor(torch.nan)
+    ids = triton_kernels.route(logits, None, router()).ids_TK
+    assert ids.tolist() == [[0, 1, 2], [4, 0, 1]]
+
+
+def test_two_launches_agree_to_the_bit() -> None:
+    logits, spec = draw(200, 40).float(), router(num_experts=40, topk=6, score_function="sigmoid")
+    runs = [route_and_pull(triton_kernels, logits, None, spec, balance_sets=2, z=True) for _ in range(2)]
+    for first, second in zip(*[(*differentiable(routed), grad) for routed, grad in runs], strict=True):
+        assert torch.equal(first, second)
+
+
+COMPILE = """
+import json, subprocess, tempfile, torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+
+triton.runtime.driver.set_active(Driver())
+from megatron_moe.kernels.backends.triton.routing import op
+from megatron_moe.specs.moe import RouterSpec
+
+found = []
+
+class Compiled:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid):
+        def compile(*given, **constants):
+            code = self.kernel.warmup(*given, grid=grid, **constants)
+            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+                file.write(code.asm["ptx"]); file.flush()
+                words = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+                said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+            found.append(dict(ptxas=said, ptx=code.asm["ptx"]))
+        return compile
+
+op.route_forward, op.route_backward = Compiled(op.route_forward), Compiled(op.route_backward)
+for experts, groups in ((128, {}), (256, dict(num_groups=8, group_topk=4)), (512, {})):
+    spec = RouterSpec(hidden_size=1, num_experts=experts, topk=8, score_function="sigmoid", **groups)
+    logits = torch.zeros(8192, experts, requires_grad=True)
+    routed = op.route(logits, torch.zeros(experts), spec, balance_sets=2, z=True)
+    results = [routed.probs_TK, routed.balance.scores_GE, routed.z_sum]
+    torch.autograd.grad(results, logits, [torch.zeros_like(x) for x in results])
+print(json.dumps(found))
+"""
+
+
+def test_kernels_compile_without_spills_and_the_last_program_is_told_by_a_ticket() -> None:
+    """Biased, with balance over two sets and z: the most that a router keeps at a time."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 6
+    for code in found:
+        assert "0 bytes spill stores, 0 bytes spill loads" in code["ptxas"], code["ptxas"]
+    for forward in found[::2]:
+        text = forward["ptx"]
+        ticket = text.index("atom.global.gpu.acq_rel")
+        assert "bar.sync" in text[text.rindex("st.global", 0, ticket) : ticket], "the ticket follows all stores"
+        assert "ld.global.cg" in text[ticket:] and "redux.sync.max.s32" in text
