@@ -122,6 +122,13 @@ GOLDEN64 = Tolerance(
 
 BF16_KERNEL = Tolerance(1.6e-2, 1e-3, "One bf16 kernel against fp32 of the same rounded inputs: four units of 2^-8.")
 
+BF16_BLOCKS = Tolerance(
+    2e-2,
+    1e-3,
+    "Attention in parts, in bf16: four units of 2^-8 as of one kernel, and one for what a library rounds of every part "
+    "before it is added in fp32: half a unit of the part.",
+)
+
 BF16_RUN = Tolerance(3e-2, 0.0, "Losses of two bf16 runs over 50 steps: routing flips. Smoke only, never a proof.")
 
 SAVED_BYTES = Tolerance(

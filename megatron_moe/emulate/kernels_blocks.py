@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from megatron_moe.emulate.kernels_heads import WIDEST_HEAD
+from megatron_moe.emulate.kernels_heads import WIDEST_HEAD, cudnn_backward, cudnn_forward
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import Span
-from megatron_moe.kernels.pairs import pairs
+from megatron_moe.kernels.pairs import Pair, pairs
 from megatron_moe.specs.attention import CoreAttentionSpec
 
 
@@ -20,11 +20,17 @@ def attention_block(
     out_SBNE: Tensor,
     lse_SBN: Tensor,
 ) -> None:
-    """Adds in place. Dropout is plain torch, as on a GPU."""
+    """cuDNN gives a part that is merged in place; our own kernels go on in place. Dropout is plain torch."""
     if _plain(q_SBND, v_SBGE, spec, dropout_key):
         reference.attention_block(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key, out_SBNE, lse_SBN)
         return
-    _strided(q_SBND, k_SBGD, v_SBGE)
+    strided = _strided(q_SBND, k_SBGD, v_SBGE)
+    for pair in pairs(query.chunks, key.chunks, spec):
+        if by_cudnn(q_SBND, query, pair):
+            rows = q_SBND[pair.rows]
+            part = cudnn_forward(rows, v_SBGE)
+            del part
+    del strided
 
 
 def attention_block_grad(
@@ -47,9 +53,21 @@ def attention_block_grad(
         return
     strided = _strided(grad_SBNE, q_SBND, k_SBGD, v_SBGE)
     for pair in pairs(query.chunks, key.chunks, spec):
-        of_rows = [x_SBN[pair.rows].permute(1, 2, 0).contiguous() for x_SBN in (lse_SBN, delta_SBN)]
+        cudnn = by_cudnn(q_SBND, query, pair)
+        of_rows = [
+            x_SBN[pair.rows].permute(1, 2, 0).contiguous() for x_SBN in ((lse_SBN,) if cudnn else (lse_SBN, delta_SBN))
+        ]
+        if cudnn:
+            shares = cudnn_backward(q_SBND[pair.rows], k_SBGD[pair.keys], v_SBGE[pair.keys])
+            del shares
         del of_rows
     del strided
+
+
+def by_cudnn(q_SBND: Tensor, query: Span, pair: Pair) -> bool:
+    """On a GPU that cuDNN serves."""
+    known = query.segments_BS is None and (pair.sees_all or pair.causal_square)
+    return known and q_SBND.dtype.itemsize == 2 and q_SBND.shape[-1] % 8 == 0
 
 
 def _plain(q_SBND: Tensor, v_SBGE: Tensor, spec: CoreAttentionSpec, dropout_key: object) -> bool:

@@ -126,19 +126,21 @@ def attention(
     dropout_key: tuple[int | str, ...] | None,
     head_part: Part = (0, 1),
 ) -> Tensor:
-    """cuDNN's, or our own for windows, sinks and documents: one log-sum-exp per query, and no logits. Dropout is plain
-    torch, as on a GPU."""
-    special = spec.window is not None or sinks_N is not None or spec.off_by_one or segments_BS is not None
+    """cuDNN's, or our own for windows and documents: one log-sum-exp per query, and no logits. Dropout is plain torch,
+    as on a GPU."""
+    masked = spec.window is not None or segments_BS is not None
+    has_sinks = sinks_N is not None or spec.off_by_one
     drops = spec.dropout > 0.0 and dropout_key is not None
-    if special and not drops and max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST_HEAD:
-        if spec.off_by_one and sinks_N is None:
-            sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-        return _SpecialAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS)  # type: ignore[no-untyped-call,no-any-return]
-    if sinks_N is not None or spec.off_by_one or drops:
+    narrow = max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST_HEAD
+    if drops or has_sinks and not narrow:
         return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
-    mask = None
-    if special:
-        mask = reference.visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
+    if has_sinks and sinks_N is None:
+        sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
+    if masked and narrow:
+        return _SpecialAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS)  # type: ignore[no-untyped-call,no-any-return]
+    if has_sinks:
+        return _AttentionWithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N)  # type: ignore[no-untyped-call,no-any-return]
+    mask = reference.visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device) if masked else None
     return _Attention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -174,25 +176,50 @@ class _SpecialAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_sinks, None
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionWithSinks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None) -> Tensor:
-        seq, batch, heads, _ = q_SBND.shape
-        out_SBNE = q_SBND.new_empty(seq, batch, heads, v_SBGE.shape[-1])
-        lse_BNS = q_SBND.new_empty(batch, heads, seq, 1, dtype=torch.float32)
-        seed, offset = (q_SBND.new_empty((), dtype=torch.int64) for _ in range(2))
-        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, mask, out_SBNE, lse_BNS, seed, offset)
+    def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sinks_N: Tensor) -> Tensor:
+        out_SBNE, lse_BNS, *_ = cudnn_forward(q_SBND, v_SBGE)
+        weights_BNS = (lse_BNS - sinks_N.float()[:, None]).sigmoid()
+        del weights_BNS
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, torch.empty_like(lse_BNS))
         return out_SBNE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBND, k_SBGD, v_SBGE, *_ = ctx.saved_tensors
-        # cuDNN's workspace, as measured: the queries' gradients in fp32,
-        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q_SBND, k_SBGD, v_SBGE))
-        wide_q = q_SBND.new_empty(q_SBND.shape, dtype=torch.float32)
-        # and those of keys and values by head, where several heads share them
-        by_head = [
-            x.new_empty(*q_SBND.shape[:3], x.shape[-1]) for x in (k_SBGD, v_SBGE) if x.shape[2] < q_SBND.shape[2]
-        ]
-        del wide_q, by_head
-        return grad_q, grad_k, grad_v, None
+        q_SBND, k_SBGD, v_SBGE, sinks_N, _, lse_BNS = ctx.saved_tensors
+        given = grads[0].contiguous()
+        of_inputs = cudnn_backward(q_SBND, k_SBGD, v_SBGE)
+        shares_BNS = (sinks_N.float()[:, None] - lse_BNS).exp() * torch.empty_like(lse_BNS)
+        del given
+        return *of_inputs, -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None) -> Tensor:
+        found = cudnn_forward(q_SBND, v_SBGE)
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, mask, *found)
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *cudnn_backward(*ctx.saved_tensors[:3]), None
+
+
+def cudnn_forward(q_SBND: Tensor, v_SBGE: Tensor) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp [B, N, S], and seed and offset of a dropout."""
+    seq, batch, heads, _ = q_SBND.shape
+    out_SBNE = q_SBND.new_empty(seq, batch, heads, v_SBGE.shape[-1])
+    lse_BNS = q_SBND.new_empty(batch, heads, seq, dtype=torch.float32)
+    return out_SBNE, lse_BNS, *(q_SBND.new_empty((), dtype=torch.int64) for _ in range(2))
+
+
+def cudnn_backward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v. cuDNN's workspace, as measured: the queries' gradients in fp32, and those of keys and
+    values by head, where several heads share them."""
+    grads = tuple(x.new_empty(x.shape) for x in (q_SBND, k_SBGD, v_SBGE))
+    wide_q = q_SBND.new_empty(q_SBND.shape, dtype=torch.float32)
+    by_head = [x.new_empty(*q_SBND.shape[:3], x.shape[-1]) for x in (k_SBGD, v_SBGE) if x.shape[2] < q_SBND.shape[2]]
+    del wide_q, by_head
+    return grads

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.cudnn import attention as cudnn
 from megatron_moe.kernels.bundle import Fit, Judgement
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, RowIndex, internal_dtype
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, RowIndex, Span, internal_dtype
 from megatron_moe.kernels.packed import Packed, round_weights
+from megatron_moe.kernels.pairs import Pair, pairs
+from megatron_moe.kernels.reference_blocks import merge_
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.specs.exitcodes import EnvironmentProblem
@@ -35,6 +38,8 @@ PROVIDES = (
     "layer_norm",
     "query_key_value",
     "attention",
+    "attention_block",
+    "attention_block_grad",
     "activation",
     "cross_entropy",
     "gate_product",
@@ -75,7 +80,9 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "add_rms_norm": "the norm is fused",
         "layer_norm": "fused",
         "query_key_value": "the norms are fused",
-        "attention": "SDPA, cuDNN first on the GPU; sinks and dropout are plain torch",
+        "attention": "SDPA, cuDNN first on the GPU, with sinks too; dropout is plain torch",
+        "attention_block": "cuDNN on the GPU, if no window and no documents",
+        "attention_block_grad": "cuDNN on the GPU, if no window and no documents",
         "activation": "keeps its input only and computes the rest again",
         "cross_entropy": "fused",
         "gate_product": "fp32 products of bf16 factors by matrix units",
@@ -190,12 +197,16 @@ def attention(
     dropout_key: tuple[int | str, ...] | None,
     head_part: Part = (0, 1),
 ) -> Tensor:
-    """Sinks and dropout with our keys are more than SDPA knows: those are the reference's."""
+    """Sinks by cuDNN without window and documents. Other sinks, and dropout with our keys, are more than SDPA knows:
+    those are the reference's."""
     drops = spec.dropout > 0.0 and dropout_key is not None
-    if sinks_N is not None or spec.off_by_one or drops:
+    has_sinks, masked = sinks_N is not None or spec.off_by_one, spec.window is not None or segments_BS is not None
+    if has_sinks and not masked and not drops and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=spec.causal):
+        return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, spec)
+    if has_sinks or drops:
         return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
     mask = None
-    if spec.window is not None or segments_BS is not None:
+    if masked:
         mask = reference.visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
     q_BNSD, k_BGSD, v_BGSE = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
     with _attention_order(q_SBND.device):
@@ -218,6 +229,65 @@ def _attention_order(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     return sdpa_kernel(list(order), set_priority=True)
+
+
+def attention_block(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    spec: CoreAttentionSpec,
+    query: Span,
+    key: Span,
+    dropout_key: tuple[int | str, ...] | None,
+    out_SBNE: Tensor,
+    lse_SBN: Tensor,
+) -> None:
+    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key)
+    if rectangles is None:
+        reference.attention_block(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key, out_SBNE, lse_SBN)
+        return
+    for pair in rectangles:
+        part_SBNE, lse_BNS = cudnn.forward_pair(q_SBND, k_SBGD, v_SBGE, spec, pair)
+        merge_(out_SBNE[pair.rows], lse_SBN[pair.rows], part_SBNE, lse_BNS.permute(2, 0, 1))
+
+
+def attention_block_grad(
+    grad_SBNE: Tensor,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    out_SBNE: Tensor,
+    lse_SBN: Tensor,
+    delta_SBN: Tensor,
+    spec: CoreAttentionSpec,
+    query: Span,
+    key: Span,
+    dropout_key: tuple[int | str, ...] | None,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key)
+    if rectangles is None:
+        known = grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, delta_SBN
+        reference.attention_block_grad(*known, spec, query, key, dropout_key, into)
+        return
+    for pair in rectangles:
+        cudnn.backward_pair(grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, spec, pair, into)
+
+
+def _rectangles(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    spec: CoreAttentionSpec,
+    query: Span,
+    key: Span,
+    dropout_key: tuple[int | str, ...] | None,
+) -> list[Pair] | None:
+    """What cuDNN has to compute of a block; None if it cannot compute all of it."""
+    found = pairs(query.chunks, key.chunks, spec)
+    drops = spec.dropout > 0.0 and dropout_key is not None
+    able = not drops and all(cudnn.serves_pair(q_SBND, k_SBGD, v_SBGE, query, pair) for pair in found)
+    return found if able else None
 
 
 # elementwise and loss

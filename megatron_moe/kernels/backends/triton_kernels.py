@@ -72,9 +72,9 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
     if op == "grouped_weight_grad" and dtype is torch.float32:
         return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
     reasons = {
-        "attention": "windows, sinks, documents and --deterministic-mode tile by tile; else torch's",
-        "attention_block": "goes on from what was found among other keys, tile by tile",
-        "attention_block_grad": "adds to the gradients of other keys, tile by tile",
+        "attention": "windows, documents and --deterministic-mode tile by tile; sinks by cuDNN; else torch's",
+        "attention_block": "cuDNN, one pass to merge; windows, documents and --deterministic-mode tile by tile",
+        "attention_block_grad": "cuDNN; windows, documents and --deterministic-mode tile by tile",
         "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
         "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",

@@ -1,11 +1,13 @@
-"""Attention between two parts of a sequence, rectangle by rectangle: every one goes on from what its rows have found,
-and adds to the gradients that are there, so that nothing is merged behind the kernels."""
+"""Attention between two parts of a sequence, rectangle by rectangle: by cuDNN where it knows the mask, else by our
+own kernels, which go on from what their rows have found and add to the gradients that are there."""
 
 from torch import Tensor
 
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.cudnn import attention as cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
+from megatron_moe.kernels.backends.triton.attention.merge import merge
 from megatron_moe.kernels.backends.triton.attention.tiles import Segments, Shape, serves, strided
 from megatron_moe.kernels.ops import Span
 from megatron_moe.kernels.pairs import Pair, pairs
@@ -31,9 +33,12 @@ def attention_block(
     lse_BNS = lse_SBN.permute(1, 2, 0)
     for pair in pairs(query.chunks, key.chunks, spec):
         rows, keys = pair.rows, pair.keys
-        shape = Shape.of(q[rows], k[keys], v[keys], spec.softmax_scale, pair.left, pair.right)
-        documents, found = _segments(query, key, pair), (out_SBNE[rows], lse_BNS[..., rows])
-        attend(q[rows], k[keys], v[keys], None, documents, *found, shape, onward=True)
+        inputs, found = (q[rows], k[keys], v[keys]), (out_SBNE[rows], lse_BNS[..., rows])
+        if cudnn.serves_pair(q, k, v, query, pair):
+            merge(*found, *cudnn.forward_pair(q, k, v, spec, pair))
+            continue
+        shape = Shape.of(*inputs, spec.softmax_scale, pair.left, pair.right)
+        attend(*inputs, None, _segments(query, key, pair), *found, shape, onward=True)
 
 
 def attention_block_grad(
@@ -59,10 +64,14 @@ def attention_block_grad(
     grad_q, grad_k, grad_v = into
     for pair in pairs(query.chunks, key.chunks, spec):
         rows, keys = pair.rows, pair.keys
-        shape = Shape.of(q[rows], k[keys], v[keys], spec.softmax_scale, pair.left, pair.right)
-        inputs = grad[rows], q[rows], k[keys], v[keys], _segments(query, key, pair)
-        share = grad_q[rows], grad_k[keys], grad_v[keys]
-        gradients(*inputs, _by_head(lse_SBN[rows]), _by_head(delta_SBN[rows]), shape, share, add=True)
+        if cudnn.serves_pair(q, k, v, query, pair):
+            cudnn.backward_pair(grad, q, k, v, out_SBNE, lse_SBN, spec, pair, into)
+            continue
+        inputs, share = (q[rows], k[keys], v[keys]), (grad_q[rows], grad_k[keys], grad_v[keys])
+        shape = Shape.of(*inputs, spec.softmax_scale, pair.left, pair.right)
+        documents = _segments(query, key, pair)
+        of_rows = (_by_head(x_SBN[rows]) for x_SBN in (lse_SBN, delta_SBN))
+        gradients(grad[rows], *inputs, documents, *of_rows, shape, share, add=True)
 
 
 def _by_head(x_SBN: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a whole sequence with sliding windows, sinks and documents: what cuDNN does not know.
+"""Attention over a whole sequence with sliding windows and documents, which cuDNN does not know, and with sinks.
 
 Windows as in arXiv 2004.05150. A sink is a logit that the softmax of every row begins with. The backward visits all
 tiles twice, once by keys and once by queries, so that every sum has one owner and a fixed order (`backward.py`).
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.cudnn import attention as cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import deltas, gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.tiles import Shape, of_both, serves, strided
@@ -28,12 +29,14 @@ def attention(
     dropout_key: tuple[int | str, ...] | None,
     head_part: Part = (0, 1),
 ) -> Tensor:
-    """See `Kernels.attention`. Without window, sinks and documents it is torch's, and so are dropout and fp32. Where
-    everything must repeat it is ours: torch then takes no backward of cuDNN, and all others are slower."""
-    special = spec.window is not None or sinks_N is not None or spec.off_by_one or segments_BS is not None
-    special = special or torch.are_deterministic_algorithms_enabled()
-    if not special or not serves(q_SBND, k_SBGD, v_SBGE, spec, dropout_key):
+    """See `Kernels.attention`. Ours are windows and documents, and what must repeat: torch then takes no backward of
+    cuDNN, and all others are slower. Sinks alone are cuDNN's. Anything else is torch's, and so are dropout and fp32."""
+    has_sinks = sinks_N is not None or spec.off_by_one
+    ours = spec.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
+    if not (ours or has_sinks) or not serves(q_SBND, k_SBGD, v_SBGE, spec, dropout_key):
         return torch_native.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
+    if not ours and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=spec.causal):
+        return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, spec, deltas)
     if spec.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
     out: Tensor = _Attention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, spec)  # type: ignore[no-untyped-call]

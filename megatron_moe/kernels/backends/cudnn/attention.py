@@ -1,0 +1,158 @@
+"""cuDNN's attention by the two ops of torch behind `scaled_dot_product_attention`, with the log-sum-exp in our hands.
+
+The gradients of softmax attention to some of the keys follow from what was found over all of them: the probabilities
+from the log-sum-exp, their mean from the output (Dao et al., arXiv 2205.14135 section B.2). cuDNN's backward takes both
+as they are given. So with output and log-sum-exp over all parts of a sequence it gives the share of one part, and with
+those of a softmax that also counts a sink it gives the gradients of attention with sinks, which it does not know.
+
+Torch keeps cuDNN's plans by the layouts of q, k and v alone: output, its gradient and log-sum-exp must always come in
+one layout.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from megatron_moe.kernels.ops import Span, internal_dtype
+from megatron_moe.kernels.pairs import Pair
+from megatron_moe.specs.attention import CoreAttentionSpec
+
+Deltas = Callable[[Tensor, Tensor], Tensor]
+"""From the gradient of an output and the output, [S, B, N, E] both, to the sums of their products, fp32 [B, N, S]."""
+
+
+def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
+    """Whether torch may give these to cuDNN: a GPU, 16 bits, heads that it can hold, nothing that must repeat."""
+    if not q_SBND.is_cuda:
+        return False
+    by_head = (_by_head(x) for x in (q_SBND, k_SBGD, v_SBGE))
+    return bool(can_use_cudnn_attention(SDPAParams(*by_head, None, 0.0, causal, True), False))
+
+
+def serves_pair(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, query: Span, pair: Pair) -> bool:
+    """Whether cuDNN can compute this rectangle of a block: it has no documents, and knows one mask."""
+    if query.segments_BS is not None or not (pair.sees_all or pair.causal_square):
+        return False
+    return serves(q_SBND[pair.rows], k_SBGD[pair.keys], v_SBGE[pair.keys], causal=pair.causal_square)
+
+
+def forward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output in the dtype of q, and log-sum-exp, fp32 [B, N, S]."""
+    inputs = _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
+    out_BNSE, lse_BNS1, *_ = _attend(*inputs, None, True, 0.0, causal, False, scale=scale)
+    return out_BNSE.permute(2, 0, 1, 3).contiguous(), lse_BNS1.view(lse_BNS1.shape[:3])
+
+
+def backward(
+    grad_SBNE: Tensor,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    out_SBNE: Tensor,
+    lse_BNS: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v, in their dtype. `out` and log-sum-exp may be over more keys than these."""
+    inputs = _by_head(grad_SBNE.contiguous()), _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
+    found = _by_head(out_SBNE.contiguous()), lse_BNS.contiguous()[..., None]
+    unused = torch.empty(2, device=q_SBND.device, dtype=torch.int64).unbind()  # seed and offset of a dropout
+    lengths = q_SBND.shape[0], k_SBGD.shape[0]
+    grads = _differentiate(*inputs, *found, *unused, None, None, None, *lengths, 0.0, causal, scale=scale)
+    return tuple(grad.permute(2, 0, 1, 3) for grad in grads)
+
+
+def forward_pair(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, spec: CoreAttentionSpec, pair: Pair
+) -> tuple[Tensor, Tensor]:
+    """`forward` of one rectangle of a block."""
+    inputs = q_SBND[pair.rows], k_SBGD[pair.keys], v_SBGE[pair.keys]
+    return forward(*inputs, spec.softmax_scale, causal=pair.causal_square)
+
+
+def backward_pair(
+    grad_SBNE: Tensor,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    out_SBNE: Tensor,
+    lse_SBN: Tensor,
+    spec: CoreAttentionSpec,
+    pair: Pair,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Adds the share of one rectangle of a block to its gradients."""
+    rows, keys = pair.rows, pair.keys
+    inputs = grad_SBNE[rows], q_SBND[rows], k_SBGD[keys], v_SBGE[keys]
+    found = out_SBNE[rows], lse_SBN[rows].permute(1, 2, 0)
+    grad_q, grad_k, grad_v = backward(*inputs, *found, spec.softmax_scale, causal=pair.causal_square)
+    into[0][rows] += grad_q
+    into[1][keys] += grad_k
+    into[2][keys] += grad_v
+
+
+_attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+_differentiate = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
+def _by_head(x_SBND: Tensor) -> Tensor:
+    """[B, N, S, D], a view."""
+    return x_SBND.permute(1, 2, 0, 3)
+
+
+def row_sums(grad_SBNE: Tensor, out_SBNE: Tensor) -> Tensor:
+    """`Deltas` in plain torch."""
+    return (grad_SBNE.to(internal_dtype(grad_SBNE.dtype)) * out_SBNE).sum(dim=-1).permute(1, 2, 0)
+
+
+def attention_with_sinks(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    sinks_N: Tensor | None,
+    spec: CoreAttentionSpec,
+    deltas: Deltas = row_sums,
+) -> Tensor:
+    """Attention over a whole sequence, causal or not. No sinks: one of 0 (`off_by_one`)."""
+    if sinks_N is None:
+        sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
+    out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, spec, deltas)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WithSinks(torch.autograd.Function):
+    """A sink is one more key without a value: it takes its share of the weights from all others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGE: Tensor,
+        sinks_N: Tensor,
+        spec: CoreAttentionSpec,
+        deltas: Deltas,
+    ) -> Tensor:
+        out_SBNE, lse_BNS = forward(q_SBND, k_SBGD, v_SBGE, spec.softmax_scale, causal=spec.causal)
+        sinks_N1 = sinks_N.to(lse_BNS.dtype)[:, None]
+        out_SBNE.mul_((lse_BNS - sinks_N1).sigmoid().permute(2, 0, 1)[..., None])
+        lse_BNS = torch.logaddexp(lse_BNS, sinks_N1)
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_BNS)
+        ctx.spec, ctx.deltas = spec, deltas
+        return out_SBNE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_BNS = ctx.saved_tensors
+        spec, grad_SBNE = ctx.spec, grads[0].contiguous()
+        inputs = grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_BNS
+        of_inputs = backward(*inputs, spec.softmax_scale, causal=spec.causal)
+        grad_sinks = None
+        if ctx.needs_input_grad[3]:
+            weights_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp()
+            grad_sinks = -(weights_BNS * ctx.deltas(grad_SBNE, out_SBNE)).sum(dim=(0, 2)).to(sinks_N.dtype)
+        return *of_inputs, grad_sinks, None, None

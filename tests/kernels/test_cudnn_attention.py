@@ -1,0 +1,131 @@
+"""What stands around cuDNN's two ops, which need a GPU: here plain torch computes them, as torch documents them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends import torch_native, triton_kernels
+from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.ops import Span
+from megatron_moe.parallel.sequence_split import split_places
+from megatron_moe.specs.attention import CoreAttentionSpec
+from tests.kernel_comparison import compare, draw, with_gradients
+from tests.tolerances import BF16_BLOCKS, FP32_REF
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array:DeprecationWarning"
+)  # numpy, of Triton's interpreter
+BACKENDS = pytest.mark.parametrize("backend", [torch_native, triton_kernels], ids=["torch_native", "triton"])
+
+
+def logits_of(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    logits = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2) * scale
+    return logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf) if causal else logits
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, compute_log_sumexp: bool, dropout_p: float, is_causal: bool,
+    return_debug_mask: bool, *, scale: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    assert bias is None and compute_log_sumexp and dropout_p == 0.0 and not return_debug_mask
+    assert not is_causal or q.shape[2] == k.shape[2], "cuDNN's causal mask begins at the upper left"
+    logits = logits_of(q, k, scale, is_causal)
+    out = logits.softmax(-1) @ v.float().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    by_place = out.permute(2, 0, 1, 3).contiguous().to(q.dtype).permute(1, 2, 0, 3)  # in the layout of q
+    return by_place, logits.logsumexp(-1, keepdim=True), None, None, q.shape[2], k.shape[2], None, None, None
+
+
+def differentiate(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, bias: None,
+    rows: None, keys: None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert (bias, rows, keys, max_q, max_k, dropout_p) == (None, None, None, q.shape[2], k.shape[2], 0.0)
+    assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1)
+    for x in (grad, out, q):
+        assert x.permute(2, 0, 1, 3).is_contiguous(), "plans are kept by the layouts of q, k and v alone"
+    groups = k.shape[1]
+    wide_k, wide_v = (x.float().repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
+    probs = (logits_of(q, k, scale, is_causal) - lse).exp()
+    delta = (grad.float() * out.float()).sum(-1, keepdim=True)
+    grad_logits = probs * (grad.float() @ wide_v.transpose(-1, -2) - delta) * scale
+    by_group = [
+        x.unflatten(1, (groups, -1)).sum(2)
+        for x in (grad_logits.transpose(-1, -2) @ q.float(), probs.transpose(-1, -2) @ grad.float())
+    ]
+    return tuple(x.to(q.dtype) for x in (grad_logits @ wide_k, *by_group))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "_attend", attend)
+    monkeypatch.setattr(cudnn, "_differentiate", differentiate)
+    monkeypatch.setattr(cudnn, "serves", lambda *tensors, causal: True)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sinks", ["learned", "of zero"])
+def test_attention_with_sinks_is_the_reference(backend: Any, sinks: str, causal: bool, dtype: torch.dtype) -> None:
+    spec = CoreAttentionSpec(softmax_scale=0.3, causal=causal, off_by_one=sinks == "of zero")
+    inputs = [draw(30, 2, 4, 24), draw(30, 2, 2, 24, seed=1), draw(30, 2, 2, 12, seed=2)]
+    inputs += [draw(4, seed=3)] if sinks == "learned" else []
+
+    def op(kernels: Any) -> Any:
+        return lambda q, k, v, *given: kernels.attention(q, k, v, spec, *(given or (None,)), None, None)
+
+    compare(backend, op, inputs, dtype)
+
+
+@BACKENDS
+@pytest.mark.parametrize("documents", [False, True], ids=["window", "documents"])
+def test_sinks_are_not_given_to_it_with_a_window_or_documents(
+    backend: Any, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn, "_attend", None)
+    inputs = [draw(20, 2, 2, 8, seed=seed) for seed in range(3)] + [draw(2, seed=3)]
+    segments = (torch.arange(20) * 3 // 20).expand(2, 20) if documents else None
+    spec = CoreAttentionSpec(softmax_scale=0.3, window=None if documents else (5, 0))
+    with_gradients(lambda *x: backend.attention(*x[:3], spec, x[3], segments, None), inputs, torch.float32)
+
+
+@BACKENDS
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, FP32_REF), (torch.bfloat16, BF16_BLOCKS)])
+def test_blocks_of_a_ring_add_up_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
+    """Every rank's blocks one after the other, of the output and of the gradients."""
+    seq, num_ranks, spec = 48, 3, CoreAttentionSpec(softmax_scale=0.3)
+    shapes = [(4, 12), (4, 24), (2, 24), (2, 12)]
+    grad, q, k, v = (draw(seq, 2, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
+    parts = split_places("zigzag", seq, num_ranks)
+    places = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in part]) for part in parts]
+    out = torch.zeros(seq, 2, 4, 12)
+    into = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    for part, rows in zip(parts, places, strict=True):
+        query = Span(chunks=part)
+        found, lse = torch.zeros(len(rows), 2, 4, 12), torch.full((len(rows), 2, 4), -torch.inf)
+        sees = [(Span(chunks=other), keys) for other, keys in zip(parts, places, strict=True)]
+        for key, keys in sees:
+            backend.attention_block(q[rows], k[keys], v[keys], spec, query, key, None, found, lse)
+        out[rows], known = found, (found.to(dtype), lse, (grad[rows].float() * found).sum(-1))
+        for key, keys in sees:
+            shares = tuple(
+                torch.zeros_like(x[each], dtype=torch.float32) for x, each in ((q, rows), (k, keys), (v, keys))
+            )
+            inputs = grad[rows], q[rows], k[keys], v[keys], *known
+            backend.attention_block_grad(*inputs, spec, query, key, None, shares)
+            for total, share, each in zip(into, shares, (rows, keys, keys), strict=True):
+                total[each] += share
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    whole = reference.attention(*leaves, spec, None, None, None)
+    expected = torch.autograd.grad(whole, leaves, grad.double())
+    for name, ours, exact in zip(("out", "q", "k", "v"), (out, *into), (whole, *expected), strict=True):
+        bar.check(ours, exact, name)
+
+
+def test_what_is_on_no_gpu_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    x = draw(64, 2, 2, 64).bfloat16()
+    assert not cudnn.serves(x, x, x, causal=True)
