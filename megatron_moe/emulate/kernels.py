@@ -28,6 +28,8 @@ from megatron_moe.specs.run import KernelSpec
 OURS, NATIVE = "as triton", "as torch_native"
 _NORM_TILE = 4096
 """Elements of a tile of a norm's backward."""
+_TABLE_ROWS = 32
+"""Tokens of a stretch of a table's gradient."""
 
 
 def emulated_bundle(spec: KernelSpec, dtype: torch.dtype) -> Bundle:
@@ -93,7 +95,9 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
     rows_of(grad_TH)
-    torch.sort(ids_T.to(torch.int32), stable=True)
+    sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
+    parts = grad_TH.new_empty(-(-ids_T.numel() // _TABLE_ROWS), 2, grad_TH.shape[-1], dtype=torch.float32)
+    del sorted_T, order_T, parts
 
 
 # norms, positions, attention

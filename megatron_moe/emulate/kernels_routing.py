@@ -13,8 +13,8 @@ from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.moe import RouterSpec
 
-_SORT_TILE = 8192
-"""Choices times experts that a program of the sort compares."""
+_SORT_BLOCK, _SORT_STRETCHES = 128, 64
+"""Choices of a block of the sort, and stretches of blocks."""
 _ROUTE_TILE = 4096
 """Tokens times experts that a program of the router holds."""
 
@@ -104,14 +104,14 @@ def _num_programs(num_tokens: int, spec: RouterSpec, balance_sets: int, wide: to
 
 
 def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
-    return _counts(ids_TK.contiguous(), num_experts).sum(dim=0)
+    return _counted(ids_TK.contiguous(), num_experts)[1].sum(dim=0)
 
 
-def _counts(ids: Tensor, num_experts: int) -> Tensor:
-    """One row per program, of which each multiprocessor has one."""
-    block = max(_SORT_TILE // power_of_two(num_experts), 16)
-    num_programs = min(-(-ids.numel() // block), MOST_PROGRAMS // 4)
-    return torch.empty(num_programs, num_experts, device=ids.device, dtype=torch.int32)
+def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """A row for every block of choices, and one for every stretch of blocks."""
+    num_blocks = -(-ids.numel() // _SORT_BLOCK)
+    before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
+    return before_BE, before_BE.new_empty(min(num_blocks, _SORT_STRETCHES), num_experts)
 
 
 # rows
@@ -121,11 +121,11 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowInde
     if capacity is not None or not ids_TK.numel():
         return reference.sort_rows(ids_TK, num_experts, capacity)
     ids = ids_TK.contiguous()
-    counts_PE = _counts(ids, num_experts)
+    counted = _counted(ids, num_experts)
     token_R, choice_R = (torch.empty(ids.numel(), device=ids.device, dtype=torch.int64) for _ in range(2))
     offsets_E = torch.empty(num_experts, device=ids.device, dtype=torch.int32)
     rows_TK = torch.empty_like(ids)
-    del counts_PE
+    del counted
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
 
 

@@ -245,6 +245,14 @@ def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, s
     assert counts.dtype is torch.int64 and counts.tolist() == REFERENCE.count_tokens(ids, experts).tolist()
 
 
+def test_rows_of_several_blocks_in_a_stretch_are_those_of_the_reference() -> None:
+    ids = choices(4200, 2, 7, some_empty=True)
+    actual, expected = triton_kernels.sort_rows(ids, 7, None), REFERENCE.sort_rows(ids, 7, None)
+    EXACT.check(actual.choice_R, expected.choice_R, "choices")
+    EXACT.check(actual.rows_TK, expected.rows_TK, "rows")
+    EXACT.check(triton_kernels.count_tokens(ids, 7), REFERENCE.count_tokens(ids, 7), "counts")
+
+
 @DTYPES
 @ROUTINGS
 @pytest.mark.parametrize("capacity", [None, 3])
@@ -345,10 +353,21 @@ def test_a_refused_step_leaves_every_bit() -> None:
         EXACT.check(actual.float(), expected, "state")
 
 
+TABLE_IDS = {
+    "a few": torch.cat([torch.tensor([3, 0, 3, 6]), torch.full((45,), 5), torch.tensor([0])]),
+    "one of many stretches": torch.cat([torch.full((700,), 5), torch.arange(50) % 4 + 3]),
+    "ends at the ends of stretches": torch.arange(96) // 32 + 3,
+    "all others": torch.tensor([6, 0, 2, 4, 3, 5]).repeat_interleave(torch.tensor([1, 30, 2, 31, 64, 33])),
+}
+"""Of seven; 1 has no tokens."""
+
+
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_of_a_table_add_up_in_the_rows_of_their_ids(accumulate: bool, dtype: torch.dtype) -> None:
-    ids = torch.cat([torch.tensor([3, 0, 3, 6]), torch.full((45,), 5), torch.tensor([0])])
+@pytest.mark.parametrize("ids", TABLE_IDS.values(), ids=TABLE_IDS)
+def test_gradients_of_a_table_add_up_in_the_rows_of_their_ids(
+    ids: Tensor, accumulate: bool, dtype: torch.dtype
+) -> None:
     grad, before = draw(len(ids), 600).to(dtype), draw(7, 600, seed=1).float()
     actual, expected = before.clone(), before.double()
     triton_kernels.embedding_grad(grad, ids, actual, accumulate)

@@ -1,14 +1,20 @@
-"""Gradient of an embedding table: tokens sorted by id, one program per id, added in fp32 straight into the buffer."""
+"""Gradient of an embedding table: tokens sorted by id, summed in stretches, added in fp32 straight into the buffer.
+
+A program sums the rows of each id in its stretch of the sorted tokens and adds them to the table. What it finds of an
+id that goes on in other stretches waits for a second launch, where one program adds up all of it in order.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two, rows_of
 
-ROWS = 16
-"""Tokens of one id that a program adds at a time."""
+ROWS = 32
+"""Tokens of a stretch."""
+COLUMNS = 256
+"""Of the table, that a program sums."""
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -19,33 +25,74 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
     num_tokens, width = grad_TH.shape
     # a sort by digits takes half the passes over 32 bits, and no table has 2^31 rows
     sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
-    columns = min(power_of_two(width), 512)
+    columns = max(min(power_of_two(width), COLUMNS), 16)
+    num_stretches = triton.cdiv(num_tokens, ROWS)
     if num_tokens:
-        _embedding_grad[(num_tokens, triton.cdiv(width, columns))](
-            grad_TH, sorted_T, order_T, out, num_tokens, width, grad_TH.stride(0), ROWS=ROWS, COLUMNS=columns
-        )
+        parts_S2H = torch.empty(num_stretches, 2, width, device=out.device, dtype=torch.float32)
+        grid = (num_stretches, triton.cdiv(width, columns))
+        _sum_stretches[grid](
+            grad_TH, sorted_T, order_T, out, parts_S2H, num_tokens, width, grad_TH.stride(0),
+            ROWS=ROWS, COLUMNS=columns, WIDEN=INTERPRETED,
+        )  # fmt: skip
+        _join_stretches[grid](sorted_T, out, parts_S2H, num_tokens, width, ROWS=ROWS, COLUMNS=columns)
 
 
 @triton.jit
-def _embedding_grad(
-    grad_ptr, ids_ptr, order_ptr, out_ptr, num_tokens, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _sum_stretches(
+    grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0)
-    mine = tl.load(ids_ptr + first)
-    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
-    if mine != before:  # the first token of its id adds up all of them
+    """Parts: first, what an id that comes from the stretch before has here; second, what one has that goes on behind
+    and begins here. An id that does both has the first alone."""
+    first = tl.program_id(0) * ROWS
+    places = first + tl.arange(0, ROWS)
+    inside = places < num_tokens
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    held = columns < width
+    ids = tl.load(ids_ptr + places, mask=inside, other=-1)
+    tokens = tl.load(order_ptr + places, mask=inside, other=0)
+    grad_ptrs = grad_ptr + tokens[:, None] * stride + columns[None, :]
+    grads = tl.load(grad_ptrs, mask=inside[:, None] & held[None, :], other=0.0)
+    # the sum over the rows of the same id is a product with ones, exact in every format, which matrix units make
+    same = ids[:, None] == ids[None, :]
+    if WIDEN:
+        grads = grads.to(tl.float32)
+    totals = tl.dot(same.to(grads.dtype), grads, input_precision="ieee")
+    ends = tl.load(ids_ptr + places + 1, mask=places + 1 < num_tokens, other=-1) != ids
+    from_before = (tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == ids) & inside
+    last = inside & (ends | (places == first + ROWS - 1))
+    whole = (last & ends & ~from_before)[:, None] & held[None, :]
+    place = out_ptr + ids.to(tl.int64)[:, None] * width + columns[None, :]
+    sums = tl.load(place, mask=whole, other=0.0).to(tl.float32) + totals
+    tl.store(place, sums.to(out_ptr.dtype.element_ty), mask=whole)
+    part = 2 * tl.program_id(0).to(tl.int64) + tl.where(from_before, 0, 1)
+    waits = (last & (from_before | ~ends))[:, None] & held[None, :]
+    tl.store(parts_ptr + part[:, None] * width + columns[None, :], totals, mask=waits)
+
+
+@triton.jit
+def _join_stretches(
+    ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The stretch in which an id begins that goes on behind it adds up what all have."""
+    stretch = tl.program_id(0).to(tl.int64)
+    first, behind = stretch * ROWS, (stretch + 1) * ROWS
+    mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)
+    goes_on = tl.load(ids_ptr + behind, mask=behind < num_tokens, other=-2) == mine
+    from_before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-2) == mine
+    if goes_on and not from_before:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((COLUMNS,), dtype=tl.float32)
-        again = mine == mine
+        held = columns < width
+        total = tl.load(parts_ptr + (2 * stretch + 1) * width + columns, mask=held, other=0.0)
+        others = stretch + 1 + tl.arange(0, 16)
+        again = True
         while again:
-            places = first + tl.arange(0, ROWS)
-            same = tl.load(ids_ptr + places, mask=places < num_tokens, other=-1) == mine
-            tokens = tl.load(order_ptr + places, mask=same, other=0)
-            held = same[:, None] & (columns < width)[None, :]
-            grads = tl.load(grad_ptr + tokens[:, None] * stride + columns[None, :], mask=held, other=0.0)
-            total += tl.sum(grads.to(tl.float32), axis=0)
-            first += ROWS
-            again = tl.sum(same.to(tl.int32), axis=0) == ROWS
+            begins = others * ROWS
+            same = tl.load(ids_ptr + begins, mask=begins < num_tokens, other=-2) == mine
+            parts = parts_ptr + (2 * others[:, None]) * width + columns[None, :]
+            total += tl.sum(tl.load(parts, mask=same[:, None] & held[None, :], other=0.0), axis=0)
+            others += 16
+            again = tl.sum(same.to(tl.int32), axis=0) == 16
         place = out_ptr + mine.to(tl.int64) * width + columns
-        total += tl.load(place, mask=columns < width, other=0.0).to(tl.float32)
-        tl.store(place, total.to(out_ptr.dtype.element_ty), mask=columns < width)
+        total += tl.load(place, mask=held, other=0.0).to(tl.float32)
+        tl.store(place, total.to(out_ptr.dtype.element_ty), mask=held)
