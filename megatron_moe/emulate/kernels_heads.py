@@ -220,6 +220,7 @@ def cudnn_backward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> tuple[Tens
     values by head, where several heads share them."""
     grads = tuple(x.new_empty(x.shape) for x in (q_SBND, k_SBGD, v_SBGE))
     wide_q = q_SBND.new_empty(q_SBND.shape, dtype=torch.float32)
-    by_head = [x.new_empty(*q_SBND.shape[:3], x.shape[-1]) for x in (k_SBGD, v_SBGE) if x.shape[2] < q_SBND.shape[2]]
+    heads = q_SBND.shape[2]
+    by_head = [x.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (k_SBGD, v_SBGE) if x.shape[2] < heads]
     del wide_q, by_head
     return grads

@@ -41,31 +41,36 @@ def in_attention(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWo
     mixer = share_of_layer(layer, parallel).mixer
     size, tokens = sizes.activation, sizes.inner
     if isinstance(mixer, MLASpec):
-        queries, values = mixer.num_heads * mixer.q_head_dim, mixer.num_heads * mixer.v_head_dim
-        keys, by_head, latent = queries, 0, mixer.q_lora_rank or mixer.kv_lora_rank
+        queries, output = mixer.num_heads * mixer.q_head_dim, mixer.num_heads * mixer.v_head_dim
+        latent = mixer.q_lora_rank or mixer.kv_lora_rank
     else:
-        queries, keys, values = mixer.q_width, mixer.kv_width, mixer.kv_width
-        shared = mixer.num_query_groups < mixer.num_heads and not _own_kernel(mixer)
-        by_head, latent = 2 * queries if shared else 0, mixer.hidden_size
-    output = values if isinstance(mixer, MLASpec) else queries
-    # cuDNN's workspace: the gradient of q in the internal format, those of k and v by head where heads share them
-    wide = 0 if _own_kernel(mixer) else queries * sizes.internal
-    core = tokens * ((output + queries + keys + values + by_head) * size + wide)
+        queries, output, latent = mixer.q_width, mixer.q_width, mixer.hidden_size
     gathered = _gathered(parallel, sizes)
     projection = gathered * mixer.hidden_size + tokens * output * size
-    most = max(core + _in_blocks(mixer, parallel, sizes), projection, 2 * gathered * latent)
+    most = max(_in_core(mixer, queries, output, parallel, sizes), projection, 2 * gathered * latent)
     return AtWork(other=most + _stream(mixer.hidden_size, sizes))
 
 
-def _in_blocks(mixer: AttentionSpec | MLASpec, parallel: ParallelSpec, sizes: Sizes) -> float:
-    """Keys and values that come round in a ring meet the queries block by block in plain torch: five times the logits
-    of a block in the internal format, in the backward."""
-    exchange = mixer.core.context_exchange
+def _in_core(mixer: AttentionSpec | MLASpec, queries: int, output: int, parallel: ParallelSpec, sizes: Sizes) -> float:
+    """Gradients of softmax attention and its workspace. Where keys come from other ranks, every part adds to sums in
+    the internal format: to those of its queries, and to those of keys and values."""
+    if isinstance(mixer, MLASpec):
+        keys, by_head = queries + output, 0
+    else:
+        shared = mixer.num_query_groups < mixer.num_heads and not _own_kernel(mixer)
+        keys, by_head = 2 * mixer.kv_width, 2 * queries if shared else 0
+    # cuDNN's workspace: the gradient of q in the internal format, those of k and v by head where heads share them
+    wide = 0 if _own_kernel(mixer) else queries * sizes.internal
+    of_row, of_key = (output + queries) * sizes.activation + wide, (keys + by_head) * sizes.activation
+    exchange, tokens = mixer.core.context_exchange, sizes.inner
     if parallel.cp == 1 or exchange == "a2a":
-        return 0.0
-    # ranks that exchange heads have fewer of them and more places; an all-gather brings the keys of all ranks at once
-    longer = parallel.cp_sub_axes[0] if parallel.cp_sub_axes else parallel.cp if exchange == "allgather" else 1
-    return 5.0 * mixer.num_heads * sizes.inner**2 / sizes.sequences * longer * sizes.internal
+        return float(tokens * (of_row + of_key))
+    of_row, sum_of_keys = of_row + queries * sizes.internal, keys * sizes.internal
+    if exchange == "allgather":  # chunk by chunk of the queries; one may see the keys of all ranks
+        chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
+        return float(chunk * of_row + tokens * parallel.cp * (of_key + sum_of_keys))
+    # in a ring three sums for keys: one to add to, one that comes and one that goes; and keys that come and go
+    return float(tokens * (of_row + of_key + 3 * sum_of_keys + 2 * keys * sizes.activation))
 
 
 def in_feed_forward(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:
@@ -93,7 +98,7 @@ def in_loss(model: ModelSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:
 
 def _own_kernel(mixer: AttentionSpec | MLASpec) -> bool:
     """Attention whose backward needs no workspace of the size of its inputs."""
-    return mixer.core.window is not None or mixer.core.sinks or mixer.core.off_by_one
+    return mixer.core.window is not None
 
 
 def _stream(hidden: int, sizes: Sizes) -> float:
