@@ -9,10 +9,10 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
-from megatron_moe.kernels.ops import Span
 from megatron_moe.parallel.sequence_split import split_places
 from megatron_moe.specs.attention import CoreAttentionSpec
 from tests.kernel_comparison import compare, draw, with_gradients
+from tests.ring_on_one_rank import blocks_of_a_ring
 from tests.tolerances import BF16_BLOCKS, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings(
@@ -95,34 +95,13 @@ def test_sinks_are_not_given_to_it_with_a_window_or_documents(
 @BACKENDS
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, FP32_REF), (torch.bfloat16, BF16_BLOCKS)])
 def test_blocks_of_a_ring_add_up_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
-    """Every rank's blocks one after the other, of the output and of the gradients."""
-    seq, num_ranks, spec = 48, 3, CoreAttentionSpec(softmax_scale=0.3)
-    shapes = [(4, 12), (4, 24), (2, 24), (2, 12)]
-    grad, q, k, v = (draw(seq, 2, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
-    parts = split_places("zigzag", seq, num_ranks)
-    places = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in part]) for part in parts]
-    out = torch.zeros(seq, 2, 4, 12)
-    into = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for part, rows in zip(parts, places, strict=True):
-        query = Span(chunks=part)
-        found, lse = torch.zeros(len(rows), 2, 4, 12), torch.full((len(rows), 2, 4), -torch.inf)
-        sees = [(Span(chunks=other), keys) for other, keys in zip(parts, places, strict=True)]
-        for key, keys in sees:
-            backend.attention_block(q[rows], k[keys], v[keys], spec, query, key, None, found, lse)
-        out[rows], known = found, (found.to(dtype), lse, (grad[rows].float() * found).sum(-1))
-        for key, keys in sees:
-            shares = tuple(
-                torch.zeros_like(x[each], dtype=torch.float32) for x, each in ((q, rows), (k, keys), (v, keys))
-            )
-            inputs = grad[rows], q[rows], k[keys], v[keys], *known
-            backend.attention_block_grad(*inputs, spec, query, key, None, shares)
-            for total, share, each in zip(into, shares, (rows, keys, keys), strict=True):
-                total[each] += share
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    whole = reference.attention(*leaves, spec, None, None, None)
-    expected = torch.autograd.grad(whole, leaves, grad.double())
-    for name, ours, exact in zip(("out", "q", "k", "v"), (out, *into), (whole, *expected), strict=True):
-        bar.check(ours, exact, name)
+    spec, shapes = CoreAttentionSpec(softmax_scale=0.3), [(4, 12), (4, 24), (2, 24), (2, 12)]
+    grad, *inputs = (draw(48, 2, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
+    actual = blocks_of_a_ring(backend, (grad, *inputs), spec, split_places("zigzag", 48, 3))
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out = reference.attention(*leaves, spec, None, None, None)
+    exact = (out, *torch.autograd.grad(out, leaves, grad.double()))
+    bar.check_all(actual, dict(zip(actual, exact, strict=True)))
 
 
 def test_what_is_on_no_gpu_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
