@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton.routing import forward, op
 from megatron_moe.kernels.ops import Routed
 from megatron_moe.specs.moe import RouterSpec
 from tests.kernel_comparison import REFERENCE, differentiable, draw, route_and_pull
@@ -71,10 +75,65 @@ def test_routers_choose_weigh_count_and_sum_as_plain_torch(kind: str, biased: bo
     check(logits, bias, spec, **ALL_SUMS)
 
 
+class Launches:
+    """A kernel that remembers how it was launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.known: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments and constants of every launch."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*given: Any, **constants: Any) -> None:
+            self.known.append(((grid[0], *given), constants))
+            self._kernel[grid](*given, **constants)
+
+        return launch
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.setattr(op, "route_forward", Launches(op.route_forward))
+    return op.route_forward  # type: ignore[return-value]
+
+
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.setattr(op, "route_backward", Launches(op.route_backward))
+    return op.route_backward  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("kind", ["softmax", "pre_softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("only", [0, 1, 2], ids=["weights", "balance", "z"])
-def test_the_gradient_of_each_result_alone(kind: str, only: int) -> None:
+def test_the_gradient_of_each_result_alone_costs_no_other(kind: str, only: int, backwards: Launches) -> None:
     check(2 * draw(20, 11), None, router(**ROUTERS[kind]), only=only, **ALL_SUMS)
+    ((_, constants),) = backwards.known
+    assert [constants[name] for name in ("PROBS", "BALANCE", "Z")] == [only == which for which in range(3)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"z": True}, {"balance_sets": 1}, {"balance_sets": 2, "z": True}])
+def test_every_program_draws_one_ticket_where_sums_are_wanted(fields: dict[str, Any], forwards: Launches) -> None:
+    """The buffer ends with the ticket: anywhere else it would be counted among choices, or in foreign memory."""
+    routed = triton_kernels.route(draw(400, 40), None, router(num_experts=40), **fields)
+    (((programs, *given), _),) = forwards.known
+    (counts,) = (x for x in given if isinstance(x, Tensor) and x.dim() == 1 and x.dtype is torch.int64)
+    assert counts[-1] == (programs if fields else 0) and programs > 1
+    assert len(counts) == 40 * (1 + fields.get("balance_sets", 0)) + 1 and routed.counts_E.sum() == 1200
+
+
+def test_shares_of_many_programs_are_all_added(monkeypatch: pytest.MonkeyPatch, forwards: Launches) -> None:
+    monkeypatch.setattr(op, "FORWARD_TILE", 16)
+    monkeypatch.setattr(op, "num_multiprocessors", lambda device: 1000)
+    check(draw(20, 8), None, router(num_experts=8, topk=1), **ALL_SUMS)
+    assert forwards.known[0][0][0] == 20
+    shares, total = draw(300), torch.zeros((), dtype=torch.float64)
+    forward._add_squares[(1,)](shares, total, 300, tl.float64)
+    FP64_REF.check(total, shares.sum(), "300 programs")
+
+
+def test_small_scores_keep_their_digits() -> None:
+    for dtype in (torch.float32, torch.float64):
+        check((draw(10, 11) - 25).to(dtype), None, router(score_function="sqrtsoftplus"), **ALL_SUMS)
 
 
 @pytest.mark.parametrize("sets", [1, 2, 3])
@@ -140,9 +199,8 @@ def test_zeros_of_both_signs_are_equal_and_infinities_in_order(score: str) -> No
     logits[0, 2:6] = torch.tensor([0.0, -0.0, 0.0, -0.0])
     logits[1, 7] = 5.0
     logits[2] = torch.randn(11)
-    bias = torch.zeros(11)
-    ids = triton_kernels.route(logits, bias, router(score_function=score)).ids_TK
-    EXACT.check(ids, REFERENCE.route(logits, bias, router(score_function=score)).ids_TK)
+    ids = triton_kernels.route(logits, None, router(score_function=score)).ids_TK
+    EXACT.check(ids, REFERENCE.route(logits, None, router(score_function=score)).ids_TK)
     assert ids.tolist()[:2] == [[2, 3, 4], [7, 0, 1]]
 
 
@@ -185,7 +243,7 @@ class Compiled:
                 file.write(code.asm["ptx"]); file.flush()
                 words = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
                 said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
-            found.append(dict(ptxas=said, ptx=code.asm["ptx"]))
+            found.append(dict(ptxas=said, ptx=code.asm["ptx"], ttgir=code.asm["ttgir"]))
         return compile
 
 op.route_forward, op.route_backward = Compiled(op.route_forward), Compiled(op.route_backward)
@@ -208,8 +266,9 @@ def test_kernels_compile_without_spills_and_the_last_program_is_told_by_a_ticket
     assert len(found) == 6
     for code in found:
         assert "0 bytes spill stores, 0 bytes spill loads" in code["ptxas"], code["ptxas"]
-    for forward in found[::2]:
-        text = forward["ptx"]
-        ticket = text.index("atom.global.gpu.acq_rel")
-        assert "bar.sync" in text[text.rindex("st.global", 0, ticket) : ticket], "the ticket follows all stores"
-        assert "ld.global.cg" in text[ticket:] and "redux.sync.max.s32" in text
+    for code in found[::2]:
+        before, _, after = code["ttgir"].partition("atomic_rmw add, acq_rel, gpu")
+        assert "gpu.barrier" in before[before.rindex("tt.store") :], "the ticket follows the stores of all threads"
+        loads = set(re.findall(r"tt.load .*", after))
+        assert loads and all("cacheModifier = cg" in load for load in loads), "shares are read past the first cache"
+        assert "redux.sync.max.s32" in code["ptx"]

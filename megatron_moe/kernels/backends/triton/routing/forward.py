@@ -61,16 +61,7 @@ def route_forward(
         if Z:
             _, logsumexp = softmax(logits)
             squares += tl.where(held, logsumexp * logsumexp, 0.0)
-        # scores are what choices are weighed by; shares add up to 1 per token
-        if ON_LOGITS:
-            scores = logits
-            shares, _ = softmax(logits)
-        elif SCORE == "softmax":
-            scores, _ = softmax(logits)
-            shares = scores
-        else:
-            scores = score(logits, SCORE)
-            shares = scores / (tl.sum(scores, axis=1) + EPSILON)[:, None]
+        scores, shares = _scores(logits, SCORE, ON_LOGITS, EPSILON)
         if BALANCE:
             sums += tl.sum(shares, axis=0)
             if not plain:
@@ -84,14 +75,10 @@ def route_forward(
             merits = scores
             if BIASED:
                 merits += tl.load(bias_ptr + experts, mask=real, other=0.0).to(WIDE)[None, :]
-            keys = tl.where(real[None, :], ordered(merits, INT, HIGHEST), -HIGHEST - 1)
-            if GROUP_TOPK > 0:
-                keys = _limit_to_groups(keys, TOPK, NUM_GROUPS, GROUP_TOPK, TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST)
-            ids, chosen, keys = _choose(
-                keys, scores, columns, group_size, plain, TOPK, TOKENS, CHOICES, GROUPS, SIZE, WIDE, HIGHEST
-            )
-            ids = tl.where(held[:, None], ids, -1)
-            taken = ((keys == -HIGHEST - 1) & real[None, :] & held[:, None]).to(tl.int32)
+            ids, chosen, taken = _choose(
+                merits, scores, held, columns, real, group_size, plain, TOPK, CHOICES, NUM_GROUPS, GROUP_TOPK,
+                TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST,
+            )  # fmt: skip
         counts += tl.sum(taken, axis=0)
         weights = _weigh(chosen, ids < 0, ON_LOGITS, NORMALISED, EPSILON) * SCALING
         slots = tokens[:, None].to(tl.int64) * TOPK + choices[None, :]
@@ -110,12 +97,24 @@ def route_forward(
         behind = num_experts * (1 + sets) if BALANCE else num_experts
         ticket = tl.atomic_add(counts_ptr + behind, 1, sem="acq_rel")
         if ticket == programs - 1:
-            if BALANCE:
+            if BALANCE:  # four tiles at a time: what counts is how many loads are on their way
                 _add_scores(
-                    shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, TOKENS, GROUPS * SIZE, WIDE
+                    shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, 4 * TOKENS, GROUPS * SIZE, WIDE
                 )
             if Z:
                 _add_squares(shares_ptr + programs * num_experts, z_ptr, programs, WIDE)
+
+
+@triton.jit
+def _scores(logits, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr):
+    """(what choices are weighed by, the scores that add up to 1 per token)"""
+    if SCORE == "softmax":
+        shares, _ = softmax(logits)
+        scores = logits if ON_LOGITS else shares
+    else:
+        scores = score(logits, SCORE)
+        shares = scores / (tl.sum(scores, axis=1) + EPSILON)[:, None]
+    return scores, shares
 
 
 @triton.jit
@@ -150,10 +149,14 @@ def _limit_to_groups(
 
 @triton.jit
 def _choose(
-    keys, scores, columns, group_size, PLAIN: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
-    CHOICES: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, HIGHEST: tl.constexpr,
+    merits, scores, held, columns, real, group_size, PLAIN: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """(ids and scores of the choices in descending order, keys of what is left)"""
+    """(ids of the choices in descending order, their scores, which columns they are)"""
+    keys = tl.where(real[None, :], ordered(merits, INT, HIGHEST), -HIGHEST - 1)
+    if GROUP_TOPK > 0:
+        keys = _limit_to_groups(keys, TOPK, NUM_GROUPS, GROUP_TOPK, TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST)
     choices = tl.arange(0, CHOICES)
     ids = tl.full((TOKENS, CHOICES), -1, dtype=tl.int32)
     chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
@@ -166,7 +169,8 @@ def _choose(
         expert = column // SIZE * group_size + column % SIZE
         ids = tl.where((choices == k)[None, :], expert[:, None], ids)
         chosen = tl.where((choices == k)[None, :], own[:, None], chosen)
-    return ids, chosen, keys
+    taken = (keys == -HIGHEST - 1) & real[None, :] & held[:, None]
+    return tl.where(held[:, None], ids, -1), chosen, taken.to(tl.int32)
 
 
 @triton.jit
