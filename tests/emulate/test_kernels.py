@@ -61,6 +61,16 @@ def sum_and_norm(k: Any) -> Any:
     return k.add_rms_norm(residual, x, weight, 1e-6, False), [residual, x, weight]
 
 
+def layer_norm(k: Any) -> Any:
+    x, weight, bias = leaf(10, 2, 256), leaf(256), leaf(256)
+    return k.layer_norm(x, weight, bias, 1e-6, False), [x, weight, bias]
+
+
+def layer_norm_of_a_view(k: Any) -> Any:
+    wide, weight, bias = leaf(10, 2, 300), leaf(256), leaf(256)
+    return k.layer_norm(wide[..., 3:259], weight, bias, 1e-6, False), [wide, weight, bias]
+
+
 def rope(k: Any) -> Any:
     x, angles = leaf(10, 2, 3, 96), torch.ones(10, 1, 32)
     return k.rope(x, angles, angles, False, 64), [x]
@@ -114,6 +124,14 @@ def plain_activation(k: Any) -> Any:
 def cross_entropy(k: Any) -> Any:
     logits = leaf(20, 300)
     return k.cross_entropy(logits, torch.arange(20)), [logits]
+
+
+def gate(tokens: int, experts: int) -> Case:
+    def case(k: Any) -> Any:
+        hidden, weight = leaf(tokens, 96), leaf(experts, 96)
+        return k.gate_product(hidden, weight, torch.float32), [hidden, weight]
+
+    return case
 
 
 def route(k: Any) -> Any:
@@ -177,6 +195,8 @@ CASES: dict[str, Case] = {
     "rms_norm": norm,
     "rms_norm of a view": norm_of_a_view,
     "add_rms_norm": sum_and_norm,
+    "layer_norm": layer_norm,
+    "layer_norm of a view": layer_norm_of_a_view,
     "rope": rope,
     "query_key_value": heads(False),
     "query_key_value with norms": heads(True),
@@ -186,6 +206,8 @@ CASES: dict[str, Case] = {
     "activation": weighted_activation,
     "activation alone": plain_activation,
     "cross_entropy": cross_entropy,
+    "gate_product": gate(70, 8),
+    "gate_product with many experts": gate(70, 300),
     "route": route,
     "route with losses": route_with_losses,
     "permute": permute,
@@ -248,6 +270,14 @@ def test_an_op_takes_and_keeps_what_the_triton_kernel_does(name: str) -> None:
     assert memory_of(CASES[name], BUNDLE) == memory_of(CASES[name], triton_kernels)
 
 
+@pytest.mark.usefixtures("silent_kernels")
+@pytest.mark.parametrize("experts", [8, 256, 300])
+def test_the_gate_has_as_many_shares_as_programs(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as few multiprocessors as the interpreter has, which more tokens than they hold would have to share."""
+    monkeypatch.setattr(emulated.routing, "MOST_PROGRAMS", 4 * 4)
+    assert memory_of(gate(500, experts), BUNDLE) == memory_of(gate(500, experts), triton_kernels)
+
+
 def test_every_op_of_the_gpu_has_a_case_or_computes_in_place() -> None:
     known = {op for name in CASES for op in re.findall(r"\w+", name)} | {"adamw_", "adamw_packed_"}
     assert set(triton_kernels.PROVIDES) <= known
@@ -268,6 +298,37 @@ def test_attention_keeps_its_inputs_its_output_and_one_number_per_query() -> Non
         kept = tracker.timeline().totals()[-1] - before
     out_bytes, lse_bytes, seed_and_offset = out.numel() * 2, 2 * 4 * 64 * 4, 2 * 512
     assert kept == out_bytes + lse_bytes + seed_and_offset
+
+
+INPUTS = GRADS = 64 * 2 * (4 * 32 + 2 * 32 + 2 * 16) * 2
+"""Bytes of q, k and v."""
+WORKSPACE = 64 * 2 * 4 * (32 * 4 + (32 + 16) * 2)
+"""Of cuDNN's backward: the gradient of q in fp32, and those of keys and values by head."""
+
+
+def test_attention_with_sinks_keeps_what_it_keeps_without() -> None:
+    def run(k: Any) -> Any:
+        q, k_, v, sinks = leaf(64, 2, 4, 32), leaf(64, 2, 2, 32), leaf(64, 2, 2, 16), leaf(4)
+        return k.attention(q, k_, v, replace(tiny.attention().core, sinks=True), sinks, None, None), [q, k_, v, sinks]
+
+    (_, kept), (peak, _) = memory_of(run, BUNDLE)
+    out, by_query = 64 * 2 * 4 * 16 * 2, 2 * 4 * 64 * 4
+    assert kept == INPUTS + 512 + out + by_query
+    assert peak == GRADS + WORKSPACE
+
+
+def test_a_causal_block_takes_the_workspace_of_cudnn() -> None:
+    def run(k: Any) -> Any:
+        q, k_, v = (torch.ones(*shape, dtype=BF16) for shape in ((64, 2, 4, 32), (64, 2, 2, 32), (64, 2, 2, 16)))
+        out, lse = torch.zeros(64, 2, 4, 16, dtype=BF16), torch.zeros(2, 4, 64).permute(2, 0, 1)
+        span = Span(chunks=(range(32), range(96, 128)))
+        mask = tiny.attention().core, span, span, None
+        into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k_, v))
+        k.attention_block_grad(out, q, k_, v, out, lse, lse, *mask, into)
+        return (q, k_, v, out, lse, *into), []
+
+    ((peak, kept),) = memory_of(run, BUNDLE)
+    assert peak - kept == GRADS + WORKSPACE
 
 
 def test_a_backend_whose_memory_is_not_known_is_refused() -> None:

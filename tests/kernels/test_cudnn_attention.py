@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.ops import Span
 from megatron_moe.parallel.sequence_split import split_places
 from megatron_moe.specs.attention import CoreAttentionSpec
 from tests.kernel_comparison import compare, draw, with_gradients
@@ -102,6 +103,28 @@ def test_blocks_of_a_ring_add_up_to_whole_attention(backend: Any, dtype: torch.d
     out = reference.attention(*leaves, spec, None, None, None)
     exact = (out, *torch.autograd.grad(out, leaves, grad.double()))
     bar.check_all(actual, dict(zip(actual, exact, strict=True)))
+
+
+@BACKENDS
+@pytest.mark.parametrize("what", ["documents", "dropout"])
+def test_documents_and_dropout_are_not_given_to_it(backend: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "_attend", None)
+    monkeypatch.setattr(cudnn, "_differentiate", None)
+    segments = torch.tensor([[0] * 5 + [1] * 3] * 2) if what == "documents" else None
+    spec = CoreAttentionSpec(softmax_scale=0.3, dropout=0.5 if what == "dropout" else 0.0)
+    span = Span(chunks=(range(8),), segments_BS=segments)
+    mask = spec, span, span, ("a key",)
+    grad, q, k, v = (draw(8, 2, 2, 4, seed=seed).float() for seed in range(4))
+
+    def found_by(kernels: Any) -> list[Tensor]:
+        out, lse = torch.zeros(8, 2, 2, 4), torch.full((8, 2, 2), -torch.inf)
+        kernels.attention_block(q, k, v, *mask, out, lse)
+        into = tuple(torch.zeros_like(x) for x in (q, k, v))
+        kernels.attention_block_grad(grad, q, k, v, out, lse, (grad * out).sum(-1), *mask, into)
+        return [out, lse, *into]
+
+    for ours, expected in zip(found_by(backend), found_by(reference), strict=True):
+        FP32_REF.check(ours, expected)
 
 
 def test_what_is_on_no_gpu_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

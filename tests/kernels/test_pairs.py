@@ -18,6 +18,7 @@ SPLITS = {
     "zigzag of 3": split_places("zigzag", SEQ, 3),
     "contiguous": split_places("contiguous", SEQ, 4),
     "uneven": ((range(0, 5), range(9, 16)), (range(3, 12),), (range(2, 4), range(4, 11), range(20, 24)), (range(1),)),
+    "far apart": ((range(10, 11), range(20, 21)), (range(8, 11), range(18, 21))),
 }
 
 
