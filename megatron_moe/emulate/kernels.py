@@ -59,8 +59,8 @@ def _chosen(op: str, wish: str, dtype: torch.dtype) -> tuple[str, Callable[..., 
         return reference.NAME, _HOST_READS[op]
     if plain:
         return reference.NAME, getattr(reference, op)
-    if wish == torch_native.NAME and op in torch_native.PROVIDES and op not in _NATIVE:
-        return NATIVE, getattr(torch_native, op)
+    if wish == torch_native.NAME and op in torch_native.PROVIDES:
+        return NATIVE, _NATIVE.get(op, getattr(torch_native, op))
     for name, known in ((OURS, _TRITON), (NATIVE, _NATIVE)):
         if op in known:
             return name, known[op]
@@ -152,14 +152,36 @@ def _normed(x_RH: Tensor) -> tuple[Tensor, Tensor]:
     return out_RH, torch.empty(x_RH.shape[0], device=x_RH.device, dtype=torch.float32)
 
 
-def _norm_backward(grad: Tensor, x_RH: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_backward(grad: Tensor, x_RH: Tensor, weight: Tensor, weights: int = 1) -> tuple[Tensor, Tensor]:
+    """(gradient of x, gradients of all its weights side by side)"""
     rows_of(grad)
     num_rows, width = x_RH.shape
     grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     tile_rows = max(_NORM_TILE // power_of_two(width), 1)
     num_programs = max(min(-(-num_rows // tile_rows), MOST_PROGRAMS // 2), 1)
-    shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
-    return grad_x_RH, shares_PH.new_empty(width, dtype=weight.dtype)
+    shares_PW = torch.empty(num_programs, weights * width, device=x_RH.device, dtype=torch.float32)
+    return grad_x_RH, shares_PW.new_empty(weights * width, dtype=weight.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    return _LayerNorm.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x_RH = rows_of(x)
+        out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+        moments_2R = torch.empty(2, x_RH.shape[0], device=x_RH.device, dtype=torch.float32)
+        ctx.save_for_backward(x_RH, weight, moments_2R)
+        ctx.bias_dtype = bias.dtype
+        return out_RH.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x_RH, both = _norm_backward(grads[0], *ctx.saved_tensors[:2], weights=2)
+        grad_weight, grad_bias = both.chunk(2)
+        return grad_x_RH.view(grads[0].shape), grad_weight, grad_bias.to(ctx.bias_dtype)
 
 
 # elementwise and loss
@@ -242,6 +264,7 @@ _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
             embedding_grad,
             rms_norm,
             add_rms_norm,
+            layer_norm,
             heads.rope,
             heads.query_key_value,
             heads.latent_key_value,
@@ -250,6 +273,7 @@ _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
             blocks.attention_block_grad,
             activation,
             cross_entropy,
+            routing.gate_product,
             routing.route,
             routing.count_tokens,
             routing.sort_rows,
@@ -266,14 +290,11 @@ _TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 _NATIVE: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        function.__name__: function
-        for function in (
-            linear_weight_grad,
-            grouped_forward,
-            grouped_input_grad,
-            routing.gate_product,
-            sum_of_squares,
-        )
+        **{
+            function.__name__: function
+            for function in (linear_weight_grad, grouped_forward, grouped_input_grad, sum_of_squares)
+        },
+        "gate_product": routing.gate_product_by_torch,
     }
 )
 _HOST_READS: Mapping[str, Callable[..., Any]] = MappingProxyType(

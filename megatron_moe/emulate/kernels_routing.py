@@ -17,6 +17,10 @@ _SORT_BLOCK, _SORT_STRETCHES = 128, 64
 """Choices of a block of the sort, and stretches of blocks."""
 _ROUTE_TILE = 4096
 """Tokens times experts that a program of the router holds."""
+_GATE_TOKENS = 64
+"""Tokens that a program of the gate's backward holds."""
+_MANY_EXPERTS = 256
+"""Of more experts than these it holds fewer columns."""
 
 
 # routing
@@ -29,6 +33,37 @@ def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Te
 
 
 class _GateProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
+        hidden_TH, weight_EH = rows_of(hidden_TH), rows_of(weight_EH)
+        ctx.save_for_backward(hidden_TH, weight_EH)
+        return hidden_TH.new_empty(hidden_TH.shape[0], weight_EH.shape[0], dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_EH = ctx.saved_tensors
+        rows_of(grads[0])
+        grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
+        shares_PEH = weight_EH.new_empty(
+            _gate_stretches(hidden_TH, len(weight_EH)), *weight_EH.shape, dtype=torch.float32
+        )
+        return grad_hidden_TH, shares_PEH.new_empty(weight_EH.shape, dtype=weight_EH.dtype)
+
+
+def _gate_stretches(hidden_TH: Tensor, num_experts: int) -> int:
+    """Programs that share the tokens: all column tiles together have one for each multiprocessor of a Hopper GPU."""
+    num_tokens, width = hidden_TH.shape
+    columns = min(128 if num_experts <= _MANY_EXPERTS else 64, power_of_two(width))
+    return max(min(MOST_PROGRAMS // 4 // -(-width // columns), -(-num_tokens // _GATE_TOKENS)), 1)
+
+
+def gate_product_by_torch(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+    if not hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 or dtype is not torch.float32:
+        return reference.gate_product(hidden_TH, weight_EH, dtype)
+    return _GateProductByTorch.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _GateProductByTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_EH)

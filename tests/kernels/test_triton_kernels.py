@@ -54,6 +54,24 @@ def test_rms_norm_of_a_view_reads_the_view_and_not_what_lies_between() -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3, 48), (1, 1, 128), (70, 9), (0, 16), (3, 2, 2, 100)])
+def test_layer_norm_is_the_reference(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
+    inputs = [3 + draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2)]
+    compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-6, zero_centered), inputs, dtype)
+
+
+def test_layer_norm_of_a_view_reads_the_view_and_repeats_to_the_bit() -> None:
+    """More rows than the programs take at once."""
+    inputs = [draw(100, 1100), draw(1024, seed=1), draw(1024, seed=2)]
+    op = lambda k: lambda x, w, b: k.layer_norm(x[:, 3:1027], w, b, 1e-6, False)  # noqa: E731
+    compare(op, inputs, torch.float32)
+    found = [kernel_comparison.with_gradients(op(triton_kernels), inputs, torch.float32) for _ in range(2)]
+    for once, again in zip(*found, strict=True):
+        EXACT.check(again, once)
+
+
+@DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("heads", "width", "turned", "batch"), [(3, 8, 8, 1), (5, 12, 6, 2), (1, 64, 2, 2)])
 def test_rope_is_the_reference(

@@ -14,8 +14,10 @@ from megatron_moe.kernels.backends.triton.attention.whole import attention as at
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
+from megatron_moe.kernels.backends.triton.gate import gate_product as gate_product
 from megatron_moe.kernels.backends.triton.heads import query_key_value as query_key_value
 from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
+from megatron_moe.kernels.backends.triton.layer_norm import layer_norm as layer_norm
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
@@ -39,6 +41,7 @@ PROVIDES = (
     "embedding_grad",
     "rms_norm",
     "add_rms_norm",
+    "layer_norm",
     "rope",
     "query_key_value",
     "latent_key_value",
@@ -47,6 +50,7 @@ PROVIDES = (
     "attention_block_grad",
     "activation",
     "cross_entropy",
+    "gate_product",
     "route",
     "count_tokens",
     "sort_rows",
@@ -71,6 +75,8 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         return Judgement(Fit.NO, "Triton compiles for GPUs")
     if op == "grouped_weight_grad" and dtype is torch.float32:
         return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
+    if op == "gate_product" and dtype is not torch.bfloat16:
+        return Judgement(Fit.YES, "bf16 alone is its own, the rest torch's")
     reasons = {
         "attention": "windows, documents and --deterministic-mode tile by tile; sinks by cuDNN; else torch's",
         "attention_block": "cuDNN, one pass to merge; windows, documents and --deterministic-mode tile by tile",
@@ -79,6 +85,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "embedding_grad": "adds the rows of each id inside the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",
         "adamw_packed_": "one pass that unpacks and packs",
+        "gate_product": "fp32 by bf16 matrix units, both gradients in one pass",
         "route": "scores, choice, counts and losses in one pass each way",
         "sort_rows": "a counting sort in two launches",
         "count_tokens": "a histogram without atomics",

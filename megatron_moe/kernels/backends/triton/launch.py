@@ -29,7 +29,10 @@ def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of what every program has found, fp32 [P, W] to [W], in an order that depends on P alone."""
     num, width = shares_PW.shape
     out_W = torch.empty(width, device=shares_PW.device, dtype=dtype)
-    _sum_shares[(triton.cdiv(width, 8),)](shares_PW, out_W, num, width, ROWS=256, COLUMNS=8, num_warps=8)
+    rows = min(power_of_two(num), 256)
+    columns = 2048 // rows
+    grid = (triton.cdiv(width, columns),)
+    _sum_shares[grid](shares_PW, out_W, num, width, ROWS=rows, COLUMNS=columns, num_warps=8)
     return out_W
 
 

@@ -76,13 +76,12 @@ def _norm(
     num_rows, width = x_RH.shape
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     scale_R = torch.empty(num_rows, device=x_RH.device, dtype=torch.float32)
-    rows, columns = _tile(width)
     if num_rows:
         added = x_RH if residual_RH is None else residual_RH
-        _rms_norm_forward[(triton.cdiv(num_rows, rows),)](
+        grid, tile = forward_tiles(num_rows, width)
+        _rms_norm_forward[grid](
             x_RH, added, total_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), added.stride(0), eps,
-            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, ROWS=rows, WIDTH=columns,
-            num_warps=_warps(columns),
+            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **tile,
         )  # fmt: skip
     return out_RH, scale_R
 
@@ -94,29 +93,32 @@ def _norm_backward(
     grad_RH = rows_of(grad)
     added_RH = grad_RH if grad_total is None else rows_of(grad_total)
     num_rows, width = x_RH.shape
-    columns = power_of_two(width)
-    rows = max(TILE // 2 // columns, 1)
+    grid, tile = backward_tiles(num_rows, width, x_RH.device)
     grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     # every program sums its rows' share of the weight's gradient; the shares are added in a fixed order
-    num_programs = max(min(triton.cdiv(num_rows, rows), PROGRAMS * num_multiprocessors(x_RH.device)), 1)
-    shares_PH = torch.empty(num_programs, width, device=x_RH.device, dtype=torch.float32)
-    _rms_norm_backward[(num_programs,)](
+    shares_PH = torch.empty(*grid, width, device=x_RH.device, dtype=torch.float32)
+    _rms_norm_backward[grid](
         grad_RH, added_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width,
         grad_RH.stride(0), added_RH.stride(0), x_RH.stride(0),
-        ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, ROWS=rows, WIDTH=columns,
-        STAGES=3 if columns <= TILE // 2 else 1, num_warps=8 if columns <= TILE else 16,
+        ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, **tile,
     )  # fmt: skip
     return grad_x_RH, sum_of_shares(shares_PH, weight.dtype)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """(rows, width) of a tile."""
-    tile_width = power_of_two(width)
-    return max(TILE // 2 // tile_width, 1), tile_width
+def forward_tiles(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """(number of programs, tile of each) of a norm's forward."""
+    columns = power_of_two(width)
+    rows = max(TILE // 2 // columns, 1)
+    return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "WIDTH": columns, "num_warps": 4 if columns <= TILE else 16}
 
 
-def _warps(tile_width: int) -> int:
-    return 4 if tile_width <= TILE else 16
+def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tuple[int], dict[str, int]]:
+    """(number of programs, tile that each takes at a time) of a norm's backward."""
+    columns = power_of_two(width)
+    rows = max(TILE // 2 // columns, 1)
+    num_programs = max(min(triton.cdiv(num_rows, rows), PROGRAMS * num_multiprocessors(device)), 1)
+    stages, warps = 3 if columns <= TILE // 2 else 1, 8 if columns <= TILE else 16
+    return (num_programs,), {"ROWS": rows, "WIDTH": columns, "STAGES": stages, "num_warps": warps}
 
 
 @triton.jit

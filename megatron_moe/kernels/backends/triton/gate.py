@@ -1,0 +1,196 @@
+"""The gate's product: fp32 logits of bf16 hidden states and weights, and both gradients in one pass over the tokens.
+
+A product of two bf16 numbers is exact in fp32, and an fp32 gradient is the sum of three bf16 numbers. So matrix units,
+which know bf16 products with fp32 sums, lose no digit of fp32, in the gradients neither. Plain fp32 products would run
+without matrix units.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.triton.launch import (
+    INTERPRETED,
+    num_multiprocessors,
+    power_of_two,
+    rows_of,
+    sum_of_shares,
+)
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time, at most; columns are those of the hidden states."""
+
+    tokens: int
+    experts: int
+    columns: int
+    warps: int
+    stages: int
+
+
+FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
+BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=2)
+"""For up to as many experts as it names."""
+BACKWARD_MORE_EXPERTS = Tile(tokens=64, experts=64, columns=128, warps=8, stages=2)
+BACKWARD_MOST_EXPERTS = Tile(tokens=64, experts=64, columns=64, warps=8, stages=2)
+MORE_EXPERTS = 256
+"""A program of the backward keeps the sums of all experts in registers: beyond, those of fewer columns."""
+PROGRAMS = 1
+"""Programs of the backward per multiprocessor: there is no room for two."""
+PARTS = 3
+"""bf16 numbers that an fp32 gradient is parted into: 3 x 8 bits hold its 24."""
+_LEAST = 16
+"""Rows and columns of the smallest tile that matrix units take."""
+
+
+def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `Kernels.gate_product`. Other dtypes than fp32 of bf16 are torch's."""
+    if not hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 or dtype is not torch.float32:
+        return torch_native.gate_product(hidden_TH, weight_EH, dtype)
+    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
+    return logits_TE
+
+
+class _GateProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
+        hidden_TH, weight_EH = rows_of(hidden_TH), rows_of(weight_EH)
+        ctx.save_for_backward(hidden_TH, weight_EH)
+        return _logits(hidden_TH, weight_EH)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(rows_of(grads[0]), *ctx.saved_tensors)
+
+
+def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    (num_tokens, width), num_experts = hidden_TH.shape, len(weight_EH)
+    logits_TE = torch.empty(num_tokens, num_experts, device=hidden_TH.device, dtype=torch.float32)
+    experts, columns = _fitted(FORWARD.experts, num_experts), _fitted(FORWARD.columns, width)
+    if num_tokens:
+        # programs of the same tokens stand together, so that only the first of them waits for memory
+        _gate_forward[(triton.cdiv(num_experts, experts), triton.cdiv(num_tokens, FORWARD.tokens))](
+            hidden_TH, weight_EH, logits_TE, num_tokens, num_experts, width, hidden_TH.stride(0), weight_EH.stride(0),
+            WIDEN=INTERPRETED, TOKENS=FORWARD.tokens, EXPERTS=experts, COLUMNS=columns, WHOLE=width % columns == 0,
+            num_warps=FORWARD.warps, num_stages=FORWARD.stages,
+        )  # fmt: skip
+    return logits_TE
+
+
+def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of the hidden states, gradient of the weight), each rounded once"""
+    num_experts, width = weight_EH.shape
+    tile = _backward_tile(num_experts)
+    experts, columns = _fitted(tile.experts, num_experts), _fitted(tile.columns, width)
+    stretches = num_stretches(len(hidden_TH), triton.cdiv(width, columns), tile, hidden_TH.device)
+    grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
+    shares_PEH = torch.empty(stretches, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
+    # programs of the same tokens stand together, so that only the first of them waits for the logits' gradient
+    _gate_backward[(triton.cdiv(width, columns), stretches)](
+        grad_TE, hidden_TH, weight_EH, grad_hidden_TH, shares_PEH, len(hidden_TH), num_experts, width,
+        grad_TE.stride(0), hidden_TH.stride(0), weight_EH.stride(0),
+        WIDEN=INTERPRETED, PARTS=PARTS, CHUNKS=triton.cdiv(num_experts, experts), EXPERTS=experts, TOKENS=tile.tokens,
+        COLUMNS=columns, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    grad_weight = sum_of_shares(shares_PEH.view(stretches, -1), weight_EH.dtype)
+    return grad_hidden_TH, grad_weight.view(num_experts, width)
+
+
+def num_stretches(num_tokens: int, column_tiles: int, tile: Tile, device: torch.device) -> int:
+    """Programs that share the tokens, for each tile of columns."""
+    most = PROGRAMS * num_multiprocessors(device) // column_tiles
+    return max(min(most, triton.cdiv(num_tokens, tile.tokens)), 1)
+
+
+def _backward_tile(num_experts: int) -> Tile:
+    if num_experts <= BACKWARD.experts:
+        return BACKWARD
+    return BACKWARD_MORE_EXPERTS if num_experts <= MORE_EXPERTS else BACKWARD_MOST_EXPERTS
+
+
+def _fitted(most: int, number: int) -> int:
+    return min(most, max(power_of_two(number), _LEAST))
+
+
+@triton.jit
+def _dot(a, b, total, WIDEN: tl.constexpr):
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _gate_forward(
+    hidden_ptr, weight_ptr, logits_ptr, num_tokens, num_experts, width, hidden_stride, weight_stride,
+    WIDEN: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    tokens, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    first = tl.program_id(1).to(tl.int64) * TOKENS
+    held_tokens, held_experts = (tokens < num_tokens - first)[:, None], (experts < num_experts)[None, :]
+    logits = tl.zeros((TOKENS, EXPERTS), dtype=tl.float32)
+    for start in range(0, width, COLUMNS):
+        here = start + columns
+        held_hidden, held_weight = held_tokens, held_experts
+        if not WHOLE:
+            held_hidden &= (here < width)[None, :]
+            held_weight &= (here < width)[:, None]
+        place = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + here[None, :]
+        hidden = tl.load(place, mask=held_hidden, other=0.0)
+        weight = tl.load(weight_ptr + experts[None, :] * weight_stride + here[:, None], mask=held_weight, other=0.0)
+        logits = _dot(hidden, weight, logits, WIDEN)
+    place = logits_ptr + first * num_experts + tokens[:, None] * num_experts + experts[None, :]
+    tl.store(place, logits, mask=held_tokens & held_experts)
+
+
+@triton.jit
+def _gate_backward(
+    grad_ptr, hidden_ptr, weight_ptr, grad_hidden_ptr, shares_ptr, num_tokens, num_experts, width,
+    grad_stride, hidden_stride, weight_stride,
+    WIDEN: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # all products have the columns first: parts of the gradient are second factors then, which lie in shared memory
+    # once for both products; as first factors they would be turned in registers for each
+    tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    held_columns = columns < width
+    weights, shares = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        these = chunk * EXPERTS + experts
+        held = (these < num_experts)[:, None] & held_columns[None, :]
+        weight = tl.load(weight_ptr + these[:, None] * weight_stride + columns[None, :], mask=held, other=0.0)
+        weights += (tl.trans(weight),)
+        shares += (tl.zeros((COLUMNS, EXPERTS), dtype=tl.float32),)
+    # in stages: the next tokens are on their way while these are worked on
+    for tile in tl.range(tl.program_id(1), tl.cdiv(num_tokens, TOKENS), tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * TOKENS
+        held_tokens = (tokens < num_tokens - first)[:, None]
+        held_hidden = held_tokens & held_columns[None, :]
+        place = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + columns[None, :]
+        hidden = tl.trans(tl.load(place, mask=held_hidden, other=0.0))
+        grad_hidden = tl.zeros((COLUMNS, TOKENS), dtype=tl.float32)
+        sums = ()
+        for chunk in tl.static_range(CHUNKS):
+            these = chunk * EXPERTS + experts
+            place = grad_ptr + first * grad_stride + tokens[:, None] * grad_stride + these[None, :]
+            rest = tl.load(place, mask=held_tokens & (these < num_experts)[None, :], other=0.0)
+            share = shares[chunk]
+            for _ in tl.static_range(PARTS):
+                part = rest.to(tl.bfloat16)
+                rest -= part.to(tl.float32)
+                grad_hidden = _dot(weights[chunk], tl.trans(part), grad_hidden, WIDEN)
+                share = _dot(hidden, part, share, WIDEN)
+            sums += (share,)
+        shares = sums
+        place = grad_hidden_ptr + first * width + tokens[:, None] * width + columns[None, :]
+        tl.store(place, tl.trans(grad_hidden.to(tl.bfloat16)), mask=held_hidden)
+    shares_ptr += tl.program_id(1).to(tl.int64) * num_experts * width
+    for chunk in tl.static_range(CHUNKS):
+        these = chunk * EXPERTS + experts
+        held = (these < num_experts)[:, None] & held_columns[None, :]
+        tl.store(shares_ptr + these[:, None] * width + columns[None, :], tl.trans(shares[chunk]), mask=held)

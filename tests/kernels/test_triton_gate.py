@@ -1,0 +1,121 @@
+"""The gate's product under the interpreter against fp64, and compiled for a Hopper GPU without one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.backends import triton_kernels
+from tests.kernel_comparison import REFERENCE, draw
+from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def product_and_gradients(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (hidden_TH, weight_EH)]
+    logits = triton_kernels.gate_product(*leaves, FP32)
+    return [logits.detach(), *torch.autograd.grad(logits, leaves, grad_TE)]
+
+
+def check(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> None:
+    """Against fp64 of the same numbers: nothing but fp32 sums and one rounding; twice the same bits."""
+    logits, grad_hidden, grad_weight = found = product_and_gradients(hidden_TH, weight_EH, grad_TE)
+    hidden, weight, grad = hidden_TH.double(), weight_EH.double(), grad_TE.double()
+    assert logits.dtype is FP32 and grad_hidden.dtype is grad_weight.dtype is BF16
+    FP32_REF.check(logits, hidden @ weight.T, "logits")
+    BF16_KERNEL.check(grad_hidden, grad @ weight, "gradient of the hidden states")
+    BF16_KERNEL.check(grad_weight, grad.T @ hidden, "gradient of the weight")
+    for once, again in zip(found, product_and_gradients(hidden_TH, weight_EH, grad_TE), strict=True):
+        EXACT.check(again, once)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "experts"),
+    [(1, 1, 1), (0, 32, 4), (300, 40, 8), (64, 256, 64), (70, 300, 128), (67, 130, 160), (33, 200, 300), (5, 72, 512)],
+)
+def test_logits_and_gradients_are_those_of_fp64(tokens: int, width: int, experts: int) -> None:
+    """The third has several programs that share the tokens; the last four several tiles of columns, or of experts."""
+    grad = draw(tokens, experts, seed=2).float()
+    check(draw(tokens, width).to(BF16), draw(experts, width, seed=1).to(BF16), grad)
+
+
+def test_hidden_states_and_gradients_may_stand_apart() -> None:
+    hidden, weight = draw(140, 50).to(BF16)[::2, 3:43], draw(6, 80, seed=1).to(BF16)[:, 8:48]
+    check(hidden, weight, draw(70, 9, seed=2).float()[:, 2:8])
+    check(hidden, weight, torch.tensor(0.3).expand(70, 6))
+
+
+def test_gradients_lose_no_digit_of_fp32() -> None:
+    """Two experts with the same weight cancel but for the last bits of their gradients."""
+    grad = draw(70, 1, seed=2).float()
+    grad_TE = torch.cat([grad, -grad * (1 + 2.0**-20)], dim=1)
+    weight = draw(1, 40, seed=1).to(BF16).expand(2, 40).contiguous()
+    hidden = draw(70, 40).to(BF16)
+    _, grad_hidden, _ = product_and_gradients(hidden, weight, grad_TE)
+    BF16_KERNEL.check(grad_hidden, grad_TE.double() @ weight.double(), "gradient of the hidden states")
+    # and two tokens with the same hidden state
+    hidden = hidden[:1].expand(2, 40).contiguous()
+    _, _, grad_weight = product_and_gradients(hidden, draw(70, 40, seed=3).to(BF16), grad_TE.T.contiguous())
+    BF16_KERNEL.check(grad_weight, grad_TE.double() @ hidden.double(), "gradient of the weight")
+
+
+@pytest.mark.parametrize(("hidden", "weight", "dtype"), [(BF16, FP32, FP32), (FP32, FP32, FP32), (BF16, BF16, BF16)])
+def test_other_dtypes_are_computed_as_before(hidden: torch.dtype, weight: torch.dtype, dtype: torch.dtype) -> None:
+    inputs = draw(7, 24).to(hidden), draw(5, 24, seed=1).to(weight)
+    EXACT.check(triton_kernels.gate_product(*inputs, dtype), REFERENCE.gate_product(*inputs, dtype))
+
+
+SHARED_MEMORY = 232_448
+"""Bytes that one program can have on an H100 or H200."""
+COMPILE = """
+import json, subprocess, tempfile, torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+
+triton.runtime.driver.set_active(Driver())
+from megatron_moe.kernels.backends.triton import gate
+
+found = []
+
+class Compiled:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid):
+        def compile(*given, **constants):
+            code = self.kernel.warmup(*given, grid=grid, **constants)
+            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+                file.write(code.asm["ptx"]); file.flush()
+                words = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+                said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+            found.append(dict(shared=code.metadata.shared, ptxas=said, products=code.asm["ptx"].count("wgmma.mma")))
+        return compile
+
+gate._gate_forward, gate._gate_backward = Compiled(gate._gate_forward), Compiled(gate._gate_backward)
+gate.sum_of_shares = lambda shares, dtype: shares[0].to(dtype)
+for width, experts in ((2048, 128), (7168, 256), (72, 3)):
+    hidden, weight = (torch.zeros(rows, width).bfloat16() for rows in (64, experts))
+    gate._logits(hidden, weight), gate._gradients(torch.zeros(64, experts), hidden, weight)
+print(json.dumps(found))
+"""
+
+
+def test_kernels_compile_for_matrix_units_without_spills() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 6
+    for code in found:
+        assert code["shared"] <= SHARED_MEMORY
+        assert "0 bytes spill stores, 0 bytes spill loads" in code["ptxas"], code["ptxas"]
+        assert "serialized" not in code["ptxas"], "products that wait for one another"
+    assert all(code["products"] for code in found[:4]), "tiles of 64 and more are for wgmma"
