@@ -55,7 +55,7 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     wide = torch.promote_types(torch.float32, draw.dtype)
     found = torch.zeros(args.seq, batch, heads, width, device=device, dtype=wide)
     lse = torch.zeros(batch, heads, args.seq, device=device, dtype=wide).permute(2, 0, 1)
-    into = tuple(torch.zeros_like(x, dtype=wide) for x in (q, key, value))
+    into = torch.zeros_like(q, dtype=wide), torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
     own, earlier = Span(chunks=(range(args.seq, 2 * args.seq),)), Span(chunks=(range(args.seq),))
     spec = CoreAttentionSpec(softmax_scale=width**-0.5)
     read = draw.moved(q.numel() + 2 * key.numel())

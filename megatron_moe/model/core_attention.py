@@ -168,8 +168,8 @@ class _Block:
 
     queries: slice
     keys: slice
-    arguments: tuple[Any, ...]
-    """spec, spans and dropout key, as the kernels take them."""
+    mask: tuple[CoreAttentionSpec, Span, Span, Key | None]
+    """Which of them see each other, and the key of the dropout, as the kernels take them."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,8 @@ class _BlockAttention(torch.autograd.Function):
             if block is None:
                 continue
             rows, keys = block.queries, block.keys
-            parts = q_SBND[rows], k_held[keys], v_held[keys]
-            blocks.kernels.attention_block(*parts, *block.arguments, out_SBNE[rows], lse_SBN[rows])
+            q, k, v = q_SBND[rows], k_held[keys], v_held[keys]
+            blocks.kernels.attention_block(q, k, v, *block.mask, out_SBNE[rows], lse_SBN[rows])
         ctx.blocks = blocks
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
@@ -240,12 +240,10 @@ class _BlockAttention(torch.autograd.Function):
             block = blocks.block(source)
             if block is not None:
                 rows, keys = block.queries, block.keys
-                blocks.kernels.attention_block_grad(
-                    *(grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys]),
-                    *(out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]),
-                    *block.arguments,
-                    (grad_q_SBND[rows], grad_k[keys], grad_v[keys]),
-                )
+                grad, q, k, v = grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys]
+                out, lse, delta = out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]
+                into = grad_q_SBND[rows], grad_k[keys], grad_v[keys]
+                blocks.kernels.attention_block_grad(grad, q, k, v, out, lse, delta, *block.mask, into)
             # The sum for these keys follows them round the ring, and is home after the last step.
             if behind is not None:
                 total += behind()

@@ -28,8 +28,8 @@ def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> b
     """Whether torch may give these to cuDNN: a GPU, 16 bits, heads that it can hold, nothing that must repeat."""
     if not q_SBND.is_cuda:
         return False
-    by_head = (_by_head(x) for x in (q_SBND, k_SBGD, v_SBGE))
-    return bool(can_use_cudnn_attention(SDPAParams(*by_head, None, 0.0, causal, True), False))
+    inputs = _by_head(q_SBND), _by_head(k_SBGD), _by_head(v_SBGE)
+    return bool(can_use_cudnn_attention(SDPAParams(*inputs, None, 0.0, causal, True), False))
 
 
 def serves_pair(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, query: Span, pair: Pair) -> bool:

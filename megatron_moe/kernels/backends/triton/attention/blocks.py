@@ -70,8 +70,9 @@ def attention_block_grad(
         inputs, share = (q[rows], k[keys], v[keys]), (grad_q[rows], grad_k[keys], grad_v[keys])
         shape = Shape.of(*inputs, spec.softmax_scale, pair.left, pair.right)
         documents = _segments(query, key, pair)
-        of_rows = (_by_head(x_SBN[rows]) for x_SBN in (lse_SBN, delta_SBN))
-        gradients(grad[rows], *inputs, documents, *of_rows, shape, share, add=True)
+        lse_BNS, delta_BNS = _by_head(lse_SBN[rows]), _by_head(delta_SBN[rows])
+        gradients(grad[rows], *inputs, documents, lse_BNS, delta_BNS, shape, share, add=True)
+        del lse_BNS, delta_BNS
 
 
 def _by_head(x_SBN: Tensor) -> Tensor:
