@@ -56,6 +56,22 @@ ATTENTION = (
         reason="right only where a query sees one part",
     ),
     Bug(
+        name="windows between parts of a sequence are shifted the wrong way",
+        file="megatron_moe/kernels/pairs.py",
+        old="else left - shift,",
+        new="else left + shift,",
+        select=("tests/kernels/test_pairs.py", "tests/kernels/test_attention_blocks.py"),
+        reason="queries of one rank see the wrong keys of another",
+    ),
+    Bug(
+        name="the backward of attention with sinks knows the softmax without them",
+        file="megatron_moe/kernels/backends/cudnn/attention.py",
+        old="lse_BNS = torch.logaddexp(lse_BNS, sinks_N1)",
+        new="lse_BNS = lse_BNS.clone()",
+        select=("tests/kernels/test_cudnn_attention.py",),
+        reason="gradients are too large where the sink has weight",
+    ),
+    Bug(
         name="labels of a split sequence stand in another order than its tokens",
         file="megatron_moe/data/batch.py",
         old="labels_BS=part.take(batch.labels_BS),",
