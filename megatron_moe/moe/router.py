@@ -231,8 +231,10 @@ class Router(nn.Module):
         names, losses, coeffs = zip(*made, strict=True)
         for name, loss in zip(names, losses, strict=True):
             self._report(name, loss, meta)
-        field = "probs_TE" if routing.probs_TK is None else "probs_TK"
-        return replace(routing, **{field: attach_losses(getattr(routing, field), losses, coeffs, meta.aux_scale)})
+        carrier = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
+        assert carrier is not None
+        carrier = attach_losses(carrier, losses, coeffs, meta.aux_scale)
+        return replace(routing, probs_TE=carrier) if routing.probs_TK is None else replace(routing, probs_TK=carrier)
 
     def _balancing_loss(self, kind: Balancing, losses: BalancingLosses) -> Tensor:
         if kind == "seq_aux_loss":

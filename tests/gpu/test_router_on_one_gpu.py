@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.logs.tally import Tally
 from megatron_moe.moe.balance import update_routers
 from megatron_moe.parallel.context import ParallelContext
@@ -29,10 +31,14 @@ CASES = [
 ]
 
 
-def _step(device: str, fields: dict, capacity: CapacitySpec | None):
-    """One microbatch with padding, and the update: routing, tally, router and input gradient."""
+def _step(device: str, fields: dict, capacity: CapacitySpec | None, *, ours: bool = False):
+    """One microbatch with padding, and the update: routing, tally, router and input gradient. `ours`: by our kernels,
+    which take fp64 too, although no run asks them to."""
     ctx = ParallelContext.single(device=device)
     router = make_router(ctx=ctx, capacity=capacity, **fields)
+    if ours:
+        plain = {op: getattr(router.kernels, op) for op in OPS}
+        router.kernels = Bundle.of({**plain, "route": triton_kernels.route}, ())
     hidden = make_hidden(64, 2).detach().to(device).requires_grad_()
     valid = torch.arange(128, device=device).view(2, 64) % 5 > 0
     scale = torch.full((), 0.5, device=device)
@@ -51,9 +57,10 @@ def _step(device: str, fields: dict, capacity: CapacitySpec | None):
     return routing, meta.tally, router, hidden.grad
 
 
+@pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize(("fields", "capacity"), CASES)
-def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity):
-    routing, tally, router, gradient = _step("cuda", fields, capacity)
+def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity, ours):
+    routing, tally, router, gradient = _step("cuda", fields, capacity, ours=ours)
     expected, expected_tally, expected_router, expected_gradient = _step("cpu", fields, capacity)
     for name in ("ids_TK", "map_TE", "counts_E", "chosen_TK"):
         if getattr(expected, name) is not None:

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton.routing import forward, op
+from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.kernels.ops import Routed
+from megatron_moe.logs.tally import Tally
 from megatron_moe.specs.moe import RouterSpec
 from tests.kernel_comparison import REFERENCE, differentiable, draw, route_and_pull
+from tests.moe.routers import make_hidden, make_meta, make_router
 from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, FP64_REF
 
 pytestmark = [
@@ -217,6 +220,26 @@ def test_two_launches_agree_to_the_bit() -> None:
     runs = [route_and_pull(triton_kernels, logits, None, spec, balance_sets=2, z=True) for _ in range(2)]
     for first, second in zip(*[(*differentiable(routed), grad) for routed, grad in runs], strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "groups", [{}, {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4, "group_topk": 2}]
+)
+@pytest.mark.parametrize("kinds", [("aux_loss",), ("aux_loss", "seq_aux_loss", "global_aux_loss")])
+def test_a_whole_router_has_the_losses_and_gradients_of_plain_torch(kinds: Any, groups: dict[str, Any]) -> None:
+    """Three sequences with padding; losses by sums over all tokens, or over those of each sequence."""
+    coeffs, valid = (0.3, 0.2, 0.1)[: len(kinds)], torch.arange(30).view(3, 10) % 7 > 0
+    found = []
+    for route in (REFERENCE.route, triton_kernels.route):
+        module = make_router(balancing=kinds, aux_loss_coeffs=coeffs, z_loss_coeff=0.05, **groups)
+        module.kernels = Bundle.of({name: getattr(REFERENCE, name) for name in OPS} | {"route": route}, ())
+        hidden, tally = make_hidden(10, 3), Tally()
+        routing = module(hidden, make_meta(hidden, valid_BS=valid, tally=tally))
+        routing.probs_TK.square().sum().backward()
+        losses = {str(key): entry.value for key, entry in tally.entries.items()}
+        found.append({**losses, "hidden": hidden.grad, "gate": module.weight.grad, "counts": routing.counts_E})
+    assert sum("loss" in key for key in found[0]) == len(kinds) + 1
+    FP64_REF.check_all(found[1], found[0])
 
 
 COMPILE = """

@@ -163,8 +163,8 @@ BALANCING = (
     Bug(
         name="losses of the router do not shrink with the number of microbatches",
         file="megatron_moe/moe/router.py",
-        old="attach_losses(getattr(routing, field), losses, coeffs, meta.aux_scale)",
-        new="attach_losses(getattr(routing, field), losses, coeffs, 1.0)",
+        old="attach_losses(carrier, losses, coeffs, meta.aux_scale)",
+        new="attach_losses(carrier, losses, coeffs, 1.0)",
         select=(PARITY + "[dp=2 accumulation=4]",),
         reason="their weight grows with gradient accumulation",
     ),
