@@ -45,16 +45,19 @@ def test_logits_and_gradients_are_those_of_fp64(tokens: int, width: int, experts
     check(draw(tokens, width).to(BF16), draw(experts, width, seed=1).to(BF16), grad)
 
 
-def test_hidden_states_and_gradients_may_stand_apart() -> None:
-    hidden, weight = draw(140, 50).to(BF16)[::2, 3:43], draw(6, 80, seed=1).to(BF16)[:, 8:48]
-    check(hidden, weight, draw(70, 9, seed=2).float()[:, 2:8])
-    check(hidden, weight, torch.tensor(0.3).expand(70, 6))
+def test_what_stands_between_rows_is_never_seen() -> None:
+    hidden, weight, grad = draw(140, 50), draw(6, 80, seed=1), draw(70, 9, seed=2)
+    for wide, first, end in ((hidden, 3, 43), (weight, 8, 48), (grad, 2, 8)):
+        wide[:, :first], wide[:, end:] = torch.nan, torch.nan
+    hidden_TH, weight_EH = hidden.to(BF16)[::2, 3:43], weight.to(BF16)[:, 8:48]
+    check(hidden_TH, weight_EH, grad.float()[:, 2:8])
+    check(hidden_TH, weight_EH, torch.tensor(0.3).expand(70, 6))
 
 
 def test_gradients_lose_no_digit_of_fp32() -> None:
-    """Two experts with the same weight cancel but for the last bits of their gradients."""
-    grad = draw(70, 1, seed=2).float()
-    grad_TE = torch.cat([grad, -grad * (1 + 2.0**-20)], dim=1)
+    """Two experts with the same weight cancel but for what is beyond the 16 digits of two bf16 numbers."""
+    grad = 2.0**14 * draw(70, 1, seed=2).float()
+    grad_TE = torch.cat([grad, -grad * (1 + 2.0**-14)], dim=1)
     weight = draw(1, 40, seed=1).to(BF16).expand(2, 40).contiguous()
     hidden = draw(70, 40).to(BF16)
     _, grad_hidden, _ = product_and_gradients(hidden, weight, grad_TE)
