@@ -28,7 +28,7 @@ from megatron_moe.specs.run import KernelSpec
 OURS, NATIVE = "as triton", "as torch_native"
 _NORM_TILE = 4096
 """Elements of a tile of a norm's backward."""
-_TABLE_ROWS = 32
+_TABLE_ROWS = 16
 """Tokens of a stretch of a table's gradient."""
 
 

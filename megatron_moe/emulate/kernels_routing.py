@@ -13,7 +13,7 @@ from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.row_copies import RowCopies
 from megatron_moe.specs.moe import RouterSpec
 
-_SORT_BLOCK, _SORT_STRETCHES = 128, 64
+_SORT_BLOCK, _SORT_STRETCHES = 128, 32
 """Choices of a block of the sort, and stretches of blocks."""
 _ROUTE_TILE = 4096
 """Tokens times experts that a program of the router holds."""

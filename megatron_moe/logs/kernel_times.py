@@ -7,7 +7,10 @@ from dataclasses import dataclass
 KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl"),
     ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|key_grads|query_grads|softmax_warp"),
-    ("router", r"router|(route|gate)_(for|back)ward|topk|count_experts|radixSort|bitonicSort|DeviceRadix|sort|searchsorted"),
+    (
+        "router",
+        r"router|(route|gate)_(for|back)ward|topk|count_experts|radixSort|bitonicSort|DeviceRadix|sort|searchsorted",
+    ),
     (
         "permute",
         r"permute|sort_rows|place_rows|pick_values|gather_rows|sum_choices|index_select|indexSelect|gather|scatter|index_elementwise",

@@ -374,8 +374,8 @@ def test_a_refused_step_leaves_every_bit() -> None:
 TABLE_IDS = {
     "a few": torch.cat([torch.tensor([3, 0, 3, 6]), torch.full((45,), 5), torch.tensor([0])]),
     "one of many stretches": torch.cat([torch.full((700,), 5), torch.arange(50) % 4 + 3]),
-    "ends at the ends of stretches": torch.arange(96) // 32 + 3,
-    "all others": torch.tensor([6, 0, 2, 4, 3, 5]).repeat_interleave(torch.tensor([1, 30, 2, 31, 64, 33])),
+    "ends at the ends of stretches": torch.arange(64) // 16 + 2,
+    "all others": torch.tensor([6, 0, 2, 4, 3, 5]).repeat_interleave(torch.tensor([1, 14, 2, 15, 32, 17])),
 }
 """Of seven; 1 has no tokens."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two, rows_of
 
-ROWS = 32
+ROWS = 16
 """Tokens of a stretch."""
 COLUMNS = 256
 """Of the table, that a program sums."""

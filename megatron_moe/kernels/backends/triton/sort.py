@@ -16,7 +16,7 @@ from megatron_moe.kernels.ops import RowIndex
 
 BLOCK = 128
 """Choices that a program compares with one another."""
-STRETCHES = 64
+STRETCHES = 32
 """At most: more would be walked sooner, and every program of the second launch would read more."""
 
 
@@ -31,7 +31,7 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowInde
     rows_TK = torch.empty_like(ids)
     _place_rows[(len(before_BE),)](
         ids, before_BE, totals_SE, offsets_E, token_R, choice_R, rows_TK, ids.numel(), num_experts, ids.shape[1],
-        len(totals_SE), blocks_each, BLOCK=BLOCK, EXPERTS=_bins(num_experts),
+        len(totals_SE), blocks_each, BLOCK=BLOCK, STRETCHES=STRETCHES, EXPERTS=_bins(num_experts),
     )  # fmt: skip
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
 
@@ -81,19 +81,17 @@ def _count_experts(
 @triton.jit
 def _place_rows(
     ids_ptr, before_ptr, totals_ptr, offsets_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts, topk,
-    num_stretches, blocks_each, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    num_stretches, blocks_each, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Row of a choice: where the expert's rows start, plus how many of its choices stand before this one."""
     block, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     known = experts < num_experts
-    totals = tl.zeros((EXPERTS,), dtype=tl.int32)
+    stretches = tl.arange(0, STRETCHES)
+    held = (stretches < num_stretches)[:, None] & known[None, :]
+    counts = tl.load(totals_ptr + stretches[:, None] * num_experts + experts[None, :], mask=held, other=0)
+    totals = tl.sum(counts, axis=0)
     before = tl.load(before_ptr + block * num_experts + experts, mask=known, other=0)
-    for first in range(0, num_stretches, 16):
-        stretches = first + tl.arange(0, 16)
-        held = (stretches < num_stretches)[:, None] & known[None, :]
-        counts = tl.load(totals_ptr + stretches[:, None] * num_experts + experts[None, :], mask=held, other=0)
-        totals += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where((stretches < block // blocks_each)[:, None], counts, 0), axis=0)
+    before += tl.sum(tl.where((stretches < block // blocks_each)[:, None], counts, 0), axis=0)
     ends = tl.cumsum(totals, axis=0)
     if block == 0:
         tl.store(offsets_ptr + experts, ends, mask=known)
