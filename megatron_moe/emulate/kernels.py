@@ -179,7 +179,8 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_RH, both = _norm_backward(grads[0], *ctx.saved_tensors[:2], weights=2)
+        x_RH, weight, _ = ctx.saved_tensors
+        grad_x_RH, both = _norm_backward(grads[0], x_RH, weight, weights=2)
         grad_weight, grad_bias = both.chunk(2)
         return grad_x_RH.view(grads[0].shape), grad_weight, grad_bias.to(ctx.bias_dtype)
 

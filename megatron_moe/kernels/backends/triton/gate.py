@@ -159,7 +159,8 @@ def _gate_backward(
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width
-    weights, shares = (), ()
+    weights: tl.tuple = ()
+    shares: tl.tuple = ()
     for chunk in tl.static_range(CHUNKS):
         these = chunk * EXPERTS + experts
         held = (these < num_experts)[:, None] & held_columns[None, :]
@@ -174,7 +175,7 @@ def _gate_backward(
         place = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + columns[None, :]
         hidden = tl.trans(tl.load(place, mask=held_hidden, other=0.0))
         grad_hidden = tl.zeros((COLUMNS, TOKENS), dtype=tl.float32)
-        sums = ()
+        sums: tl.tuple = ()
         for chunk in tl.static_range(CHUNKS):
             these = chunk * EXPERTS + experts
             place = grad_ptr + first * grad_stride + tokens[:, None] * grad_stride + these[None, :]
