@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.attention.tiles import (
+    BAND,
     Segments,
     Shape,
     dot,
@@ -88,7 +89,7 @@ def _deltas(
     tl.store(delta_ptr + (b * num_heads + n) * seq + rows, tl.sum(grad * out, axis=1), mask=rows < seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BAND)
 def _key_grads(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, of_queries_ptr, of_keys_ptr, grad_k_ptr, grad_v_ptr,
     num_rows, num_keys, num_heads, heads_per_group, batch, width, value_width, scale, left, right,
@@ -138,7 +139,7 @@ def _key_grads(
     _give(grad_v_ptr + place[:, None] * value_width + dims[None, :], grad_v, held & (dims < value_width)[None, :], ADD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BAND)
 def _query_grads(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, of_queries_ptr, of_keys_ptr, grad_q_ptr,
     num_rows, num_keys, num_heads, heads_per_group, batch, width, value_width, scale, left, right,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.attention.tiles import (
+    BAND,
     Segments,
     Shape,
     dot,
@@ -45,7 +46,7 @@ def attend(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BAND)
 def _attend(
     q_ptr, k_ptr, v_ptr, sinks_ptr, of_queries_ptr, of_keys_ptr, out_ptr, lse_ptr,
     num_rows, num_keys, num_heads, heads_per_group, batch, width, value_width, scale, left, right,

@@ -13,6 +13,9 @@ from megatron_moe.specs.attention import CoreAttentionSpec
 WIDEST = 256
 """Dims of a head that a tile can hold."""
 
+BAND = ("left", "right")
+"""Arguments that differ between the rectangles of a ring: one compiled kernel takes any."""
+
 Segments = tuple[Tensor, Tensor]
 """Number of the document of every row and of every key, [B, S] each; attention stays inside of one."""
 
