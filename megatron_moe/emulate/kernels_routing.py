@@ -15,7 +15,7 @@ from megatron_moe.specs.moe import RouterSpec
 
 _SORT_BLOCK, _SORT_STRETCHES = 128, 32
 """Choices of a block of the sort, and stretches of blocks."""
-_ROUTE_TILE = 4096
+_ROUTE_TILE = 2048
 """Tokens times experts that a program of the router holds."""
 _GATE_TOKENS = 64
 """Tokens that a program of the gate's backward holds."""
@@ -131,11 +131,11 @@ class _Route(torch.autograd.Function):
 
 
 def _num_programs(num_tokens: int, spec: RouterSpec, balance_sets: int, wide: torch.dtype) -> int:
-    """One for each multiprocessor of a Hopper GPU, but no more than tiles."""
+    """Four for each multiprocessor of a Hopper GPU, but no more than tiles."""
     groups, sets = spec.num_groups or 1 if spec.group_topk else 1, max(balance_sets, 1)
     columns = power_of_two(groups) * power_of_two(spec.num_experts // groups)
     tokens = max(_ROUTE_TILE * torch.float32.itemsize // wide.itemsize // columns, 1)
-    return sets * max(min(-(-num_tokens // sets // tokens), MOST_PROGRAMS // 4 // sets), 1)
+    return sets * max(min(-(-num_tokens // sets // tokens), MOST_PROGRAMS // sets), 1)
 
 
 def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:

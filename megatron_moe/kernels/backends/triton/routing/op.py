@@ -15,10 +15,10 @@ from megatron_moe.kernels.ops import BalanceSums, Routed, internal_dtype
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 from megatron_moe.specs.moe import RouterSpec
 
-FORWARD_TILE, FORWARD_WARPS = 4096, 16
-"""Tokens times columns that a program holds at a time, in fp32: one program for each multiprocessor fills it, and the
-last of them has few shares to add."""
-BACKWARD_TILE, BACKWARD_WARPS = 2048, 4
+FORWARD_TILE, PROGRAMS = 2048, 4
+"""Tokens times columns that a program of the forward holds at a time, in fp32, and programs per multiprocessor: few, so
+that the last of them has few shares to add."""
+BACKWARD_TILE = 1024
 
 
 def route(
@@ -66,7 +66,8 @@ class _Route(torch.autograd.Function):
         columns = power_of_two(groups), power_of_two(num_experts // groups)
         wide = internal_dtype(logits_TE.dtype)
         tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
-        programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), num_multiprocessors(device) // sets), 1)
+        most = PROGRAMS * num_multiprocessors(device) // sets
+        programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), most), 1)
         # choices, and those that balancing looks at, per set; behind them the ticket
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
         ids_TK = torch.empty(num_tokens, spec.topk, device=device, dtype=torch.int64)
@@ -82,7 +83,7 @@ class _Route(torch.autograd.Function):
             BALANCE=balance_sets > 0, Z=z, CHOICES=power_of_two(spec.topk), NUM_GROUPS=groups,
             GROUP_TOPK=spec.group_topk or 0, TOKENS=tokens, GROUPS=columns[0], SIZE=columns[1],
             INT=tl.int64 if wide is torch.float64 else tl.int32, HIGHEST=2 ** (8 * wide.itemsize - 1) - 1,
-            **_kind(spec, wide), num_warps=FORWARD_WARPS,
+            **_kind(spec, wide),
         )  # fmt: skip
         ctx.save_for_backward(logits_TE, ids_TK, valid_T)
         ctx.spec, ctx.sets = spec, sets
@@ -103,7 +104,7 @@ class _Route(torch.autograd.Function):
             num_tokens, num_experts, ctx.sets,
             PROBS=grad_probs_TK is not None, BALANCE=grad_scores_GE is not None, Z=grad_z is not None,
             MASKED=valid_T is not None, TOKENS=tokens, EXPERTS=experts,
-            **_kind(ctx.spec, wide), num_warps=BACKWARD_WARPS,
+            **_kind(ctx.spec, wide),
         )  # fmt: skip
         return grad_TE, None, None, None, None, None, None
 
