@@ -19,16 +19,17 @@ _ROUTE_TILE = 2048
 """Tokens times experts that a program of the router holds."""
 _GATE_TOKENS = 64
 """Tokens that a program of the gate's backward holds."""
-_MANY_EXPERTS = 256
-"""Of more experts than these it holds fewer columns."""
+_GATE_EXPERTS = 128
+"""With more of them the gate's product is torch's."""
 
 
 # routing
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    if not hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 or dtype is not torch.float32:
-        return reference.gate_product(hidden_TH, weight_EH, dtype)
+    ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
+    if not ours or len(weight_EH) > _GATE_EXPERTS:
+        return gate_product_by_torch(hidden_TH, weight_EH, dtype)
     return _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -44,16 +45,14 @@ class _GateProduct(torch.autograd.Function):
         hidden_TH, weight_EH = ctx.saved_tensors
         rows_of(grads[0])
         grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
-        shares_PEH = weight_EH.new_empty(
-            _gate_stretches(hidden_TH, len(weight_EH)), *weight_EH.shape, dtype=torch.float32
-        )
+        shares_PEH = weight_EH.new_empty(_gate_stretches(hidden_TH), *weight_EH.shape, dtype=torch.float32)
         return grad_hidden_TH, shares_PEH.new_empty(weight_EH.shape, dtype=weight_EH.dtype)
 
 
-def _gate_stretches(hidden_TH: Tensor, num_experts: int) -> int:
+def _gate_stretches(hidden_TH: Tensor) -> int:
     """Programs that share the tokens: all column tiles together have one for each multiprocessor of a Hopper GPU."""
     num_tokens, width = hidden_TH.shape
-    columns = min(128 if num_experts <= _MANY_EXPERTS else 64, power_of_two(width))
+    columns = min(128, power_of_two(width))
     return max(min(MOST_PROGRAMS // 4 // -(-width // columns), -(-num_tokens // _GATE_TOKENS)), 1)
 
 

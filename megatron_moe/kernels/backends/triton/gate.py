@@ -33,12 +33,10 @@ class Tile(NamedTuple):
 
 
 FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
-BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=2)
-"""For up to as many experts as it names."""
-BACKWARD_MORE_EXPERTS = Tile(tokens=64, experts=64, columns=128, warps=8, stages=2)
-BACKWARD_MOST_EXPERTS = Tile(tokens=64, experts=64, columns=64, warps=8, stages=2)
-MORE_EXPERTS = 256
-"""A program of the backward keeps the sums of all experts in registers: beyond, those of fewer columns."""
+BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
+MOST_EXPERTS = BACKWARD.experts
+"""A program of the backward keeps the sums of all experts in registers; with more of them torch's products are faster
+(docs/decisions/0297)."""
 PROGRAMS = 1
 """Programs of the backward per multiprocessor: there is no room for two."""
 PARTS = 3
@@ -48,8 +46,9 @@ _LEAST = 16
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `Kernels.gate_product`. Other dtypes than fp32 of bf16 are torch's."""
-    if not hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 or dtype is not torch.float32:
+    """See `Kernels.gate_product`. Other dtypes than fp32 of bf16, and many experts, are torch's."""
+    ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
+    if not ours or len(weight_EH) > MOST_EXPERTS:
         return torch_native.gate_product(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
@@ -84,32 +83,25 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
 def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of the hidden states, gradient of the weight), each rounded once"""
     num_experts, width = weight_EH.shape
-    tile = _backward_tile(num_experts)
-    experts, columns = _fitted(tile.experts, num_experts), _fitted(tile.columns, width)
-    stretches = num_stretches(len(hidden_TH), triton.cdiv(width, columns), tile, hidden_TH.device)
+    experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
+    stretches = num_stretches(len(hidden_TH), triton.cdiv(width, columns), hidden_TH.device)
     grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
     shares_PEH = torch.empty(stretches, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
     # programs of the same tokens stand together, so that only the first of them waits for the logits' gradient
     _gate_backward[(triton.cdiv(width, columns), stretches)](
         grad_TE, hidden_TH, weight_EH, grad_hidden_TH, shares_PEH, len(hidden_TH), num_experts, width,
         grad_TE.stride(0), hidden_TH.stride(0), weight_EH.stride(0),
-        WIDEN=INTERPRETED, PARTS=PARTS, CHUNKS=triton.cdiv(num_experts, experts), EXPERTS=experts, TOKENS=tile.tokens,
-        COLUMNS=columns, STAGES=tile.stages, num_warps=tile.warps,
+        WIDEN=INTERPRETED, PARTS=PARTS, EXPERTS=experts, TOKENS=BACKWARD.tokens, COLUMNS=columns,
+        STAGES=BACKWARD.stages, num_warps=BACKWARD.warps,
     )  # fmt: skip
     grad_weight = sum_of_shares(shares_PEH.view(stretches, -1), weight_EH.dtype)
     return grad_hidden_TH, grad_weight.view(num_experts, width)
 
 
-def num_stretches(num_tokens: int, column_tiles: int, tile: Tile, device: torch.device) -> int:
+def num_stretches(num_tokens: int, column_tiles: int, device: torch.device) -> int:
     """Programs that share the tokens, for each tile of columns."""
     most = PROGRAMS * num_multiprocessors(device) // column_tiles
-    return max(min(most, triton.cdiv(num_tokens, tile.tokens)), 1)
-
-
-def _backward_tile(num_experts: int) -> Tile:
-    if num_experts <= BACKWARD.experts:
-        return BACKWARD
-    return BACKWARD_MORE_EXPERTS if num_experts <= MORE_EXPERTS else BACKWARD_MOST_EXPERTS
+    return max(min(most, triton.cdiv(num_tokens, BACKWARD.tokens)), 1)
 
 
 def _fitted(most: int, number: int) -> int:
@@ -151,22 +143,18 @@ def _gate_forward(
 def _gate_backward(
     grad_ptr, hidden_ptr, weight_ptr, grad_hidden_ptr, shares_ptr, num_tokens, num_experts, width,
     grad_stride, hidden_stride, weight_stride,
-    WIDEN: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     # all products have the columns first: parts of the gradient are second factors then, which lie in shared memory
     # once for both products; as first factors they would be turned in registers for each
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width
-    weights: tl.tuple = ()
-    shares: tl.tuple = ()
-    for chunk in tl.static_range(CHUNKS):
-        these = chunk * EXPERTS + experts
-        held = (these < num_experts)[:, None] & held_columns[None, :]
-        weight = tl.load(weight_ptr + these[:, None] * weight_stride + columns[None, :], mask=held, other=0.0)
-        weights += (tl.trans(weight),)
-        shares += (tl.zeros((COLUMNS, EXPERTS), dtype=tl.float32),)
+    held = (experts < num_experts)[:, None] & held_columns[None, :]
+    weight_ptr += experts[:, None] * weight_stride + columns[None, :]
+    weight = tl.trans(tl.load(weight_ptr, mask=held, other=0.0))
+    share = tl.zeros((COLUMNS, EXPERTS), dtype=tl.float32)
     # in stages: the next tokens are on their way while these are worked on
     for tile in tl.range(tl.program_id(1), tl.cdiv(num_tokens, TOKENS), tl.num_programs(1), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * TOKENS
@@ -174,24 +162,15 @@ def _gate_backward(
         held_hidden = held_tokens & held_columns[None, :]
         place = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + columns[None, :]
         hidden = tl.trans(tl.load(place, mask=held_hidden, other=0.0))
+        place = grad_ptr + first * grad_stride + tokens[:, None] * grad_stride + experts[None, :]
+        rest = tl.load(place, mask=held_tokens & (experts < num_experts)[None, :], other=0.0)
         grad_hidden = tl.zeros((COLUMNS, TOKENS), dtype=tl.float32)
-        sums: tl.tuple = ()
-        for chunk in tl.static_range(CHUNKS):
-            these = chunk * EXPERTS + experts
-            place = grad_ptr + first * grad_stride + tokens[:, None] * grad_stride + these[None, :]
-            rest = tl.load(place, mask=held_tokens & (these < num_experts)[None, :], other=0.0)
-            share = shares[chunk]
-            for _ in tl.static_range(PARTS):
-                part = rest.to(tl.bfloat16)
-                rest -= part.to(tl.float32)
-                grad_hidden = _dot(weights[chunk], tl.trans(part), grad_hidden, WIDEN)
-                share = _dot(hidden, part, share, WIDEN)
-            sums += (share,)
-        shares = sums
+        for _ in tl.static_range(PARTS):
+            part = rest.to(tl.bfloat16)
+            rest -= part.to(tl.float32)
+            grad_hidden = _dot(weight, tl.trans(part), grad_hidden, WIDEN)
+            share = _dot(hidden, part, share, WIDEN)
         place = grad_hidden_ptr + first * width + tokens[:, None] * width + columns[None, :]
         tl.store(place, tl.trans(grad_hidden.to(tl.bfloat16)), mask=held_hidden)
     shares_ptr += tl.program_id(1).to(tl.int64) * num_experts * width
-    for chunk in tl.static_range(CHUNKS):
-        these = chunk * EXPERTS + experts
-        held = (these < num_experts)[:, None] & held_columns[None, :]
-        tl.store(shares_ptr + these[:, None] * width + columns[None, :], tl.trans(shares[chunk]), mask=held)
+    tl.store(shares_ptr + experts[:, None] * width + columns[None, :], tl.trans(share), mask=held)
