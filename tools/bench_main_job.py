@@ -9,6 +9,7 @@ added to every variant. Without a GPU only the CPU's variants run, and the repor
 """
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -58,7 +59,7 @@ class Result:
 
 def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[str] = ()) -> Result:
     """Trains one variant in a run folder of its own. `more`: flags of all variants."""
-    run = folder / variant.name.lower().replace(", ", "_")
+    run = folder / re.sub(r"\W+", "_", variant.name.lower())
     flags = ["--recipe", "quickstart", "--run-dir", str(run), "--train-iters", str(iterations), "--log-interval", "1"]
     flags += ["--save-interval", str(iterations), "--fresh", *variant.flags, *more]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *flags]
