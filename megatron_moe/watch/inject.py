@@ -19,8 +19,8 @@ from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.specs.resilience.faults import Fault
 
 _PAUSE_SECONDS = 0.2
-_FILE_BYTES = 4096
-"""No file grows beyond it while the disk is full."""
+_FILE_BYTES = 1 << 15
+"""No file grows beyond it while the disk is full: enough for what a small run has to say, and too little for weights."""
 _FOR_EVER = 1_000_000
 _FLIPPED_BIT = 0x40
 """Of the last byte of a weight: a large change, and never one to infinity."""
