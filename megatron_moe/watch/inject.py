@@ -20,7 +20,7 @@ from megatron_moe.specs.resilience.faults import Fault
 
 _PAUSE_SECONDS = 0.2
 _FILE_BYTES = 1 << 15
-"""No file grows beyond it while the disk is full: enough for what a small run has to say, and too little for weights."""
+"""No file grows beyond it while the disk is full: it has room for what a run says, and none for weights."""
 _FOR_EVER = 1_000_000
 _FLIPPED_BIT = 0x40
 """Of the last byte of a weight: a large change, and never one to infinity."""
