@@ -24,6 +24,7 @@ from megatron_moe.specs.planning.switches import (
     moments_in_bf16,
     moving,
     optimizer_on_host,
+    precision_aware,
     recomputing,
     whole_layers,
     without_switches,
@@ -126,13 +127,14 @@ class Planner:
         return heaviest(RankMemory(plan, self.imbalance).all_ranks(_microbatches(plan)))
 
     def fit_at_any_price(self, plan: RunPlan) -> Found | None:
-        """As `fit`; where activations are not enough, with moments in bf16, the optimizer on the host, or both."""
-        narrow = moments_in_bf16(plan)
-        for each in (plan, narrow, optimizer_on_host(plan), optimizer_on_host(narrow)):
-            found = self.fit(each)
-            if found is not None:
-                return found
-        return None
+        """As `fit`, but before any activation is traded master weights are kept as what their weights lack, which costs
+        no time; where activations are not enough, with moments in bf16, the optimizer on the host, or both."""
+        found = self.fit(plan)
+        if found is not None and found.plan == without_switches(plan):
+            return found
+        exact, narrow = precision_aware(plan), moments_in_bf16(plan)
+        ways = map(self.fit, (exact, narrow, optimizer_on_host(exact), optimizer_on_host(narrow)))
+        return next((found for found in ways if found is not None), None)
 
     def fit(self, plan: RunPlan) -> Found | None:
         """The plan with the cheapest recompute and offload of activations with which it fits, whatever it has now; None

@@ -82,6 +82,17 @@ def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
             assert tight.step.total <= planner.estimator(changed).step().total, switch.flags
 
 
+def test_what_costs_no_time_comes_before_activations():
+    words = ["--recipe", "q6", "--no-use-precision-aware-optimizer"]
+    plan = recipes.as_given(recipes.settings_of(words, REGISTRY), 1)
+    planner = Planner(GPUS["h200"])
+    for less, remainders in ((0.0, False), (1.0, True)):
+        planner.room = RankMemory(plan).of_rank(0, 4).total - less * GIB
+        found = planner.fit_at_any_price(plan)
+        assert found is not None and found.plan.memory.recompute.granularity == "none"
+        assert found.plan.precision == replace(plan.precision, remainders=remainders)
+
+
 def test_the_optimizer_leaves_only_when_activations_are_not_enough():
     settings, planner = q6()
     plan = recipes.as_given(settings, 1)
