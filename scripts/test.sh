@@ -3,7 +3,7 @@
 #   bash scripts/test.sh                 everything, into the active virtual environment or into .venv
 #   INSTALL=no bash scripts/test.sh      without installing
 #   PYTHON=python3.12 bash scripts/test.sh
-# The stages stop at the first that fails. The last line sums all tests of all stages.
+# The stages stop at the first that fails. The last line sums all tests of all stages, and their seconds.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 3
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
@@ -44,10 +44,19 @@ stage "lint" python -m ruff check .
 stage "types" python -m mypy
 # shellcheck disable=SC2086
 stage "rules, flags and plain Python" tests quick $quick
+# the two long stages run beside each other, since each keeps about one core busy; the second is shown behind the first
+if [ -z "$failed" ] && [ -n "$slow" ]; then
+    # shellcheck disable=SC2086
+    tests slow $slow >"$reports/slow.log" 2>&1 &
+    beside=$!
+fi
 # shellcheck disable=SC2046,SC2086
 stage "one process and threads" tests rooms tests $(printf -- '--ignore=%s ' $quick $slow)
-# shellcheck disable=SC2086
-[ -z "$slow" ] || stage "parity and whole runs" tests slow $slow
+if [ -n "${beside:-}" ]; then
+    wait "$beside" || failed=${failed:+$failed, }"parity and whole runs"
+    printf '\n=== parity and whole runs ===\n'
+    cat "$reports/slow.log"
+fi
 
 [ -z "$failed" ] || printf '\nstage "%s" failed\n' "$failed"
 python - "$reports" "$failed" <<'PYTHON'
