@@ -1,10 +1,7 @@
 """The kernels for Hopper, as far as a machine without a GPU can tell: they compile, their addresses are right, and what
 they cannot do is refused. Results: tests/gpu/test_hopper_on_one_gpu.py."""
 
-import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,36 +11,11 @@ from megatron_moe.kernels.backends import hopper_kernels
 from megatron_moe.kernels.backends.hopper.tiles import aligned, rows_by_slice
 from megatron_moe.kernels.bundle import Fit
 from megatron_moe.specs.exitcodes import EnvironmentProblem
+from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
-SHARED_MEMORY = 232_448
-"""Bytes that one program can have on an H100 or H200."""
-
-COMPILE = """
-import json, subprocess, tempfile, torch, triton
-from triton.backends.compiler import GPUTarget
-
-class Driver:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=0): return 0
-
-triton.runtime.driver.set_active(Driver())
+LAUNCHES = """
 from megatron_moe.kernels.backends.hopper import product, weight_grad
 from megatron_moe.kernels.ops import GroupedPart, Operand
-
-found = []
-
-class Compiled:
-    def __init__(self, kernel): self.kernel = kernel
-    def __getitem__(self, grid):
-        def compile(*given, **constants):
-            code = self.kernel.warmup(*given, grid=grid, **constants)
-            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-                file.write(code.asm["ptx"]); file.flush()
-                words = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
-                said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
-            found.append(dict(shared=code.metadata.shared, ptxas=said, ptx=code.asm["ptx"], ttgir=code.asm["ttgir"]))
-        return compile
 
 product._grouped_product = Compiled(product._grouped_product)
 weight_grad._expert_grads = Compiled(weight_grad._expert_grads)
@@ -55,32 +27,28 @@ for outputs in (768, 1408):
     for adds, parts in ((False, 1), (True, 2)):
         part = GroupedPart(Operand(data=rows), Operand(data=grad), offsets)
         weight_grad.grouped_weight_grad([part] * parts, torch.zeros(8, 512, outputs), adds)
-print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+def kernels() -> list[dict[str, Any]]:
+    return compiled(LAUNCHES)
 
 
-def test_kernels_compile_and_fit_into_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
-    assert len(compiled) == 8
-    for code in compiled:
+def test_kernels_compile_and_fit_into_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
+    assert len(kernels) == 8
+    for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
-        assert "0 bytes spill stores, 0 bytes spill loads" in code["ptxas"]
+        assert NO_SPILLS in code["ptxas"]
         assert "wgmma.mma_async" in code["ptx"]
-    adding = [code for code in compiled if "cp.reduce.async.bulk.tensor" in code["ptx"]]
+    adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
     assert len(adding) == 2, "sums are added by TMA, and only where they shall be added"
 
 
-def test_programs_remember_how_many_tiles_came_before(compiled: list[dict[str, Any]]) -> None:
+def test_programs_remember_how_many_tiles_came_before(kernels: list[dict[str, Any]]) -> None:
     """Triton 3.6 forgets a loop's variable that only bounds of an inner loop depend on; then every expert's tiles go
     to the same few programs."""
-    products = [code["ttgir"] for code in compiled if "_grouped_product" in code["ttgir"]]
+    products = [code["ttgir"] for code in kernels if "_grouped_product" in code["ttgir"]]
     assert len(products) == 4
     for text in products:
         over_experts = re.findall(r"scf\.for %\w+ = %\w+ to %\w+ step %\w+ iter_args\((.*?)\) -> \(i32, i32\)", text)

@@ -1,10 +1,6 @@
 """The router's two kernels under the interpreter against plain torch, and compiled for a Hopper GPU without one."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +16,7 @@ from megatron_moe.kernels.ops import Routed
 from megatron_moe.logs.tally import Tally
 from megatron_moe.specs.moe import RouterSpec
 from tests.kernel_comparison import REFERENCE, differentiable, draw, route_and_pull
+from tests.kernels.compiled import NO_SPILLS, compiled
 from tests.moe.routers import make_hidden, make_meta, make_router
 from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, FP64_REF
 
@@ -242,32 +239,9 @@ def test_a_whole_router_has_the_losses_and_gradients_of_plain_torch(kinds: Any, 
     FP64_REF.check_all(found[1], found[0])
 
 
-COMPILE = """
-import json, subprocess, tempfile, torch, triton
-from triton.backends.compiler import GPUTarget
-
-class Driver:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=0): return 0
-
-triton.runtime.driver.set_active(Driver())
+LAUNCHES = """
 from megatron_moe.kernels.backends.triton.routing import op
 from megatron_moe.specs.moe import RouterSpec
-
-found = []
-
-class Compiled:
-    def __init__(self, kernel): self.kernel = kernel
-    def __getitem__(self, grid):
-        def compile(*given, **constants):
-            code = self.kernel.warmup(*given, grid=grid, **constants)
-            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-                file.write(code.asm["ptx"]); file.flush()
-                words = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
-                said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
-            found.append(dict(ptxas=said, ptx=code.asm["ptx"], ttgir=code.asm["ttgir"]))
-        return compile
 
 op.route_forward, op.route_backward = Compiled(op.route_forward), Compiled(op.route_backward)
 for experts, groups in ((128, {}), (256, dict(num_groups=8, group_topk=4)), (512, {})):
@@ -276,19 +250,15 @@ for experts, groups in ((128, {}), (256, dict(num_groups=8, group_topk=4)), (512
     routed = op.route(logits, torch.zeros(experts), spec, balance_sets=2, z=True)
     results = [routed.probs_TK, routed.balance.scores_GE, routed.z_sum]
     torch.autograd.grad(results, logits, [torch.zeros_like(x) for x in results])
-print(json.dumps(found))
 """
 
 
 def test_kernels_compile_without_spills_and_the_last_program_is_told_by_a_ticket() -> None:
     """Biased, with balance over two sets and z: the most that a router keeps at a time."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = compiled(LAUNCHES)
     assert len(found) == 6
     for code in found:
-        assert "0 bytes spill stores, 0 bytes spill loads" in code["ptxas"], code["ptxas"]
+        assert NO_SPILLS in code["ptxas"], code["ptxas"]
     for code in found[::2]:
         before, _, after = code["ttgir"].partition("atomic_rmw add, acq_rel, gpu")
         assert "gpu.barrier" in before[before.rindex("tt.store") :], "the ticket follows the stores of all threads"

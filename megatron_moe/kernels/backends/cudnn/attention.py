@@ -124,6 +124,12 @@ def attention_with_sinks(
     return out
 
 
+def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
+    """Of every head's sink: a key without a value, whose logits' gradient is its weight times minus delta."""
+    shares_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp() * delta_BNS
+    return -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
+
+
 class _WithSinks(torch.autograd.Function):
     """A sink is one more key without a value: it takes its share of the weights from all others."""
 
@@ -153,6 +159,5 @@ class _WithSinks(torch.autograd.Function):
         of_inputs = backward(*inputs, spec.softmax_scale, causal=spec.causal)
         grad_sinks = None
         if ctx.needs_input_grad[3]:
-            weights_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp()
-            grad_sinks = -(weights_BNS * ctx.deltas(grad_SBNE, out_SBNE)).sum(dim=(0, 2)).to(sinks_N.dtype)
+            grad_sinks = sink_grads(sinks_N, lse_BNS, ctx.deltas(grad_SBNE, out_SBNE))
         return *of_inputs, grad_sinks, None, None

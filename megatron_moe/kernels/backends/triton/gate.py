@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.backends.triton.launch import (
     INTERPRETED,
+    dot,
     num_multiprocessors,
     power_of_two,
     rows_of,
@@ -109,13 +110,6 @@ def _fitted(most: int, number: int) -> int:
 
 
 @triton.jit
-def _dot(a, b, total, WIDEN: tl.constexpr):
-    if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
 def _gate_forward(
     hidden_ptr, weight_ptr, logits_ptr, num_tokens, num_experts, width, hidden_stride, weight_stride,
     WIDEN: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
@@ -134,7 +128,7 @@ def _gate_forward(
         place = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + here[None, :]
         hidden = tl.load(place, mask=held_hidden, other=0.0)
         weight = tl.load(weight_ptr + experts[None, :] * weight_stride + here[:, None], mask=held_weight, other=0.0)
-        logits = _dot(hidden, weight, logits, WIDEN)
+        logits = dot(hidden, weight, logits, WIDEN)
     place = logits_ptr + first * num_experts + tokens[:, None] * num_experts + experts[None, :]
     tl.store(place, logits, mask=held_tokens & held_experts)
 
@@ -168,8 +162,8 @@ def _gate_backward(
         for _ in tl.static_range(PARTS):
             part = rest.to(tl.bfloat16)
             rest -= part.to(tl.float32)
-            grad_hidden = _dot(weight, tl.trans(part), grad_hidden, WIDEN)
-            share = _dot(hidden, part, share, WIDEN)
+            grad_hidden = dot(weight, tl.trans(part), grad_hidden, WIDEN)
+            share = dot(hidden, part, share, WIDEN)
         place = grad_hidden_ptr + first * width + tokens[:, None] * width + columns[None, :]
         tl.store(place, tl.trans(grad_hidden.to(tl.bfloat16)), mask=held_hidden)
     shares_ptr += tl.program_id(1).to(tl.int64) * num_experts * width

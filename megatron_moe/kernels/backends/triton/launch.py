@@ -37,6 +37,14 @@ def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
+def dot(a, b, total, WIDEN: tl.constexpr):
+    """a b, plus the total if there is one, in fp32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
 def _sum_shares(shares_ptr, out_ptr, num, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)

@@ -10,13 +10,12 @@ from megatron_moe.kernels.backends.triton.attention.tiles import (
     BAND,
     Segments,
     Shape,
-    dot,
     load_rows,
     stretches,
     tile_width,
     visible,
 )
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 
 
 def gradients(

@@ -99,14 +99,6 @@ def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def dot(a, b, total, WIDEN: tl.constexpr):
-    """a b, plus the total if there is one, in fp32."""
-    if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
 def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: tl.constexpr):
     """bool [rows, keys]: which keys each row sees."""
     ahead = keys[None, :] - rows[:, None]

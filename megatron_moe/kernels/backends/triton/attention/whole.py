@@ -73,6 +73,5 @@ class _Attention(torch.autograd.Function):
         gradients(grad, q, k, v, of_both(segments_BS), lse_BNS, delta_BNS, ctx.shape, into)
         grad_sinks = None
         if sinks_N is not None and ctx.needs_input_grad[3]:
-            shares_BNS = (sinks_N.float()[:, None] - lse_BNS).exp() * delta_BNS
-            grad_sinks = -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
+            grad_sinks = cudnn.sink_grads(sinks_N, lse_BNS, delta_BNS)
         return *into, grad_sinks, None, None
