@@ -29,6 +29,8 @@ REPOSITORY = Path(__file__).parent.parent
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to end once one has failed."""
 START_SECONDS = 120.0
+MEETING_SECONDS = 60.0
+"""How long ranks may take to open their connections: on a machine with other work it is no part of a job's time."""
 
 
 def free_port() -> int:
@@ -118,6 +120,7 @@ class Pool:
         for worker, job in zip(workers, jobs, strict=True):
             worker.pipe.send_bytes(pickle.dumps(job))
         try:
+            _values(workers, MEETING_SECONDS)
             return _values(workers, timeout)
         except BaseException:
             self._replace(workers)

@@ -10,7 +10,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -41,28 +41,37 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank has to say: a value, or the trace of its error."""
+    """What a rank has to say: a value, that it is ready, or the trace of its error."""
 
     value: Any = None
     trace: str | None = None
 
 
-def run(job: Job, handles: Handles) -> Answer:
-    """The job's function on this rank. `handles` are the communicators of the GPUs' process group."""
+def serve(job: Job, handles: Handles) -> Iterator[Answer]:
+    """First that all ranks have met, then what the job's function returns on this rank; or the error instead.
+
+    `handles` are the communicators of the GPUs' process group.
+    """
     try:
-        if job.on_gpu:
-            return Answer(job.function(_on_gpu(job, handles), *job.arguments))
-        _meet(job, "gloo", None)
-        context = ParallelContext.within(job.spec, job.rank, dtype=job.dtype, seed=job.seed)
-        return Answer(job.function(context, *job.arguments))
+        context = _on_gpu(job, handles) if job.on_gpu else _on_cpu(job)
+        yield Answer()
+        yield Answer(job.function(context, *job.arguments))
     except BaseException:  # noqa: BLE001  told to the test, which fails with it
-        return Answer(trace=traceback.format_exc())
+        yield Answer(trace=traceback.format_exc())
 
 
 def leave(job: Job) -> None:
     """Ends the job's own process group: whoever still waits for this rank learns that it has gone."""
     if dist.is_initialized() and not job.on_gpu:
         dist.destroy_process_group()
+
+
+def _on_cpu(job: Job) -> ParallelContext:
+    _meet(job, "gloo", None)
+    context = ParallelContext.within(job.spec, job.rank, dtype=job.dtype, seed=job.seed)
+    # A rank may return at once and close its connections, which must not meet one that still opens them.
+    dist.barrier()
+    return context
 
 
 def _on_gpu(job: Job, handles: Handles) -> ParallelContext:
@@ -99,5 +108,6 @@ def main(descriptor: int) -> None:
         except EOFError:
             return
         # The answer first: an error is known before the errors of those that it abandons.
-        pipe.send_bytes(pickle.dumps(run(job, handles)))
+        for answer in serve(job, handles):
+            pipe.send_bytes(pickle.dumps(answer))
         leave(job)
