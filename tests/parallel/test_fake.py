@@ -117,10 +117,10 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
     spec, fold = deepseek_v3(), FOLDS["wide experts"]
     of_every_stage = range(0, 1024, 64)
     for rank in (*of_every_stage, 517, 1023):
-        start = time.perf_counter()
+        start = time.process_time()  # this process's own, whatever else the machine does
         with playing(fold, rank) as context:
             parameters = list(stage_of(spec, context).parameters())
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         assert seconds < 10, f"rank {rank} took {seconds:.1f} s"
         assert all(parameter.is_meta for parameter in parameters)
         held = sum(parameter.numel() for parameter in parameters)

