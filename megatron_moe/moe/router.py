@@ -48,6 +48,7 @@ class Router(nn.Module):
     threshold_sums: Tensor
     threshold_count: Tensor
     global_counts: Tensor
+    global_counts_ahead: Tensor
 
     def __init__(
         self, spec: RouterSpec, capacity: CapacitySpec | None, layer: int, ctx: ParallelContext, kernels: Kernels
@@ -78,7 +79,8 @@ class Router(nn.Module):
         self._state("quantile_thresholds", torch.float32, num_experts, quantile, saved=True)
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
-        self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in spec.balancing)
+        for name in ("global_counts", "global_counts_ahead"):
+            self._state(name, torch.int64, num_experts, "global_aux_loss" in spec.balancing)
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
@@ -241,9 +243,10 @@ class Router(nn.Module):
             return losses.over_sequences()
         if kind == "aux_loss":
             return losses.over_microbatch()
-        counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
-        if torch.is_grad_enabled():
-            self.global_counts.copy_(counts_E)
+        # The first forward of a layer that is computed twice is ahead of the second by the microbatches in flight.
+        so_far_E = self.global_counts if torch.is_grad_enabled() else self.global_counts_ahead
+        counts_E = so_far_E + losses.counts_over(self.ctx.group("tp_dp_cp"))
+        so_far_E.copy_(counts_E)
         return losses.with_shares_of(counts_E)
 
     def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
@@ -307,6 +310,7 @@ class Router(nn.Module):
             self.threshold_count.zero_()
         if "global_aux_loss" in self.spec.balancing:
             self.global_counts.zero_()
+            self.global_counts_ahead.zero_()
 
     def _set(self, state: Tensor, value: Tensor, proceed: Tensor | None) -> None:
         state.copy_(value if proceed is None else torch.where(proceed, value.to(state.dtype), state))

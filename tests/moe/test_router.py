@@ -208,15 +208,17 @@ def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss():
 
 
 def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
-    """Recomputation: first without gradients and with the tally, later with gradients and without it."""
+    """Recomputation: first without gradients and with the tally, later with gradients and without it. In a pipeline
+    other microbatches pass between the two."""
     fields = {"score_function": "sigmoid", "expert_bias": True, **ALL_LOSSES}
     once, twice, hidden = make_router(**fields), make_router(**fields), make_hidden()
-    tallies = Tally(), Tally()
-    for _ in range(2):
-        _objective(once, hidden, make_meta(hidden, tally=tallies[0]))
-        with torch.no_grad():
-            first = twice(hidden, make_meta(hidden, tally=tallies[1]))
-        EXACT.check(twice(hidden, make_meta(hidden)).ids_TK, first.ids_TK, "choices")
+    tallies, microbatches = (Tally(), Tally()), (hidden, -hidden, hidden)
+    for microbatch in microbatches:
+        _objective(once, microbatch, make_meta(hidden, tally=tallies[0]))
+    with torch.no_grad():
+        firsts = [twice(microbatch, make_meta(hidden, tally=tallies[1])) for microbatch in microbatches]
+    for microbatch, first in zip(microbatches, firsts, strict=True):
+        EXACT.check(twice(microbatch, make_meta(hidden)).ids_TK, first.ids_TK, "choices")
     assert once.tokens_since_update.sum() > 0, "the counters of the test's own model"
     EXACT.check(twice.tokens_since_update, once.tokens_since_update, "load for the bias")
     EXACT.check(twice.global_counts, once.global_counts, "counts for the global loss")
