@@ -168,9 +168,12 @@ def _switch(word: str) -> bool:
 def _number(kind: Callable[[str], int | float], word: str) -> int | float:
     try:
         value = kind(word)
+        finite = math.isfinite(value)
     except ValueError:
         raise BadValue("is not a whole number" if kind is int else "is not a number") from None
-    if not math.isfinite(value):
+    except OverflowError:  # a whole number beyond the largest float
+        finite = False
+    if not finite:
         raise BadValue("is not a finite number")
     return value
 

@@ -89,7 +89,8 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
     near = []
     for option, size in sizes.items():
         others = product // size
-        fits = [smaller for smaller in range(1, size) if world_size % (others * smaller) == 0]
+        below = min(size, world_size + 1)  # nothing larger than the world divides it, however large the mistake
+        fits = [smaller for smaller in range(1, below) if world_size % (others * smaller) == 0]
         if fits:
             near.append(f"{option} {fits[-1]} ({others} x {fits[-1]} = {others * fits[-1]})")
     more = -(-world_size // product) * product

@@ -7,7 +7,7 @@ import pytest
 from arguments.checks.hints import HINTS
 from arguments.checks.run import FACTS, RULES, parameters
 from arguments.flags import Registry
-from tests.command_lines import plan_of, problems_of
+from tests.command_lines import plan_of, problems_of, texts_of
 from tests.rules_of_graphs import GRAPH_CASES
 from tests.rules_of_memory import MEMORY_CASES
 from tests.rules_of_ranks import EIGHT_RANKS, FOLD_CASES, RANK_CASES, Case
@@ -502,6 +502,11 @@ def test_an_impossible_fold_is_refused_with_what_is_near():
     )
     document = (Path(__file__).parents[2] / "docs" / "folding.md").read_text(encoding="utf-8")
     assert fold.what in document and f"Try: {fold.remedy}" in document
+
+
+def test_a_size_with_too_many_digits_is_answered_at_once():
+    (fold,) = [text for text in texts_of(f"--expert-model-parallel-size {10**18}") if "folded" in text]
+    assert fold == f"experts cannot be folded: 1 x {10**18} x 1 = {10**18} does not divide 1 ranks"
 
 
 def test_every_rule_has_a_case():

@@ -54,6 +54,7 @@ def test_a_text_becomes_the_value_its_type_promises(annotation, texts, value):
         (float, ["fast"], "is not a number"),
         (float, ["nan"], "is not a finite number"),
         (float, ["1e999"], "is not a finite number"),
+        (int, ["9" * 400], "is not a finite number"),
         (bool, ["maybe"], "takes no value"),
         (Literal["a", "b"], ["c"], "is none of a, b"),
         (tuple[int, int] | None, ["127"], "takes 2 values, not 1"),
