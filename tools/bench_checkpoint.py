@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import Box, SavedTensor, tensor_key

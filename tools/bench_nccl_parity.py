@@ -21,6 +21,8 @@ from xml.etree import ElementTree
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.logs.metrics import read_metrics
 from megatron_moe.specs.exitcodes import ExitCode
 
@@ -183,13 +185,10 @@ def layout_table(runs: list[Run]) -> tuple[list[str], bool]:
 
 def run_cover(ranks: int, report: Path, seconds: float) -> tuple[list[str], bool]:
     """Runs the tests of the cover: rows of Markdown, and whether all passed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", f"gpu{ranks}", "tests/gpu/test_parity_nccl.py"]
+    command = ["timeout", "--signal=INT", f"{seconds:g}", sys.executable, "-m", "pytest", "-q", "-m", f"gpu{ranks}"]
+    command += ["tests/gpu/test_parity_nccl.py", "-o", "junit_family=xunit1", f"--junitxml={report.resolve()}"]
     report.unlink(missing_ok=True)
-    done = subprocess.run(
-        ["timeout", "--signal=INT", f"{seconds:g}", *command, "-o", "junit_family=xunit1", f"--junitxml={report}"],
-        cwd=REPOSITORY,
-        check=False,
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, check=False)
     if not report.exists():
         return ["The cover did not end."], False
     rows = ["| test | cells | passed | largest relative error by quantity | seconds |", "|---|---|---|---|---|"]

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkpoints
 from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
 from megatron_moe.checkpoint.verify import Examined, examine

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.data.examine import Examined, examine
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode

@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.logs.plots import read_metrics
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from arguments.errors import FlagErrors
 from arguments.read import read_plan
 from megatron_moe import build

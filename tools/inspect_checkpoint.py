@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.checkpoint.folder import as_checkpoint, list_checkpoints
 from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
 from megatron_moe.checkpoint.statistics import Difference, OpenCheckpoint

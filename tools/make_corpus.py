@@ -18,6 +18,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.data.textfiles import TEXT_SEPARATOR, write_whole
 from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from arguments.errors import FlagErrors
 from arguments.flags import Registry
 from arguments.parser import Settings

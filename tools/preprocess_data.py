@@ -25,6 +25,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.data.indexed import IndexedWriter, token_dtype
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
@@ -104,9 +106,8 @@ class Progress:
 
     def __init__(self, log_interval: int, file_bytes: int) -> None:
         self.documents = self.tokens = self.empty = self.num_bytes = self.bad = 0
-        self._interval = log_interval
+        self._interval = self._next_line = log_interval
         self._begin = time.perf_counter()
-        self._next_line = log_interval
         self._bar = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -172,9 +173,8 @@ def preprocess(args: argparse.Namespace) -> Progress:
     dtype = token_dtype(tokenizer_of(spec).vocab_size)
     chunks = (chunk for path in args.input for chunk in read_chunks(path))
     with ExitStack() as stack:
-        pool = None
-        if args.workers > 1:
-            pool = start_workers(args.workers)
+        pool = start_workers(args.workers) if args.workers > 1 else None
+        if pool is not None:
             stack.callback(pool.shutdown, cancel_futures=True)
         progress = Progress(args.log_interval, sum(path.stat().st_size for path in args.input if path.is_file()))
         stack.callback(progress.stop)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+
 from megatron_moe.data.textfiles import read_documents, write_whole
 from megatron_moe.data.tokenizer import SentencePieceTokenizer
 from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, RunError

@@ -121,6 +121,16 @@ def test_shell_scripts_parse_and_stop_at_errors():
         assert re.search(r"^(set -e?uo pipefail|exec )", text, re.MULTILINE), script
 
 
+def test_every_tool_starts_from_any_folder_also_where_nothing_is_installed():
+    findings = []
+    for file in sources("tools"):
+        before = file.text.partition("\nsys.path.insert(0, str(")[0]
+        ours = r"^(from|import) (arguments|megatron_moe|pretrain_moe|tests|tools)\b"
+        if "__main__" in file.text and re.search(ours, before, re.MULTILINE):
+            findings.append(f"{file.path}: imports the program before sys.path has the repository's root")
+    report(findings, "tools need no installed program")
+
+
 def test_continuous_integration_runs_the_test_script():
     assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111, ".ci/run can be executed"
