@@ -17,7 +17,7 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
     free = pages.free_P[(taken + places) % pages.num]
     table = torch.where(places < wanted, torch.where(fits, free, NO_ROOM), NONE).to(torch.int32)
     padded_RW = F.pad(rows_RW, (0, 0, 0, number * size - len(rows_RW)))
-    pages.data_PLW.index_copy_(0, _somewhere(table, pages), padded_RW.view(number, size, -1))
+    pages.data_PLW.index_copy_(0, _somewhere(table, pages), padded_RW.view(number, size, rows_RW.shape[1]))
     pages.ends[0] += torch.where(fits, wanted, 0)
     pages.overflowed.copy_(pages.overflowed | ~fits)
     return table

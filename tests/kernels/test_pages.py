@@ -63,6 +63,16 @@ def test_rows_without_a_page_come_back_as_no_number_and_the_others_as_they_were(
     EXACT.check(kernels.unpack_rows(fourth, ROWS, pages)[:16], rows(3)[:16], "pages of a refused table are not freed")
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_no_rows_at_all_need_no_page(name: str) -> None:
+    """What a rank sees whose experts nobody chose."""
+    kernels, pages = BACKENDS[name], make(5)
+    table = kernels.pack_rows(rows(0)[:0], count(0), pages)
+    assert kernels.unpack_rows(table, 0, pages).shape == (0, WIDTH)
+    kernels.free_pages(table, pages)
+    assert pages.ends.tolist() == make(5).ends.tolist() and not pages.overflowed
+
+
 def test_triton_is_the_reference_table_by_table() -> None:
     mine, theirs = make(9), make(9)
     tables: list[tuple[Tensor, Tensor]] = []
