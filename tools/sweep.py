@@ -25,6 +25,9 @@ from megatron_moe.watch.requeue import read_report  # noqa: E402
 from megatron_moe.watch.summary import METRICS, as_text, summarize  # noqa: E402
 from tools import launch  # noqa: E402
 
+SUBMITTED = "job.submitted"
+"""In a run folder: SLURM has taken the job."""
+
 
 def parser() -> argparse.ArgumentParser:
     parser = launch.parser()
@@ -38,11 +41,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def state_of(run_dir: Path) -> str:
-    """What the run's own report says; `submitted` when only its job is there."""
+    """What the run's own report says; `submitted` when there is none yet of a job that SLURM has taken."""
     report = read_report(run_dir)
     if report is not None:
         return report.state
-    return "submitted" if (run_dir / "job.sbatch").exists() else "new"
+    return "submitted" if (run_dir / SUBMITTED).exists() else "new"
 
 
 def start(point: Point, options: argparse.Namespace, flags: list[str]) -> str:
@@ -62,7 +65,10 @@ def start(point: Point, options: argparse.Namespace, flags: list[str]) -> str:
         return f"would be started: {' '.join(point.flags)}"
     path = launch.write(job, launch.script_of(job, options.launcher), options.launcher)
     if options.launcher == "slurm":
-        return "submitted" if launch.submit(path, job, "slurm") == 0 else "sbatch failed"
+        if launch.submit(path, job, "slurm") != 0:
+            return "sbatch failed"
+        (run_dir / SUBMITTED).touch()
+        return "submitted"
     with open(run_dir / "output.txt", "a") as output:
         code = subprocess.run(["bash", str(path)], stdout=output, stderr=subprocess.STDOUT, check=False).returncode
     return "finished" if code == 0 else f"ended with exit code {code}, see {run_dir / 'output.txt'}"

@@ -76,6 +76,17 @@ def test_slurm_gets_each_job_once(here, capsys):
     assert len(asked(here)) == 3, "one that failed is submitted again"
 
 
+def test_a_job_that_slurm_did_not_take_is_submitted_again(here, capsys):
+    taken = (here / "sbatch").read_text()
+    (here / "sbatch").write_text(taken + "exit 1\n")
+    slurm = ("--set", "lr", "1e-3", "--launcher", "slurm")
+    assert sweep(capsys, here, *slurm) == ["[1/1] lr=1e-3: sbatch failed"]
+    (here / "sbatch").write_text(taken)
+    assert sweep(capsys, here, *slurm) == ["[1/1] lr=1e-3: submitted"]
+    assert sweep(capsys, here, *slurm) == ["[1/1] lr=1e-3: skipped, submitted"]
+    assert len(asked(here)) == 2
+
+
 def test_a_dry_run_starts_nothing(here, capsys):
     assert sweep(capsys, here, "--dry-run", "--set", "lr", "1e-3") == ["[1/1] lr=1e-3: would be started: --lr 1e-3"]
     assert asked(here) == [] and not (here / "sweep").exists()
