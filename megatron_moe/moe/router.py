@@ -27,6 +27,7 @@ from megatron_moe.moe.selection import (
 )
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.rng import Key
 from megatron_moe.parallel.tensor import my_positions, sequence_part
 from megatron_moe.specs.moe import Balancing, CapacitySpec, RouterSpec
 from megatron_moe.specs.params import ParamMeta
@@ -48,7 +49,6 @@ class Router(nn.Module):
     threshold_sums: Tensor
     threshold_count: Tensor
     global_counts: Tensor
-    global_counts_ahead: Tensor
 
     def __init__(
         self, spec: RouterSpec, capacity: CapacitySpec | None, layer: int, ctx: ParallelContext, kernels: Kernels
@@ -79,8 +79,9 @@ class Router(nn.Module):
         self._state("quantile_thresholds", torch.float32, num_experts, quantile, saved=True)
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
-        for name in ("global_counts", "global_counts_ahead"):
-            self._state(name, torch.int64, num_experts, "global_aux_loss" in spec.balancing)
+        self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in spec.balancing)
+        self._counts_ahead: dict[Key | None, Tensor] = {}
+        """By microbatch the counts of the global loss that a first forward took and that its second one will take."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
@@ -105,7 +106,7 @@ class Router(nn.Module):
             routing = self._routing(routed)
         if not recording:
             return routing
-        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens), meta)
+        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, meta), meta)
         if torch.is_grad_enabled():
             self._count(routing, logits_TE, valid_T)
         if meta.tally is not None:
@@ -213,7 +214,9 @@ class Router(nn.Module):
             capacity=capacity,
         )
 
-    def _losses(self, logits_TE: Tensor, routed: Routed | None, tokens: BatchTokens) -> list[tuple[str, Tensor, float]]:
+    def _losses(
+        self, logits_TE: Tensor, routed: Routed | None, tokens: BatchTokens, meta: TokenMeta
+    ) -> list[tuple[str, Tensor, float]]:
         """(name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None where experts
         choose."""
         made: list[tuple[str, Tensor, float]] = []
@@ -223,7 +226,8 @@ class Router(nn.Module):
             made.append(("z_loss", z_sum / tokens.number(), self.spec.z_loss_coeff))
         if routed is not None and routed.balance is not None:
             sums = BalancingLosses(routed.balance, self.spec.topk, tokens)
-            made += [(name, self._balancing_loss(kind, sums), coeff) for kind, name, coeff in self._balancing_losses]
+            kinds = self._balancing_losses
+            made += [(name, self._balancing_loss(kind, sums, meta), coeff) for kind, name, coeff in kinds]
         return made
 
     def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], meta: TokenMeta) -> Routing:
@@ -238,15 +242,18 @@ class Router(nn.Module):
         carrier = attach_losses(carrier, losses, coeffs, meta.aux_scale)
         return replace(routing, probs_TE=carrier) if routing.probs_TK is None else replace(routing, probs_TK=carrier)
 
-    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses) -> Tensor:
+    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses, meta: TokenMeta) -> Tensor:
         if kind == "seq_aux_loss":
             return losses.over_sequences()
         if kind == "aux_loss":
             return losses.over_microbatch()
-        # The first forward of a layer that is computed twice is ahead of the second by the microbatches in flight.
-        so_far_E = self.global_counts if torch.is_grad_enabled() else self.global_counts_ahead
-        counts_E = so_far_E + losses.counts_over(self.ctx.group("tp_dp_cp"))
-        so_far_E.copy_(counts_E)
+        counts_E = self._counts_ahead.pop(meta.random_key, None)
+        if counts_E is None:
+            counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
+            self.global_counts.copy_(counts_E)
+            if not torch.is_grad_enabled():
+                # by the second forward other microbatches or depths have counted, in another order
+                self._counts_ahead[meta.random_key] = counts_E
         return losses.with_shares_of(counts_E)
 
     def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
@@ -310,7 +317,7 @@ class Router(nn.Module):
             self.threshold_count.zero_()
         if "global_aux_loss" in self.spec.balancing:
             self.global_counts.zero_()
-            self.global_counts_ahead.zero_()
+            self._counts_ahead.clear()
 
     def _set(self, state: Tensor, value: Tensor, proceed: Tensor | None) -> None:
         state.copy_(value if proceed is None else torch.where(proceed, value.to(state.dtype), state))

@@ -209,16 +209,19 @@ def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss():
 
 def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
     """Recomputation: first without gradients and with the tally, later with gradients and without it. In a pipeline
-    other microbatches pass between the two."""
+    other microbatches pass between the two, and the depths of a repeated layer come back in reverse."""
     fields = {"score_function": "sigmoid", "expert_bias": True, **ALL_LOSSES}
     once, twice, hidden = make_router(**fields), make_router(**fields), make_hidden()
-    tallies, microbatches = (Tally(), Tally()), (hidden, -hidden, hidden)
+    tallies, microbatches = (Tally(), Tally()), [make_hidden(seed=seed) for seed in range(3)]
     for microbatch in microbatches:
         _objective(once, microbatch, make_meta(hidden, tally=tallies[0]))
+    metas = [make_meta(hidden, random_key=(number,)) for number in range(3)]
     with torch.no_grad():
-        firsts = [twice(microbatch, make_meta(hidden, tally=tallies[1])) for microbatch in microbatches]
-    for microbatch, first in zip(microbatches, firsts, strict=True):
-        EXACT.check(twice(microbatch, make_meta(hidden)).ids_TK, first.ids_TK, "choices")
+        firsts = [twice(x, replace(meta, tally=tallies[1])) for x, meta in zip(microbatches, metas, strict=True)]
+    for number in (2, 0, 1):
+        second = _objective(twice, microbatches[number], metas[number])
+        EXACT.check(second.ids_TK, firsts[number].ids_TK, "choices")
+    FP64_REF.check(twice.weight.grad, once.weight.grad, "gradient")
     assert once.tokens_since_update.sum() > 0, "the counters of the test's own model"
     EXACT.check(twice.tokens_since_update, once.tokens_since_update, "load for the bias")
     EXACT.check(twice.global_counts, once.global_counts, "counts for the global loss")
