@@ -108,7 +108,7 @@ class _Told:
 def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
     words, problems = split(argv)
     asked = _start_settings(argv, registry)
-    paths, missing = _paths(asked)
+    paths, missing = files_asked_for(asked)
     needless = NEEDLESS if asked.setting("proxy").value else frozenset()
     files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
@@ -174,8 +174,8 @@ def _is_start_flag(given: Given, registry: Registry) -> bool:
     return found is not None and found[0].group == "start"
 
 
-def _paths(start: Settings) -> tuple[list[Path], list[Problem]]:
-    """The files to read, the recipe first."""
+def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:
+    """The files to read, the recipe first, or that it does not exist."""
     paths: list[Path] = []
     problems: list[Problem] = []
     name = start.setting("recipe").value

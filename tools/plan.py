@@ -12,11 +12,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.errors import FlagErrors
+from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
 from arguments.parser import Settings
 from arguments.planning import recipes
@@ -24,11 +25,12 @@ from arguments.recipes.find import About, about, find_recipe
 from megatron_moe.specs.costs.hardware import GIB, GPUS, Gpu
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.planning.search import Found
+from tools.output import writing
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints what was found; returns the exit code."""
-    asked, words = _parser().parse_known_args(argv)
+    asked, words = _parse(argv)
     try:
         return int(_fit(asked, words) if asked.fit else _search(asked, words))
     except RunError as problem:
@@ -58,6 +60,7 @@ def _search(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _question(asked, words)
+    _refuse(recipes.forbidden(settings, num_gpus))
     planner, plan = recipes.planner_of(settings, gpu, asked.imbalance), recipes.as_given(settings, num_gpus)
     now = planner.as_it_is(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
@@ -77,11 +80,15 @@ def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 def _question(asked: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, Gpu, int]:
     registry = Registry.declared()
     settings = recipes.settings_of(words, registry)
-    if settings.problems:
-        raise FlagErrors(settings.problems)
+    _refuse(settings.problems or recipes.unplannable(settings))
     name = settings.setting("recipe").value
     said = about(str(name), registry) if name and find_recipe(str(name)) else About()
     return settings, GPUS[asked.gpu or said.gpu or "h100"], asked.gpus or said.gpus
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise FlagErrors(problems)
 
 
 def _tell(place: int, found: Found, gpu: Gpu) -> None:
@@ -91,13 +98,14 @@ def _tell(place: int, found: Found, gpu: Gpu) -> None:
 
 
 def _write(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.yaml"
-    path.write_text(text, encoding="utf-8")
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     print(f"    written: {path}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
     parser.add_argument("--gpu", choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
@@ -106,7 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--imbalance", type=float, default=1.0, help="rows of the fullest rank over the mean (1)")
     parser.add_argument("--write", type=Path, metavar="DIR", help="leave each as a recipe there")
     parser.add_argument("--fit", action="store_true", help="keep the layout; pick the cheapest memory switches")
-    return parser
+    asked, words = parser.parse_known_args(argv)
+    if asked.best < 1 or (asked.gpus is not None and asked.gpus < 1):
+        parser.error("--gpus and --best must be at least 1")
+    if not 1 <= asked.imbalance < inf:
+        parser.error(f"--imbalance {asked.imbalance:g} must be at least 1, rows that are spread evenly")
+    return asked, words
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from arguments.checks.run import broken_rules
+from arguments.checks.batch import length_is_given_once
+from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags
+from arguments.errors import Problem
 from arguments.export import value_text
 from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.huggingface.questions import published_flags
 from arguments.parser import Setting, Settings, settle, split
-from arguments.recipes.find import find_recipe
+from arguments.read import files_asked_for
 from arguments.recipes.table import planned
 from megatron_moe.specs.costs.hardware import GIB, Gpu
 from megatron_moe.specs.parallel import Launch
@@ -43,14 +45,18 @@ _ONE_RANK: Mapping[str, object] = MappingProxyType(
     }
 )
 """Everything that a search chooses of a layout."""
+_NEEDED = ("model", "attention", "training")
+"""Groups of flags without whose required ones there is nothing to plan."""
+_FILES = ("recipe", "config", "from_hf_config")
 
 
 def settings_of(words: Sequence[str], registry: Registry) -> Settings:
     """What a command line with `--recipe`, `--config` and `--from-hf-config` says, its files first."""
     given, problems = split(words)
     start = settle(registry, [[one for one in given if _starts(one.option, registry)]])
-    name, folder = start.setting("recipe").value, start.setting("from_hf_config").value
-    paths = [path for path in (find_recipe(str(name)) if name else None, *start.setting("config").value) if path]
+    paths, missing = files_asked_for(start)
+    problems += [*missing, *(_of_another_program(name, start) for name in start.values if name not in _FILES)]
+    folder = start.setting("from_hf_config").value
     layers = [published_flags(folder, registry)[0]] if folder else []
     for path in paths:
         files = read_files(path, registry, {})
@@ -64,6 +70,27 @@ def settings_of(words: Sequence[str], registry: Registry) -> Settings:
 def _starts(option: str, registry: Registry) -> bool:
     found = registry.find(option)
     return found is not None and found[0].group == "start"
+
+
+def _of_another_program(name: str, start: Settings) -> Problem:
+    option = start.registry.flags[name].option
+    return Problem(what=f"{option} is not for a planner", remedy="leave it out; --gpu and --gpus describe the machine")
+
+
+def unplannable(settings: Settings) -> list[Problem]:
+    """Why no layout on any number of GPUs can be planned: flags that are missing, or a model that cannot be."""
+    missing = list(missing_flags(settings, _NEEDED))
+    return missing or _forbidden(_with(settings, _ONE_RANK), 1, (*FULL_SIZE_RULES, length_is_given_once))
+
+
+def forbidden(settings: Settings, num_gpus: int) -> list[Problem]:
+    """What is wrong with the layout that the flags ask for."""
+    return _forbidden(settings, num_gpus, RULES)
+
+
+def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list[Problem]:
+    """Broken rules; what is not available yet does not count."""
+    return [problem for problem in broken_rules(settings, Launch(world_size=num_gpus), rules) if not problem.waits]
 
 
 def to_search(settings: Settings, num_gpus: int) -> RunPlan:
@@ -134,9 +161,8 @@ def planner_of(settings: Settings, gpu: Gpu, imbalance: float = 1.0) -> Planner:
 
 
 def legal(settings: Settings, plan: RunPlan) -> bool:
-    """Do the settings with this plan break no rule? What is not available yet does not count."""
-    launch = Launch(world_size=plan.parallel.world_size)
-    return all(problem.waits for problem in broken_rules(settings_for(settings, plan), launch))
+    """Do the settings with this plan break no rule?"""
+    return not forbidden(settings_for(settings, plan), plan.parallel.world_size)
 
 
 def recipe(settings: Settings, found: Found, gpu: Gpu, title: str) -> str:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from arguments.read import read_plan
 from megatron_moe.specs.exitcodes import ExitCode
 from tools import plan
@@ -33,3 +35,33 @@ def test_a_model_without_a_tokenizer_is_planned(capsys):
     run = "--micro-batch-size 1 --global-batch-size 8 --max-position-embeddings 64 --train-iters 2 --bf16"
     assert plan.main([*model.split(), *run.split(), "--gpu", "h100", "--gpus", "2", "--best", "1"]) == ExitCode.OK
     assert "the fastest layouts on 2 H100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--recipe no-such", "there is no recipe 'no-such'"),
+        ("--num-layers 4", "--hidden-size is required"),
+        ("--recipe q6 --num-attention-heads 30", "4 query groups do not divide 30 heads"),
+        ("--recipe q6 --world-size 64", "--world-size is not for a planner"),
+        ("--fit --recipe q6 --gpus 3 --tensor-model-parallel-size 2", "does not divide 3 ranks"),
+        ("--fit --recipe q6 --micro-batch-size 1000000", "is not a multiple of 1000000"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_is_counted(words: str, sentence: str, capsys):
+    assert plan.main(words.split()) == ExitCode.CONFIG
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--gpus 0", "--gpus -4", "--best 0", "--imbalance 0", "--imbalance nan"])
+def test_numbers_without_a_meaning_are_refused(words: str, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        plan.main(["--recipe", "q6", *words.split()])
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    words = ["--recipe", "q6", "--fit", "--micro-batch-size", "1", "--write", str(tmp_path / "file" / "plans")]
+    assert plan.main(words) == ExitCode.ENVIRONMENT
+    assert "cannot be written" in capsys.readouterr().err
