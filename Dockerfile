@@ -5,7 +5,9 @@
 #                                                         Engine, grouped_gemm, apex and DeepEP for Hopper
 # Run:
 #   docker run --rm megatron-moe:cpu --help moe
-#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/project/runs" megatron-moe:cuda --recipe quickstart
+#   docker run --rm --entrypoint make megatron-moe:cpu check
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/project/runs" -v "$PWD/data:/project/data:ro" \
+#       megatron-moe:cuda --recipe quickstart              with the data that scripts/quickstart.sh made
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG CUDA_IMAGE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
@@ -22,15 +24,15 @@ COPY tools ./tools
 # --- CPU: the tested set of versions, with what the tests need ----------------------------------------------------
 FROM ${PYTHON_IMAGE} AS cpu
 ARG TORCH_VERSION=2.13.0
-RUN apt-get update && apt-get install -y --no-install-recommends git && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends git make && rm -rf /var/lib/apt/lists/*
 WORKDIR /project
 COPY --from=sources /project ./
 # torch first and as its CPU build, so that nothing pulls the CUDA one
 RUN pip install --no-cache-dir -c constraints.txt "torch==${TORCH_VERSION}+cpu" \
         --extra-index-url https://download.pytorch.org/whl/cpu \
     && pip install --no-cache-dir -c constraints.txt -e ".[test]"
-COPY tests ./tests
-COPY Makefile ./
+# everything else: tests read the documents, the benchmarks, these images and the rest of the repository
+COPY . ./
 ENV OMP_NUM_THREADS=1
 ENTRYPOINT ["python", "pretrain_moe.py"]
 CMD ["--help"]

@@ -99,6 +99,7 @@ def test_the_images_install_torch_first_and_start_the_program():
         assert stage.index("torch==") < stage.index("pip install --no-cache-dir", stage.index("torch=="))
         assert 'ENTRYPOINT ["python", "pretrain_moe.py"]' in stage
         assert "COPY --from=sources" in stage
+    assert "\nCOPY . ./\n" in stages["cpu"], "tests read the whole repository"
     assert f"TORCH_VERSION={pins()['torch']}" in stages["cpu"] and "-c constraints.txt" in stages["cpu"]
     torch = re.search(r"ARG TORCH_VERSION=(.*)", stages["cuda"])
     assert torch is not None and f"pytorch/pytorch:{torch[1]}-cuda13" in text, "torch is the base image's"
