@@ -6,7 +6,7 @@
 # Run:
 #   docker run --rm megatron-moe:cpu --help moe
 #   docker run --rm --entrypoint make megatron-moe:cpu check
-#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/project/runs" -v "$PWD/data:/project/data:ro" \
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/project/runs" -v "$PWD/data:/project/data" \
 #       megatron-moe:cuda --recipe quickstart              with the data that scripts/quickstart.sh made
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
