@@ -1,11 +1,12 @@
 """The one rank that a layout is compared with: it is given the layout's partition of the tokens.
 
 What a layout computes is defined by whole microbatches, with two exceptions. Capacity limits what one rank's tokens may
-take of an expert, so the oracle's routers limit every rank's share of a microbatch by itself. And the global balancing
-loss counts the microbatches of all data-parallel ranks at once, so the oracle takes them as one.
+take of an expert, and Sinkhorn and expert choice look at one rank's tokens, so the oracle's routers do this with every
+rank's share of a microbatch by itself. And the global balancing loss counts the microbatches of all data-parallel ranks
+at once, so the oracle takes them as one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MethodType
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicroBatch, context_degree
+from megatron_moe.kernels.ops import Routed
+from megatron_moe.moe.balance import BatchTokens
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.sequence_split import split_places
@@ -45,16 +48,24 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
 
 
 def partition_tokens(trainer: Trainer, plan: RunPlan) -> None:
-    """Makes the routers of the oracle limit the tokens of every rank of the layout `plan` by themselves."""
-    limited = [router for router in trainer.routers if router.capacity is not None]
-    if not limited:
+    """Makes the routers of the oracle take the tokens of every rank of the layout `plan` by themselves, where the
+    layout's do."""
+    by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
+    if not by_rank:
         return
     partition = _Partition(plan, trainer.plan.batch.micro)
     if plan.parallel.max_seqlen_per_rank is not None:
         assert trainer.plan.batch.micro == plan.batch.micro, "microbatches taken as one may be split differently"
         trainer.model.register_forward_pre_hook(partition.look_at)
-    for router in limited:
+    for router in by_rank:
         router._limit = MethodType(_limit_by_parts(partition), router)  # type: ignore[method-assign]
+        if _chooses_by_rank(router):
+            router._choose_experts = MethodType(_experts_by_parts(partition), router)  # type: ignore[method-assign]
+            router._choose_tokens = MethodType(_tokens_by_parts(partition), router)  # type: ignore[method-assign]
+
+
+def _chooses_by_rank(router: Router) -> bool:
+    return not {"sinkhorn", "expert_choice"}.isdisjoint(router.spec.balancing)
 
 
 class _Partition:
@@ -103,6 +114,53 @@ def _limit_by_parts(partition: _Partition) -> Callable[[Router, Routing, Capacit
         return replace(routing, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, capacity=None)
 
     return limit
+
+
+def _experts_by_parts(partition: _Partition) -> Callable[..., Routed]:
+    """A method that stands in for `Router._choose_experts`: every part of the tokens is balanced by itself."""
+
+    def choose(
+        router: Router, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, **asked: bool
+    ) -> Routed:
+        chosen = []
+        for part in partition.parts:
+            valid_T = None if tokens.valid_T is None else tokens.valid_T[part]
+            of_part = BatchTokens(valid_T, len(part), tokens.batch_size, tokens.group)
+            given = None if given_ids_TK is None else given_ids_TK[part]
+            chosen.append(Router._choose_experts(router, logits_TE[part], of_part, given, **asked))
+        z_sums = [each.z_sum for each in chosen if each.z_sum is not None]
+        return Routed(
+            ids_TK=_whole([each.ids_TK for each in chosen], partition),
+            probs_TK=_whole([each.probs_TK for each in chosen], partition),
+            counts_E=torch.stack([each.counts_E for each in chosen]).sum(dim=0),
+            balance=None,
+            z_sum=torch.stack(z_sums).sum() if z_sums else None,
+        )
+
+    return choose
+
+
+def _tokens_by_parts(partition: _Partition) -> Callable[..., Routing]:
+    """A method that stands in for `Router._choose_tokens`: the experts choose among every part of the tokens."""
+
+    def choose(router: Router, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+        chosen = [
+            Router._choose_tokens(router, logits_TE[part], None if valid_T is None else valid_T[part])
+            for part in partition.parts
+        ]
+        return Routing(
+            num_experts=router.spec.num_experts,
+            map_TE=_whole([each.map_TE for each in chosen], partition),
+            probs_TE=_whole([each.probs_TE for each in chosen], partition),
+            counts_E=torch.stack([each.counts_E for each in chosen]).sum(dim=0),
+        )
+
+    return choose
+
+
+def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:
+    """What was computed of every part, in the order of the tokens."""
+    return torch.cat([each for each in of_parts if each is not None])[torch.cat(partition.parts).argsort()]
 
 
 def _rows_of(routing: Routing, rows: Tensor, router: Router) -> Routing:
