@@ -38,7 +38,6 @@ _IGNORABLE = " (ignorable)"
 _RARE_HEAD = (
     "Flags of Megatron-LM for what this program does not do. `--allow-ignored-flags` leaves out those marked ignorable."
 )
-_TABLE_HEAD = ("| flag | type | default | status | meaning |", "|---|---|---|---|---|")
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",

@@ -116,10 +116,6 @@ FP32_LAYOUT = Tolerance(
     "gradients, 1.1e-4 in weights, where AdamW divides a gradient near zero by its size. Mistakes are tested in fp64.",
 )
 
-GOLDEN64 = Tolerance(
-    1e-12, 1e-14, "Double precision on another instruction set differs by 3.6e-16 (measured), not more."
-)
-
 BF16_KERNEL = Tolerance(1.6e-2, 1e-3, "One bf16 kernel against fp32 of the same rounded inputs: four units of 2^-8.")
 
 BF16_BLOCKS = Tolerance(

@@ -1,14 +1,13 @@
-"""Weights from a local Hugging Face folder into a model, and a model's weights by Hugging Face name.
+"""Weights from a local Hugging Face folder into a model. `hf_export.py` is the way back.
 
 Everything is checked before the first number is copied: names, shapes, dtypes. Then one tensor at a time goes from the
 file into its parameter.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,20 +81,6 @@ def fitting(
     return counterparts, ignored
 
 
-def hf_tensors(model: nn.Module, spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors by Hugging Face name, one at a time: what `load_hf` reads. Detached views or copies in the
-    model's dtype."""
-    published = model_spec_from_hf(config, mtp=spec.mtp is not None)
-    targets = weight_tensors(model)
-    counterparts, unknown = names.map_names(config["model_type"], targets, spec, published)
-    if unknown:
-        raise CheckpointProblem(
-            f"Model type {config['model_type']} has no place for {', '.join(unknown)}; export another model type."
-        )
-    for counterpart in counterparts:
-        yield from zip(counterpart.theirs, counterpart.transform.to_theirs(_slice(targets, counterpart)), strict=True)
-
-
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the expert biases among the buffers. Other buffers are state of the training, not weights."""
     targets: dict[str, Tensor] = dict(model.named_parameters())
@@ -128,13 +113,6 @@ def whole_shape(target: Tensor, counterpart: names.Counterpart) -> tuple[int, ..
     """Of the counterpart's tensor, of which this rank may hold a part."""
     shape = target.global_shape if isinstance(target, Parameter) else tuple(target.shape)
     return shape if counterpart.expert is None else shape[1:]
-
-
-def _slice(targets: Mapping[str, Tensor], counterpart: names.Counterpart) -> Tensor:
-    target = targets[counterpart.ours]
-    whole = not isinstance(target, Parameter) or target.shape == target.global_shape
-    assert whole, f"{counterpart.ours} is spread over ranks"
-    return target.detach() if counterpart.expert is None else target.detach()[counterpart.expert]
 
 
 def _vocabulary_problems(spec: ModelSpec, published: ModelSpec) -> list[str]:

@@ -9,7 +9,7 @@
 What lies between is computed as ever.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.memory import GraphSpec
 
-Layer = Callable[[Tensor, TokenMeta], Tensor]
 _OFFSETS_STAY_ON_THE_DEVICE = ("hopper", "torch_native", "triton")
 """Backends of the grouped products."""
 

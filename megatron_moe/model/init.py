@@ -29,13 +29,6 @@ def init_parameters(model: nn.Module, seed: int, spec: InitSpec) -> None:
                 buffer.copy_(SPREAD * normal(tuple(buffer.shape), (seed, name)))
 
 
-def initial_values(shape: tuple[int, ...], meta: ParamMeta, name: str, seed: int, spec: InitSpec) -> Tensor:
-    """fp32 values of one whole parameter."""
-    if meta.num_experts is None:
-        return _draw(shape, meta, (seed, name), spec)
-    return torch.stack([_draw(shape[1:], meta, (seed, name, expert), spec) for expert in range(meta.num_experts)])
-
-
 def _initial_part(parameter: Parameter, name: str, seed: int, spec: InitSpec) -> Tensor:
     """What this rank holds of the whole parameter. Experts of other ranks are not drawn."""
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes

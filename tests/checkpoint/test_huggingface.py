@@ -1,16 +1,20 @@
 """Reading Hugging Face folders: exact round trips, and one clear refusal for everything that does not fit."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_moe.checkpoint.hf_export import Export
 from megatron_moe.checkpoint.hf_folder import read_config
-from megatron_moe.checkpoint.huggingface import hf_tensors, load_hf
+from megatron_moe.checkpoint.huggingface import load_hf, weight_tensors
+from megatron_moe.checkpoint.names import Counterpart
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
@@ -46,6 +50,19 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
+def hf_tensors(model: nn.Module, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a whole model by Hugging Face name, as an export has them."""
+    weights = {name: tensor.detach() for name, tensor in weight_tensors(model).items()}
+    export = Export(weights, spec, config)
+
+    def read(counterpart: Counterpart) -> Tensor:
+        whole = weights[counterpart.ours]
+        return whole if counterpart.expert is None else whole[counterpart.expert]
+
+    names = [tensor.name for tensor in export.tensors()]
+    return dict(zip(names, export.stream(read), strict=True))
+
+
 def rewrite(folder: Path, change: dict[str, Tensor | None]) -> None:
     """Replaces, adds or (None) removes tensors of a single file."""
     tensors = {**tensors_in(folder), **change}
@@ -74,7 +91,7 @@ def test_what_is_read_from_a_folder_goes_out_again_bit_for_bit(name: str, max_sh
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "20KB")
     model = new_model(spec)
     assert load_hf(tmp_path, model, spec) == []
-    EXACT.check_all(dict(hf_tensors(model, spec, read_config(tmp_path))), tensors_in(tmp_path), "tensors")
+    EXACT.check_all(hf_tensors(model, spec, read_config(tmp_path)), tensors_in(tmp_path), "tensors")
 
 
 def test_every_problem_is_listed_at_once(tmp_path: Path):
@@ -195,7 +212,7 @@ def test_bf16_weights_arrive_unchanged_in_wider_parameters(dtype: torch.dtype, t
     rewrite(tmp_path, rounded)
     model = new_model(spec, dtype)
     load_hf(tmp_path, model, spec)
-    read = dict(hf_tensors(model, spec, read_config(tmp_path)))
+    read = hf_tensors(model, spec, read_config(tmp_path))
     EXACT.check_all({k: v.double() for k, v in read.items()}, {k: v.double() for k, v in rounded.items()}, "tensors")
 
 
@@ -240,7 +257,7 @@ def test_a_model_that_the_family_cannot_hold_is_not_exported(tmp_path: Path):
     config = read_config(tmp_path)
     learned = replace(spec, position_embedding="learned_absolute", max_positions=8)
     with pytest.raises(CheckpointProblem, match="no place for embedding.position_embeddings.weight"):
-        list(hf_tensors(new_model(learned), learned, config))
+        hf_tensors(new_model(learned), learned, config)
 
 
 LAYOUTS = {

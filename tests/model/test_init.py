@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
-from megatron_moe.model.init import init_parameters, initial_values, standard_deviation
+from megatron_moe.model.init import init_parameters, standard_deviation
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.specs.attention import NormSpec
 from megatron_moe.specs.model import InitSpec, MTPSpec
 from megatron_moe.specs.params import ParamMeta
@@ -28,6 +30,14 @@ EVERYTHING = model_spec(
 
 def values(model: GPT) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def initial_values(shape: tuple[int, ...], meta: ParamMeta, name: str, seed: int, spec: InitSpec) -> Tensor:
+    """Of one whole parameter, which is all of a module."""
+    module = nn.Module()
+    module.register_parameter(name, new_parameter(shape, meta, ParallelContext.single(dtype=torch.float32)))
+    init_parameters(module, seed, spec)
+    return module.get_parameter(name).detach()
 
 
 def test_every_stage_draws_the_values_of_the_whole_model():
@@ -60,9 +70,9 @@ def test_every_dtype_holds_the_same_draws():
 
 def test_each_expert_is_drawn_by_its_own_id():
     meta = ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=9)
-    stack = initial_values((4, 5, 9), meta, "experts.linear_fc1.weight", 7, InitSpec(std=0.5))
+    stack = initial_values((4, 5, 9), meta, "stack", 7, InitSpec(std=0.5))
     for expert in range(4):
-        generator = rng.generator((7, "experts.linear_fc1.weight", expert))
+        generator = rng.generator((7, "stack", expert))
         EXACT.check(stack[expert], 0.5 * torch.randn(5, 9, generator=generator), f"expert {expert}")
 
 

@@ -13,7 +13,7 @@ from megatron_moe.specs.grid import FoldError, all_groups
 from megatron_moe.specs.parallel import ParallelSpec
 
 LARGEST_WORLD = 8
-NUM_LAYERS, NUM_EXPERTS, GLOBAL_BATCH, SEQ = 4, 8, 8, 32
+NUM_LAYERS, GLOBAL_BATCH, SEQ = 4, 8, 32
 
 DIMENSIONS = MappingProxyType(
     {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint.hf_folder import read_config
-from megatron_moe.checkpoint.huggingface import hf_tensors, load_hf
+from megatron_moe.checkpoint.huggingface import load_hf
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
@@ -25,7 +25,7 @@ from megatron_moe.train.checkpoints import model_tensors
 from megatron_moe.train.exports import Exports
 from tests import tiny
 from tests.checkpoint.hf_models import configs, hf_model, saved
-from tests.checkpoint.test_huggingface import LAYOUTS, over_ranks, tensors_in
+from tests.checkpoint.test_huggingface import LAYOUTS, hf_tensors, over_ranks, tensors_in
 from tests.ranks import on_threads
 from tests.tolerances import EXACT
 from tests.train.test_checkpoints import Notes, start
@@ -96,7 +96,7 @@ def test_a_run_exports_at_its_interval_and_at_its_end(plan: RunPlan, tmp_path: P
     run.checkpoints.save_last(run.state, run.loader)
     assert due == [False, True, True, True, False]
     assert sorted(path.name for path in (tmp_path / "run" / "hf").iterdir()) == [f"iter_000000{n}" for n in (2, 4, 5)]
-    expected = dict(hf_tensors(run.trainer.model, plan.model, read_config(tmp_path / "hf")))
+    expected = hf_tensors(run.trainer.model, plan.model, read_config(tmp_path / "hf"))
     EXACT.check_all(tensors_in(tmp_path / "run" / "hf" / "iter_0000005"), expected, "tensors")
     assert read_config(tmp_path / "run" / "hf" / "iter_0000005")["dtype"] == "float64"
 

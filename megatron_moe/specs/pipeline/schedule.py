@@ -56,12 +56,6 @@ def build_schedule(spec: ScheduleSpec) -> Schedule:
     return with_transfers(spec.stages, [computations(spec, rank) for rank in range(spec.pp)])
 
 
-def schedule_actions(num_microbatches: int) -> tuple[Action, ...]:
-    """The actions of the only rank of a pipeline of one stage."""
-    (entries,) = build_schedule(ScheduleSpec(num_microbatches=num_microbatches))
-    return tuple(entry for entry in entries if isinstance(entry, Action))
-
-
 def check_schedule(spec: ScheduleSpec) -> None:
     """Raises ScheduleError for sizes that do not fit; Megatron refuses the same ones."""
     if min(spec.num_microbatches, spec.pp, spec.vpp, spec.group) < 1:

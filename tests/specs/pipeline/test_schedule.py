@@ -10,7 +10,6 @@ from megatron_moe.specs.pipeline.schedule import (
     check_schedule,
     chunk_order,
     num_warmup,
-    schedule_actions,
 )
 
 
@@ -22,11 +21,10 @@ def computed(rank: int, **sizes: int | bool) -> str:
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 7])
 def test_one_stage_runs_every_microbatch_forward_and_then_backward(num_microbatches):
-    actions = [str(action) for action in schedule_actions(num_microbatches)]
     expected = []
     for microbatch in range(num_microbatches):
         expected += [f"F{microbatch}.0", f"B{microbatch}.0"]
-    assert actions == expected
+    assert computed(0, num_microbatches=num_microbatches) == " ".join(expected)
 
 
 def test_1f1b_on_four_ranks_is_the_published_table():
