@@ -39,20 +39,23 @@ class Validation:
 
     def run_if_due(self, state: TrainState) -> None:
         if self.due(state.iteration):
-            self._evaluate_all(state, where="")
+            self._evaluate_all(state, self._num_until(state) - 1, where="")
 
     def final(self, state: TrainState) -> None:
         """The last evaluation, on the validation and the test set."""
         if not self._spec.eval_iters:
             return
-        self._evaluate_all(state, where="on validation set")
+        self._evaluate_all(state, self._num_until(state), where="on validation set")
         if self._test is not None:
             loss = evaluate(self._pipeline, self._test.batches(), self._num_microbatches)
             self._report(state, TEST, loss, "on test set", TEST)
 
-    def _evaluate_all(self, state: TrainState, where: str) -> None:
-        # The k-th evaluation reads the k-th stretch of the data, also after a restart.
-        number = state.iteration // self._spec.eval_interval if self._spec.eval_interval else 0
+    def _num_until(self, state: TrainState) -> int:
+        """Evaluations that fell due so far; it follows from the iteration, so a restart changes nothing."""
+        return state.iteration // self._spec.eval_interval if self._spec.eval_interval else 0
+
+    def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
+        """Evaluation `number`, which counts from 0, reads that stretch of the data."""
         losses = []
         for name, loader in self._valid.items():
             loss = evaluate(self._pipeline, loader.batches(number), self._num_microbatches)

@@ -1,6 +1,8 @@
 """Validation is the loss of the model as it is: no dropout, no jitter, no counting."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -10,6 +12,8 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.attention import CoreAttentionSpec
 from megatron_moe.train.evaluate import evaluate
 from megatron_moe.train.stage import Pipeline
+from megatron_moe.train.state import TrainState
+from megatron_moe.train.validate import Validation
 from tests import tiny
 from tests.tolerances import FP64_REF
 
@@ -67,3 +71,31 @@ def test_every_split_has_its_own_loader():
     assert set(loaders) == {"validation", "test"}
     first = {name: next(iter(loader.batches())).tokens_BS for name, loader in loaders.items()}
     assert not torch.equal(first["validation"], first["test"])
+
+
+class Stretches:
+    """Instead of a loader: remembers which stretches of the data were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def batches(self, number: int = 0) -> Iterator[Any]:
+        self.read.append(number)
+        return iter(())
+
+
+class Silent:
+    def validation(self, report: Any) -> None:
+        """Takes what is reported."""
+
+
+def test_every_evaluation_reads_the_stretch_after_that_of_the_one_before():
+    """The first one from the beginning of the data, the last one behind all others, whoever continues the run."""
+    plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
+    pipeline, data = Pipeline(plan, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
+    for iterations in (range(1, 4), range(4, 7)):  # two starts
+        validation = Validation(plan, pipeline, {"validation": data}, Silent())
+        for iteration in iterations:
+            validation.run_if_due(TrainState(iteration=iteration))
+    validation.final(TrainState(iteration=6))
+    assert data.read == [0, 1, 2, 3]
