@@ -280,7 +280,10 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor
     if optimizer:
         tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(trainer.optimizer.step_count)
         for state in trainer.optimizer.named_state():
-            tensors[tensor_key(state.kind, state.name)] = _saved(state.parameter, state.data, state.start)
+            key, part = tensor_key(state.kind, state.name), _saved(state.parameter, state.data, state.start)
+            # twice of a parameter inside of which the state in host memory ends
+            before = tensors[key].boxes if key in tensors else ()
+            tensors[key] = SavedTensor(part.shape, (*before, *part.boxes))
     return tensors
 
 

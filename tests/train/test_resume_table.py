@@ -14,7 +14,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.precision import PrecisionSpec, StateName
 from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import BatchSpec
+from megatron_moe.specs.train import BatchSpec, StateOffloadSpec
 from megatron_moe.train.checkpoints import saved_tensors
 from tests import tiny
 from tests.tolerances import EXACT, FP64_LAYOUT
@@ -131,6 +131,23 @@ def test_moments_of_few_bits_go_on_bitwise_and_become_fp32(kept: StateName, tmp_
     wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg="fp32", exp_avg_sq="fp32")))
     loaded = saved_tensors(wide.trainer, optimizer=True)
     EXACT.check_all({key: tensor.boxes[0].data for key, tensor in loaded.items()}, saved)
+
+
+@pytest.mark.parametrize("host_steps", [True, False], ids=["stepped there", "parked there"])
+def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
+    host_steps: bool, trained: tuple[Path, Run], tmp_path: Path
+) -> None:
+    """The part ends inside of a parameter, whose moments are then kept in two places."""
+    split = StateOffloadSpec(fraction=0.5, host_steps=host_steps)
+    optimizer = replace(plan_of().optimizer, offload=split)
+    run = start(plan_of(load=trained[0], save=tmp_path, optimizer=optimizer))
+    states = saved_tensors(run.trainer, optimizer=True).items()
+    assert any(len(tensor.boxes) > 1 for key, tensor in states if key.startswith("exp_avg."))
+    run.train(1)
+    EXACT.check_all(run.weights(), trained[1].weights(), "loaded in two parts")
+    run.checkpoints.save_last(run.state, run.loader)
+    run.train(1)
+    EXACT.check_all(gone_on(plan_of(load=tmp_path)).weights(), run.weights(), "saved in two parts")
 
 
 def test_kernels_and_loops_over_experts_are_no_part_of_the_state(trained: tuple[Path, Run]) -> None:
