@@ -30,8 +30,9 @@ class Case:
     flags: str
     """Of pretrain_moe.py."""
     target: str = ""
-    """TFLOP/s, or percent of the balanced figure."""
+    """What must be reached: TFLOP/s, or percent of the balanced figure."""
     aim: str = ""
+    """What would be good, in the same unit."""
     warmup: int = 3
     steps: int = 10
     traced: int = 0

@@ -174,7 +174,9 @@ class Kernels(Protocol):
         """(residual + x, rounded to the dtype of x; `rms_norm` of that sum)"""
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor: ...
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        """x [..., H], weight and bias [H]: (x - mean(x)) / sqrt(var(x) + eps) * weight (or * (1 + weight)) + bias"""
+        ...
 
     def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
         """Rotates D' = cos.shape[-1] dims of each head from dim `start` on and leaves the rest. B of cos and sin may be
