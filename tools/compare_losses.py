@@ -7,12 +7,14 @@ the tolerance, and a verdict. Exit code 0: equal within the tolerance; 6: not; 4
 import argparse
 import sys
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.logs.plots import read_metrics
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
+from tools.output import writing
 
 ROWS = 12
 """Steps shown in the table."""
@@ -43,7 +45,13 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise DataProblem(f"{path} does not exist; give a run folder that holds metrics.jsonl")
-    curve = {row["iteration"]: row[key] for row in read_metrics(path) if key in row}
+    rows = [row for row in read_metrics(path) if key in row]
+    curve = {row["iteration"]: nan if row[key] is None else row[key] for row in rows}  # null is what was not finite
+    strange = [value for value in curve.values() if not isinstance(value, int | float)]
+    if strange:
+        raise DataProblem(
+            f"{path} has {key!r} values that are no numbers, such as {strange[0]!r:.40}; give another --key"
+        )
     if not curve:
         raise DataProblem(f"{path} has no record of {key!r}; give another --key")
     return curve
@@ -99,6 +107,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--names", nargs=2, help="names of the two curves")
     parser.add_argument("--plot", type=Path, help="write both curves to this PNG")
     options = parser.parse_args(argv)
+    if options.plot and options.plot.suffix != ".png":
+        parser.error(f"--plot {options.plot} is no .png")
+    if not options.rtol >= 0:
+        parser.error(f"--rtol {options.rtol:g} must be at least 0")
     names = tuple(options.names) if options.names else (str(options.first), str(options.second))
     try:
         comparison = compare(read_curve(options.first, options.key), read_curve(options.second, options.key))
@@ -107,7 +119,12 @@ def main(argv: list[str]) -> int:
         return int(error.code)
     print(table(comparison, names))
     if options.plot:
-        plot(comparison, names, options.key, options.plot)
+        try:
+            with writing(options.plot):
+                plot(comparison, names, options.key, options.plot)
+        except RunError as error:
+            print(error, file=sys.stderr)
+            return int(error.code)
     at = comparison.first_difference(options.rtol)
     largest = max(comparison.relative())
     if at is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
-from arguments.errors import FlagErrors  # noqa: E402
+from arguments.errors import Finished, FlagErrors  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from megatron_moe import build  # noqa: E402
 from megatron_moe.checkpoint.convert import Report, from_hf, to_hf  # noqa: E402
@@ -61,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
     options, words = _parser().parse_known_args(argv)
     try:
         return int(_convert(options, words))
+    except Finished as answer:
+        print(answer.text)
+        return int(ExitCode.OK)
     except FlagErrors as problems:
         print(problems.report(), file=sys.stderr)
         return int(ExitCode.CONFIG)

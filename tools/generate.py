@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -98,6 +99,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args(argv)
+    if not 0 <= options.temperature < inf:
+        parser.error(f"--temperature {options.temperature:g} must be at least 0")
+    if options.top_k < 1 or options.max_new_tokens < 0:
+        parser.error("--top-k must be at least 1, --max-new-tokens at least 0")
     try:
         candidate = newest(options.load)
         plan = plan_of(candidate, options.device)

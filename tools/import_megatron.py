@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
-from arguments.errors import FlagErrors  # noqa: E402
+from arguments.errors import Finished, FlagErrors  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from megatron_moe.checkpoint.folder import list_checkpoints  # noqa: E402
 from megatron_moe.checkpoint.save import Saver  # noqa: E402
@@ -41,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(own)
     try:
         print(convert(newest(options.load), options.save, words, optimizer=not options.no_optimizer))
+    except Finished as answer:
+        print(answer.text)
+        return int(ExitCode.OK)
     except FlagErrors as problems:
         print(problems.report(), file=sys.stderr)
         return int(ExitCode.CONFIG)
@@ -55,8 +58,8 @@ def newest(folder: Path) -> Path:
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
-    text = tracker.read_text().strip()
-    found = folder / (f"iter_{int(text):07d}" if text.isdigit() else text)
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    found = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
     if found.parent != folder or not found.is_dir():
         raise CheckpointProblem(f"{tracker} names {text!r}, which is not in {folder}")
     return found

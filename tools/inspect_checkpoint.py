@@ -107,11 +107,21 @@ def _print_table(rows: Sequence[tuple[str, ...]] | Iterator[tuple[str, ...]]) ->
         print("  ".join([*left, *right]).rstrip())
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="checkpoint, folder of checkpoints (the newest), or run folder")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="tensors whose name has this regular expression")
+    parser.add_argument(
+        "--only", type=_pattern, default="", metavar="PATTERN", help="tensors whose name has this regular expression"
+    )
     parser.add_argument("--no-norms", action="store_true", help="the manifest alone; reads no weights")
     parser.add_argument("--settings", action="store_true", help="every setting of the run, not only those given")
     return parser

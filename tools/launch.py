@@ -32,6 +32,8 @@ from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.specs.costs.hardware import GPUS  # noqa: E402
 from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
+from tools.output import writing  # noqa: E402
+from tools.words import positive  # noqa: E402
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
 _PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
@@ -42,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], allow_abbrev=False, epilog="All other words go to pretrain_moe.py."
     )
-    parser.add_argument("--nodes", type=int, help="machines (default: as many as the recipe says, or 1)")
-    parser.add_argument("--gpus-per-node", type=int, help="ranks on each (default: as the recipe says, or 8)")
+    parser.add_argument("--nodes", type=positive, help="machines (default: as many as the recipe says, or 1)")
+    parser.add_argument("--gpus-per-node", type=positive, help="ranks on each (default: as the recipe says, or 8)")
     parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script and do nothing")
@@ -53,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--container", help="image for pyxis")
     parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="more folders of the container")
-    parser.add_argument("--grace", type=int, default=300, help="ranks get SIGTERM so many seconds before the end (300)")
+    parser.add_argument(
+        "--grace", type=positive, default=300, help="ranks get SIGTERM so many seconds before the end (300)"
+    )
     parser.add_argument("--python", default=None, help="interpreter of the ranks (default: this one; python inside)")
     return parser
 
@@ -127,9 +131,10 @@ def script_of(job: Job, launcher: str) -> str:
 
 def write(job: Job, script: str, launcher: str) -> Path:
     """The script in the run folder, and the folder that SLURM's logs need."""
-    (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     path = job.run_dir / ("job.sbatch" if launcher == "slurm" else "job.sh")
-    path.write_text(script, encoding="utf-8")
+    with writing(path):
+        (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+        path.write_text(script, encoding="utf-8")
     return path
 
 

@@ -13,18 +13,23 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # started as a script, from any folder
 
+from arguments.errors import Finished  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
 from megatron_moe.specs.pipeline.auto import cost_table, flop_costs  # noqa: E402
 from megatron_moe.specs.pipeline.layout import LayoutError, parse_layout  # noqa: E402
 from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, build_schedule  # noqa: E402
 from megatron_moe.specs.pipeline.simulate import Durations, Report, simulate  # noqa: E402
+from tools.output import writing  # noqa: E402
 from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
 from tools.words import words_around_dashes  # noqa: E402
+
+CHARTS = (".svg", ".png", ".pdf")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -47,7 +52,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--draw", type=Path, action="append", default=[], metavar="FILE", help="chart: .svg, .png, .pdf"
     )
     parser.add_argument("--width", type=int, default=shutil.get_terminal_size((120, 40)).columns, help="of the text")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    times = (options.forward_time, options.backward_time)
+    if not all(0 < time < inf for time in times) or not 0 <= options.transfer_time < inf:
+        parser.error("--forward-time and --backward-time must be larger than 0, --transfer-time at least 0")
+    if options.queue is not None and options.queue < 0:
+        parser.error(f"--queue {options.queue} is less than 0")
+    strange = [str(path) for path in options.draw if path.suffix not in CHARTS]
+    if strange:
+        parser.error(f"--draw {strange[0]} is none of {', '.join(CHARTS)}")
+    return options
 
 
 @dataclass(frozen=True)
@@ -116,11 +130,14 @@ def main(argv: Sequence[str]) -> int:
         shown = of_run(options, words) if words else of_sizes(options)
         spec = replace(
             shown.spec,
-            overlap=options.overlap,
-            split_backward=options.split_backward,
+            overlap=options.overlap or shown.spec.overlap,
+            split_backward=options.split_backward or shown.spec.split_backward,
             forward_only=options.forward_only,
         )
         schedule = build_schedule(spec)
+    except Finished as answer:
+        print(answer.text)
+        return int(ExitCode.OK)
     except (ScheduleError, LayoutError, RunError) as error:
         print(error, file=sys.stderr)
         return int(ExitCode.CONFIG)
@@ -144,7 +161,12 @@ def main(argv: Sequence[str]) -> int:
     print(verdict(strict, loose))
     for path in options.draw:
         deadlock = "no deadlock" if not strict.problems else strict.problems[0]
-        draw(loose, spec.vpp, f"{name(spec)}     bubble {loose.bubble:.1%}, {deadlock}", path)
+        try:
+            with writing(path):
+                draw(loose, spec.vpp, f"{name(spec)}     bubble {loose.bubble:.1%}, {deadlock}", path)
+        except RunError as error:
+            print(error, file=sys.stderr)
+            return int(error.code)
         print(f"wrote {path}")
     return int(ExitCode.BUG if strict.problems or loose.problems else ExitCode.OK)
 

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
 from megatron_moe.watch.summary import as_csv, as_markdown, as_text, find_runs, names_of, summarize  # noqa: E402
+from tools.output import writing  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,16 +22,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--skip", type=int, default=1, help="reports of a run that do not count for speed (default: 1)")
     parser.add_argument("--output", type=Path, help="write the table to this file as well")
     options = parser.parse_args(argv)
+    if options.skip < 0:
+        parser.error(f"--skip {options.skip} is less than 0")
     try:
         runs = find_runs(options.places)
         rows = [summarize(run, name, options.skip) for run, name in zip(runs, names_of(runs), strict=True)]
+        table = {"text": as_text, "csv": as_csv, "markdown": as_markdown}[options.format](rows)
+        print(table)
+        if options.output:
+            with writing(options.output):
+                options.output.write_text(table + "\n", encoding="utf-8")
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
-    table = {"text": as_text, "csv": as_csv, "markdown": as_markdown}[options.format](rows)
-    print(table)
-    if options.output:
-        options.output.write_text(table + "\n", encoding="utf-8")
     return int(ExitCode.OK)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
-from arguments.errors import FlagErrors  # noqa: E402
+from arguments.errors import Finished, FlagErrors  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
 from arguments.jobs.sweeps import Point, axis_of, points  # noqa: E402
 from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
@@ -84,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
         runs = [point.name for point in combinations if (options.output / point.name / METRICS).exists()]
         if runs:
             print(as_text([summarize(options.output / name, name) for name in runs]))
+    except Finished as answer:
+        print(answer.text)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)

@@ -17,12 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from arguments.errors import Finished
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan
 from megatron_moe.compare.plant import Plant
 from megatron_moe.compare.verify import summary, verify_layout
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
+from tools.words import positive
 
 MOST_RANKS = 8
 STEPS = 3
@@ -57,6 +59,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Prints what was folded, the table and the verdict; returns the exit code."""
     try:
         return int(_verify(_question(argv), environ))
+    except Finished as answer:
+        print(answer.text)
+        return int(ExitCode.OK)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
@@ -102,8 +107,10 @@ def _launch(num_ranks: int) -> dict[str, str]:
 def _question(argv: Sequence[str]) -> Question:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
-    parser.add_argument("--nproc", type=int, help=f"ranks to fold to (as few as keep all axes, at most {MOST_RANKS})")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps to compare ({STEPS})")
+    parser.add_argument(
+        "--nproc", type=positive, help=f"ranks to fold to (as few as keep all axes, at most {MOST_RANKS})"
+    )
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"training steps to compare ({STEPS})")
     parser.add_argument("--every", action="store_true", help="a line for every parameter, layer and step")
     parser.add_argument("--inject", metavar="ERROR", help="plant an error, such as scale-expert-grads:2")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take (300)")

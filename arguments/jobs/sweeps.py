@@ -40,22 +40,29 @@ def axis_of(words: Sequence[str], registry: Registry) -> Axis:
 
 
 def points(axes: Sequence[Axis], registry: Registry) -> list[Point]:
-    """Every combination, the last axis changing fastest. Names that would be the same folder get a number."""
-    found: list[Point] = []
+    """Every combination, the last axis changing fastest. Names that would be the same folder get a number.
+
+    Raises FlagErrors: two axes of one flag.
+    """
+    names = [found[0].name for axis in axes if (found := registry.find(axis.option))]
+    twice = [axis.option for axis, name in zip(axes, names, strict=True) if names.count(name) > 1]
+    if twice:
+        raise FlagErrors([Problem(what=f"--set {twice[0][2:]} is given twice", remedy="list all values behind one")])
+    made: list[Point] = []
     for values in product(*(axis.values for axis in axes)):
         pairs = list(zip(axes, values, strict=True))
         name = ",".join(f"{axis.option[2:]}={_UNSAFE.sub('_', value)}" for axis, value in pairs)
-        same = sum(point.name == name or point.name.startswith(f"{name},again=") for point in found)
+        same = sum(point.name == name or point.name.startswith(f"{name},again=") for point in made)
         words = tuple(word for axis, value in pairs for word in _words(axis.option, value, registry))
-        found.append(Point(f"{name},again={same}" if same else name, words))
-    return found
+        made.append(Point(f"{name},again={same}" if same else name, words))
+    return made
 
 
 def _words(option: str, value: str, registry: Registry) -> tuple[str, ...]:
     """A value of several words (`1 2 3`) is several; a switch becomes `--x` or `--no-x`."""
     found = registry.find(option)
     assert found is not None, f"{option} was found before"
-    flag, _ = found
+    flag, switches_on = found
     if flag.is_switch and value in (*_ON, *_OFF):
-        return (flag.option,) if value in _ON else (flag.off_options[0],)
+        return (flag.option,) if (value in _ON) == switches_on else (flag.off_options[0],)
     return (option, *value.split())

@@ -96,3 +96,9 @@ def test_a_damaged_tensor_is_not_shown(tmp_path: Path, capsys):
     flip_bit(next(path.glob("model*")), -1, 2)
     assert main([str(path)]) == ExitCode.CHECKPOINT
     assert "crc32 is" in capsys.readouterr().err
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--only", "("])
+    assert "is no regular expression" in capsys.readouterr().err

@@ -94,6 +94,32 @@ def bubble(out: str) -> float:
     return float(out.rpartition("bubble ")[2].partition("%")[0])
 
 
+def test_the_schedule_of_a_run_is_overlapped_as_the_run_is(capsys):
+    sizes = "--pipeline-model-parallel-size 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    more = [*sizes.split(), "--overlap-moe-expert-parallel-comm"]
+    assert main(["--ranks", "2", "--", *RUN.split(), *more]) == ExitCode.OK
+    assert "one stage, overlapped:" in capsys.readouterr().out
+
+
+def test_a_question_about_flags_is_answered(capsys):
+    assert main(["--", "--help", "lr"]) == ExitCode.OK
+    assert capsys.readouterr().out.startswith("--lr")
+
+
+@pytest.mark.parametrize(
+    "words", ["--forward-time 0", "--backward-time nan", "--transfer-time -1", "--queue -1", "--draw a.xyz"]
+)
+def test_numbers_and_files_without_a_meaning_are_refused(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+
+
+def test_a_chart_that_cannot_be_written_is_told(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert main(["--draw", str(tmp_path / "file" / "a.svg")]) == ExitCode.ENVIRONMENT
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_a_run_that_is_refused_is_refused_here_too(capsys):
     assert main(["--ranks", "3", "--", *RUN.split()]) == ExitCode.CONFIG
     assert "does not divide 3 ranks" in capsys.readouterr().err

@@ -66,6 +66,17 @@ def test_a_run_that_fails_does_not_end_the_sweep(here, capsys, monkeypatch):
     assert len(starts(here)) == 2
 
 
+def test_a_question_is_answered_instead_of_a_sweep(here, capsys):
+    assert sweep(capsys, here, "--set", "lr", "1e-3", "--print-config")[0] == "model:"
+
+
+def test_a_folder_that_cannot_be_made_is_told(here, capsys):
+    (here / "sweep").write_text("in the way")
+    argv = ["--output", "sweep", "--set", "lr", "1e-3", *FLAGS]
+    assert main(argv) == ExitCode.ENVIRONMENT
+    assert "lr=1e-3/job.sh cannot be written (Not a directory)" in capsys.readouterr().err
+
+
 def test_slurm_gets_each_job_once(here, capsys):
     for _ in range(2):
         sweep(capsys, here, "--set", "lr", "1e-3", "2e-3", "--launcher", "slurm")

@@ -30,6 +30,15 @@ def test_switches_are_switched():
     ]
 
 
+def test_a_spelling_that_switches_off_keeps_its_meaning():
+    assert [point.flags for point in grid("no-load-optim|on|off")] == [("--no-load-optim",), ("--load-optim",)]
+
+
+def test_a_flag_has_one_list_of_values():
+    with pytest.raises(FlagErrors, match="--set no-bf16 is given twice|--set bf16 is given twice"):
+        grid("bf16|on", "lr|1e-3", "no-bf16|on")
+
+
 def test_names_are_folders_and_differ():
     names = [point.name for point in grid("moe-layer-freq|[0]+[1]|[0]-[1]|([0]+[1]", "lr|1e-3")]
     assert names == [
