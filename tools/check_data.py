@@ -8,24 +8,28 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.data.examine import Examined, examine
 from megatron_moe.data.tokenizer import load_tokenizer
-from megatron_moe.specs.exitcodes import DataProblem, ExitCode
-from megatron_moe.specs.train import TokenizerSpec
+from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
+from megatron_moe.specs.train import OTHER_TOKENIZER_NAMES, TokenizerSpec
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     vocab_size, eod, fine = options.vocab_size, options.eod, True
     try:
-        if options.tokenizer_model is not None:
-            spec = TokenizerSpec(kind=options.tokenizer_type, model=options.tokenizer_model)
+        if options.tokenizer_type or options.tokenizer_model:
+            kind: Any = options.tokenizer_type or "HuggingFaceTokenizer"
+            spec = TokenizerSpec(
+                kind=OTHER_TOKENIZER_NAMES.get(kind, kind), model=options.tokenizer_model, vocab_size=vocab_size
+            )
             tokenizer = load_tokenizer(spec)
             vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
-    except DataProblem as problem:
+    except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
     for prefix in options.prefixes:
@@ -72,7 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
     parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
     parser.add_argument("--eod", type=int, help="id that ends a document; the tokenizer's when one is given")
-    parser.add_argument("--tokenizer-type", default="HuggingFaceTokenizer", help="as for pretrain_moe.py")
+    kinds = get_args(get_type_hints(TokenizerSpec)["kind"])
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=[kind for kind in (*kinds, *OTHER_TOKENIZER_NAMES) if kind != "GPT2BPETokenizer"],
+        help="as for pretrain_moe.py (with a model: HuggingFaceTokenizer)",
+    )
     parser.add_argument("--tokenizer-model", type=Path, help="as for pretrain_moe.py")
     return parser
 

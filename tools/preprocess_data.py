@@ -10,18 +10,14 @@ also compressed (.gz, .zst), and writes `<prefix>_<key>_document.bin` and `.idx`
 
 import argparse
 import functools
-import multiprocessing
-import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
@@ -32,12 +28,12 @@ from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record,
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
 from megatron_moe.specs.train import OTHER_TOKENIZER_NAMES, TokenizerSpec
+from tools.workers import map_in_order, start_workers
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 _CHUNKS_AHEAD = 4
 """Chunks per worker that are read before their results are written."""
 _SHOWN_BAD_LINES = 20
+_SIZED = ("NullTokenizer", "TikTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +79,6 @@ def encode(job: Job, chunk: Chunk) -> Encoded:
         ids = [tokenizer.encode(text) for text in texts]
         encoded.documents.append([np.array(each + end if each else each, dtype=np.int32) for each in ids])
     return encoded
-
-
-def map_in_order(
-    executor: Executor | None, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
-) -> Iterator[Result]:
-    """Results in the order of the items, with at most `ahead` items under way; without an executor one by one."""
-    if executor is None:
-        yield from map(function, items)
-        return
-    pending: deque[Future[Result]] = deque()
-    for item in items:
-        pending.append(executor.submit(function, item))
-        if len(pending) >= ahead:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
 
 
 class Progress:
@@ -168,6 +148,8 @@ def preprocess(args: argparse.Namespace) -> Progress:
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,
         num_special_tokens=args.tiktoken_num_special_tokens,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
     )
     job = Job(tokenizer=spec, keys=tuple(args.json_keys), append_eod=args.append_eod)
     dtype = token_dtype(tokenizer_of(spec).vocab_size)
@@ -187,15 +169,6 @@ def preprocess(args: argparse.Namespace) -> Progress:
     return progress
 
 
-def start_workers(count: int) -> ProcessPoolExecutor:
-    """Spawned workers (no threads and locks go along) that Ctrl-C never reaches: they inherit that it is blocked."""
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    pool.submit(int)  # starts all of them
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pool
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -205,6 +178,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files each")
     add("--tokenizer-type", choices=(*kinds, *OTHER_TOKENIZER_NAMES), required=True)
     add("--tokenizer-model", type=Path, help="file, or for HuggingFaceTokenizer the folder, of the tokenizer")
+    add("--vocab-file", type=Path, help="of GPT2BPETokenizer: JSON file with the vocabulary")
+    add("--merge-file", type=Path, help="of GPT2BPETokenizer: text file with the merges")
     add("--vocab-size", type=int, help="of NullTokenizer; for TikTokenizer the size to cut to")
     add("--tiktoken-pattern", choices=("v1", "v2"))
     add("--tiktoken-num-special-tokens", type=int, default=1000)
@@ -217,6 +192,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--workers and --log-interval must be at least 1")
     if len(args.json_keys) > 1 and any(format_of(path) == "text" for path in args.input):
         parser.error("plain text has no keys: give one --json-keys")
+    if len(set(args.json_keys)) < len(args.json_keys):
+        parser.error(f"--json-keys {' '.join(args.json_keys)} has a key twice")
+    if args.vocab_size is not None and args.tokenizer_type not in _SIZED:
+        parser.error(f"--vocab-size has no meaning for {args.tokenizer_type}, which knows its size")
     return args
 
 

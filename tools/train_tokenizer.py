@@ -13,6 +13,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
@@ -110,8 +111,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.vocab_size <= _NUM_SPECIAL:
         parser.error(f"--vocab-size {args.vocab_size} must be larger than {_NUM_SPECIAL}: <unk>, <eod> and 256 bytes")
-    if args.sample_mb <= 0:
-        parser.error(f"--sample-mb {args.sample_mb:g} must be larger than 0")
+    if not 0 < args.sample_mb < inf:
+        parser.error(f"--sample-mb {args.sample_mb:g} must be larger than 0, and a number")
     return args
 
 

@@ -52,16 +52,27 @@ def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
     """The texts of one record, one per key. Raises `BadLine`."""
     if format_of(record.path) == "text":
         return [_decoded(record.content)]
+    line = _decoded(record.content)
     try:
-        entry = json.loads(_decoded(record.content))
-    except json.JSONDecodeError as error:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not JSON at all, a number of thousands of digits, endless brackets
         raise BadLine(f"not JSON ({error})") from error
     if not isinstance(entry, dict):
         raise BadLine(f"a JSON {type(entry).__name__} where an object is expected")
     for key in keys:
         if not isinstance(entry.get(key), str):
             raise BadLine(f'no text under the key "{key}" (the line has {", ".join(entry) or "no key"})')
+        _refuse_halves(entry[key], key)
     return [entry[key] for key in keys]
+
+
+def _refuse_halves(text: str, key: str) -> None:
+    """JSON can spell halves of characters (\\ud83d alone, where a text was cut), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise BadLine(f'half a character, {half}, at place {error.start} of the text under "{key}"') from error
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -100,9 +100,13 @@ class NullTokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:
-            return [int(word) for word in text.split()]
+            ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise DataProblem(f"NullTokenizer reads ids separated by spaces, not {text[:40]!r}") from error
+        strange = next((number for number in ids if not 0 <= number < self.vocab_size), None)
+        if strange is not None:
+            raise DataProblem(f"id {strange} is none of the {self.vocab_size} of NullTokenizer; check --vocab-size")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(number) for number in ids)

@@ -85,3 +85,19 @@ def test_a_torn_file_is_damaged_and_the_next_is_looked_at(suffix: str, tmp_path:
 def test_an_empty_pair_has_no_ids(tmp_path: Path, capsys):
     assert main([str(written(tmp_path / "a", []))]) == ExitCode.OK
     assert "documents              0" in capsys.readouterr().out
+
+
+def test_a_tokenizer_without_a_file_tells_the_vocabulary_too(tmp_path: Path, capsys):
+    prefix = written(tmp_path / "a", ([[104, 105, 256]], [[300]]))
+    assert main([str(prefix), "--tokenizer-type", "ByteTokenizer"]) == ExitCode.DATA
+    said = capsys.readouterr().out
+    assert "document 1, token 0: id 300, expected 0 to 256" in said and "1 with the id 256" in said
+
+
+def test_a_tokenizer_has_the_names_and_errors_of_the_program(tmp_path: Path, capsys):
+    (tmp_path / "t.model").write_bytes(b"no model")
+    words = [str(written(tmp_path / "a")), "--tokenizer-model", str(tmp_path / "t.model")]
+    assert main([*words, "--tokenizer-type", "Llama2Tokenizer"]) == ExitCode.DATA
+    assert "is not a SentencePiece model" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--tokenizer-type", "NoTokenizer"])

@@ -138,6 +138,17 @@ def test_every_tokenizer_of_the_program_has_the_same_name_here(tmp_path: Path, c
     assert "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model" in capsys.readouterr().err
 
 
+def test_the_files_of_gpt2_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]))
+    assert run(tmp_path, "--tokenizer-type", "GPT2BPETokenizer") == 4
+    assert "needs --vocab-file and --merge-file" in capsys.readouterr().err
+    files = ("--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt"))
+    (tmp_path / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    assert run(tmp_path, "--tokenizer-type", "GPT2BPETokenizer", *files) == 0
+    assert IndexedTokens(tmp_path / "out_text_document").get(0).tolist() == [0]
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_malformed_line_is_fatal_by_default_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture, workers: str
@@ -172,7 +183,16 @@ def test_malformed_lines_are_skipped_by_choice_and_counted(tmp_path: Path, capsy
             "does not exist",
         ),
         (jsonl(["1 x"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "reads ids"),
-        (jsonl(["1 70000"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "does not fit uint16"),
+        (
+            jsonl(["1 70000"]),
+            ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"),
+            4,
+            "id 70000 is none",
+        ),
+        (jsonl(["1 -2"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "id -2 is none of the 9"),
+        (jsonl(["1 99999999999"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "is none of the 9"),
+        (b'{"text": "\\ud83d"}\n', BYTES, 4, "in.jsonl, line 1: half a character"),
+        (b"[" * 100_000 + b"\n", BYTES, 4, "in.jsonl, line 1: not JSON"),
     ],
 )
 def test_bad_input_ends_with_its_code_one_sentence_and_no_files(
@@ -199,6 +219,8 @@ def test_missing_input_and_unwritable_output_are_named(tmp_path: Path, capsys: p
         (*BYTES, "--log-interval", "0"),
         (*BYTES, "--on-bad-line", "ask"),
         ("--tokenizer-type", "NoTokenizer"),
+        (*BYTES, "--vocab-size", "300"),
+        (*BYTES, "--json-keys", "text", "text"),
     ],
 )
 def test_impossible_options_end_with_the_code_of_flags(tmp_path: Path, options: tuple[str, ...]) -> None:

@@ -81,6 +81,7 @@ def test_sampled_lines_are_spread_over_all_documents(tmp_path: Path) -> None:
         ('{"text": ""}\n', (), "no text to train a tokenizer on"),
         ('{"txt": "a"}\n', (), 'line 1: no text under the key "text"'),
         ('{"text": "a b c"}\n', ("--vocab-size", "4096"), "could not make 4096 pieces"),
+        ('{"text": "\\ud83d"}\n', (), "line 1: half a character"),
     ],
 )
 def test_bad_input_ends_with_one_sentence_and_no_file(
@@ -93,7 +94,16 @@ def test_bad_input_ends_with_one_sentence_and_no_file(
     assert not (tmp_path / "t.model").exists()
 
 
-@pytest.mark.parametrize("options", [("--vocab-size", "258"), ("--sample-mb", "0"), ("--model-type", "word")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--vocab-size", "258"),
+        ("--sample-mb", "0"),
+        ("--sample-mb", "nan"),
+        ("--sample-mb", "inf"),
+        ("--model-type", "word"),
+    ],
+)
 def test_impossible_options_end_with_the_code_of_flags(tmp_path: Path, options: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as leave:
         main(["--input", "a.jsonl", "--output", str(tmp_path / "t.model"), *options])
