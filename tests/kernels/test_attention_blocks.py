@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton.attention.tiles import serves
 from megatron_moe.kernels.ops import Span
 from megatron_moe.parallel.sequence_split import Chunks, split_places, take_places
 from megatron_moe.specs.attention import CoreAttentionSpec
@@ -94,3 +95,13 @@ def test_what_sees_nothing_stays_as_it_was() -> None:
     triton_kernels.attention_block(q, k, v, spec, query, key, None, out, lse)
     EXACT.check(out, before[0])
     EXACT.check(lse, before[1])
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, 64), (64, 128)])
+def test_what_32_bits_do_not_count_is_not_ours(width: int, value_width: int) -> None:
+    """Queries, and outputs with their gradients, which may be wider."""
+    q, k, v = (
+        torch.empty(2**16, 2, *shape, device="meta", dtype=torch.bfloat16)
+        for shape in ((128, width), (1, width), (1, value_width))
+    )
+    assert serves(q, k, v, MASKS["causal"], None) == (max(width, value_width) < 128)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.backends.triton.attention import blocks
 from megatron_moe.kernels.ops import Span
 from megatron_moe.parallel.sequence_split import split_places
 from megatron_moe.specs.attention import CoreAttentionSpec
@@ -125,6 +126,25 @@ def test_documents_and_dropout_are_not_given_to_it(backend: Any, what: str, monk
 
     for ours, expected in zip(found_by(backend), found_by(reference), strict=True):
         FP32_REF.check(ours, expected)
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+def test_blocks_too_large_for_our_offsets_are_its_own_or_plain_torchs(
+    window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2^31 numbers; plain torch, which has all logits in memory, is the last resort."""
+    by_cudnn, by_torch = [], []
+    monkeypatch.setattr(blocks, "merge", lambda *found: by_cudnn.append("out"))
+    monkeypatch.setattr(cudnn, "backward_pair", lambda *known: by_cudnn.append("gradients"))
+    monkeypatch.setattr(reference, "attention_block", lambda *known: by_torch.append("out"))
+    monkeypatch.setattr(reference, "attention_block_grad", lambda *known: by_torch.append("gradients"))
+    far = torch.empty(2**17, 1, 64, 256, device="meta", dtype=torch.bfloat16)
+    span = Span(chunks=(range(2**17),))
+    mask = CoreAttentionSpec(softmax_scale=0.3, causal=False, window=window), span, span, None
+    lse = far[..., 0].float()
+    triton_kernels.attention_block(far, far, far, *mask, far.float(), lse)
+    triton_kernels.attention_block_grad(far, far, far, far, far, lse, lse, *mask, (far, far, far))
+    assert (by_cudnn, by_torch)[window is not None] == ["out", "gradients"]
 
 
 def test_what_is_on_no_gpu_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

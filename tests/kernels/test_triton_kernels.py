@@ -228,6 +228,11 @@ def test_cross_entropy_is_the_reference(tokens: int, vocab: int, dtype: torch.dt
     compare(lambda k: lambda x: k.cross_entropy(x, labels), [5 * draw(tokens, vocab)], dtype)
 
 
+def test_cross_entropy_reads_labels_that_stand_apart() -> None:
+    labels = torch.tensor([[1, 9], [2, 9], [0, 9]])[:, 0]
+    compare(lambda k: lambda x: k.cross_entropy(x, labels), [draw(3, 10)], torch.float32)
+
+
 def test_cross_entropy_of_huge_and_forbidden_logits_is_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0]], requires_grad=True)
     loss = triton_kernels.cross_entropy(logits, torch.tensor([0, 1]))

@@ -26,7 +26,7 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels_T: Tensor) -> Tensor:
-        logits_TV = rows_of(logits)
+        logits_TV, labels_T = rows_of(logits), labels_T.contiguous()
         num_tokens, vocab = logits_TV.shape
         loss_T = torch.empty(num_tokens, device=logits.device, dtype=torch.float32)
         normalizer_T = torch.empty_like(loss_T)

@@ -26,15 +26,16 @@ def attention_block(
     lse_SBN: Tensor,
 ) -> None:
     """See `Kernels.attention_block`. Dropout and fp32 are plain torch."""
-    if not serves(q_SBND, k_SBGD, v_SBGE, spec, dropout_key):
+    q, k, v = strided(q_SBND), strided(k_SBGD), strided(v_SBGE)
+    rectangles = _rectangles(q, k, v, spec, query, key, dropout_key)
+    if rectangles is None:
         reference.attention_block(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key, out_SBNE, lse_SBN)
         return
-    q, k, v = strided(q_SBND), strided(k_SBGD), strided(v_SBGE)
     lse_BNS = lse_SBN.permute(1, 2, 0)
-    for pair in pairs(query.chunks, key.chunks, spec):
+    for pair, by_cudnn in rectangles:
         rows, keys = pair.rows, pair.keys
         inputs, found = (q[rows], k[keys], v[keys]), (out_SBNE[rows], lse_BNS[..., rows])
-        if cudnn.serves_pair(q, k, v, query, pair):
+        if by_cudnn:
             merge(*found, *cudnn.forward_pair(q, k, v, spec, pair))
             continue
         shape = Shape.of(*inputs, spec.softmax_scale, pair.left, pair.right)
@@ -56,15 +57,16 @@ def attention_block_grad(
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """See `Kernels.attention_block_grad`."""
-    if not serves(q_SBND, k_SBGD, v_SBGE, spec, dropout_key):
+    q, k, v = strided(q_SBND), strided(k_SBGD), strided(v_SBGE)
+    rectangles = _rectangles(q, k, v, spec, query, key, dropout_key)
+    if rectangles is None:
         known = grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, delta_SBN
         reference.attention_block_grad(*known, spec, query, key, dropout_key, into)
         return
-    grad, q, k, v = strided(grad_SBNE), strided(q_SBND), strided(k_SBGD), strided(v_SBGE)
-    grad_q, grad_k, grad_v = into
-    for pair in pairs(query.chunks, key.chunks, spec):
+    grad, (grad_q, grad_k, grad_v) = strided(grad_SBNE), into
+    for pair, by_cudnn in rectangles:
         rows, keys = pair.rows, pair.keys
-        if cudnn.serves_pair(q, k, v, query, pair):
+        if by_cudnn:
             cudnn.backward_pair(grad, q, k, v, out_SBNE, lse_SBN, spec, pair, into)
             continue
         inputs, share = (q[rows], k[keys], v[keys]), (grad_q[rows], grad_k[keys], grad_v[keys])
@@ -73,6 +75,25 @@ def attention_block_grad(
         lse_BNS, delta_BNS = _by_head(lse_SBN[rows]), _by_head(delta_SBN[rows])
         gradients(grad[rows], *inputs, documents, lse_BNS, delta_BNS, shape, share, add=True)
         del lse_BNS, delta_BNS
+
+
+def _rectangles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: CoreAttentionSpec,
+    query: Span,
+    key: Span,
+    dropout_key: tuple[int | str, ...] | None,
+) -> list[tuple[Pair, bool]] | None:
+    """What there is to compute of a block, and whether cuDNN computes it, which has no bound of ours; None if neither
+    it nor our kernels can compute some of it."""
+    if spec.dropout > 0.0 and dropout_key is not None:
+        return None
+    found = [(pair, cudnn.serves_pair(q, k, v, query, pair)) for pair in pairs(query.chunks, key.chunks, spec)]
+    ours = (pair for pair, by_cudnn in found if not by_cudnn)
+    able = all(serves(q[pair.rows], k[pair.keys], v[pair.keys], spec, dropout_key) for pair in ours)
+    return found if able else None
 
 
 def _by_head(x_SBN: Tensor) -> Tensor:

@@ -61,7 +61,9 @@ def serves(q: Tensor, k: Tensor, v: Tensor, spec: CoreAttentionSpec, dropout_key
     """Whether the kernels can, and should, compute attention of these."""
     drops = spec.dropout > 0.0 and dropout_key is not None
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST and q.numel() > 0 and k.numel() > 0
-    near = all(x.shape[0] * x.stride(0) < 2**31 for x in (q, k, v))  # offsets are 32-bit
+    # offsets are 32-bit; the output and its gradient are as large as the queries are with the values' width
+    places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
+    near = max(places) < 2**31
     slow = q.dtype is torch.float32 and not INTERPRETED  # matrix units have no fp32
     return narrow and near and not drops and not slow
 
