@@ -8,6 +8,7 @@ for bit. There is no interpreter for this language; tests on the CPU compile, te
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from megatron_moe.kernels.backends.hopper import weight_grad
@@ -20,6 +21,8 @@ from megatron_moe.kernels.ops import GroupedPart
 NAME = "hopper"
 NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
 PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
+GLUON = "3.6"
+"""Triton whose Gluon they are written in: other versions lack some of its operations (docs/decisions/0293)."""
 
 
 def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
@@ -28,6 +31,8 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         return Judgement(Fit.NO, "it multiplies bf16")
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
         return Judgement(Fit.NO, "it is written for compute capability 9 (H100, H200)")
+    if not triton.__version__.startswith(f"{GLUON}."):
+        return Judgement(Fit.NO, f"it is written in the Gluon of Triton {GLUON}, and here is {triton.__version__}")
     reason = "TMA and warpgroups; offsets stay on the device"
     if op == "grouped_weight_grad":
         reason += "; added in fp32 inside the gradient buffer"
