@@ -191,7 +191,7 @@ class Optimizer:
         if squares:
             total = torch.stack(squares).sum()
         else:
-            total = torch.zeros((), dtype=internal_dtype(self.states[0].weights.dtype), device=self.buffers.device)
+            total = torch.zeros((), dtype=internal_dtype(self.buffers.context.dtype), device=self.buffers.device)
         # world: 4 or 8 bytes
         return over_the_world(total, self.buffers, self.buffers.context).sqrt()
 

@@ -1,6 +1,7 @@
 """Norm, count of zeros and weight norm in every fold of 4 and 8 ranks: each element of the model counts once."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor
 from megatron_moe.optim.clip import count_zeros
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
+from megatron_moe.specs.pipeline.layout import parse_layout
+from megatron_moe.specs.pipeline.spec import PipelineSpec
+from tests import tiny
 from tests.optim_ranks import NUM_LAYERS, SPEC, make_optimizer, my_gradient, run_alone, step_with
+from tests.pipelines import make_trainer
 from tests.ranks import on_threads
 from tests.tolerances import EXACT, FP64_LAYOUT
 
@@ -78,3 +83,20 @@ def test_a_bad_element_on_any_rank_makes_the_norm_not_finite_on_all() -> None:
     for bad_rank in range(4):
         for found in on_threads(ParallelSpec(world_size=4, pp=2, ep=2), lambda context, b=bad_rank: norm(context, b)):
             assert torch.isnan(found), f"{found} with a bad element on rank {bad_rank}"
+
+
+def test_a_stage_without_layers_counts_nothing() -> None:
+    layout = parse_layout("Et||tt|L", pp=4, num_layers=3, num_mtp=None)
+    parallel = ParallelSpec(world_size=4, pp=4, embedding_ranks=(0,))
+    plan = tiny.plan(parallel=parallel, pipeline=PipelineSpec(layout=layout))
+
+    def measured(context: ParallelContext) -> tuple[bool, Tensor]:
+        optimizer = make_trainer(plan, context).optimizer
+        return bool(optimizer.states), optimizer.params_norm()
+
+    alone = replace(plan, parallel=ParallelSpec(), pipeline=PipelineSpec())
+    expected = make_trainer(alone, ParallelContext.single()).optimizer.params_norm()
+    found = on_threads(parallel, measured)
+    assert [holds for holds, _ in found] == [True, False, True, True]
+    for rank, (_, norm) in enumerate(found):
+        FP64_LAYOUT.check(norm, expected, f"norm of the weights on rank {rank}")
