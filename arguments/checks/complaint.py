@@ -7,15 +7,16 @@ from arguments.values import LayerPattern
 
 _LARGEST_TRIED = 10_000
 """Numbers beyond its square are typing errors, whose divisors nobody waits for."""
+_MOST_SHOWN = 12
 Complaint = tuple[str, str] | None
 """What is wrong, with the numbers, and what would mend it; None: nothing."""
 
 
-def divisors(number: int, most: int = 12) -> str:
+def divisors(number: int) -> str:
     """The divisors of a number for people, the largest ones if there are many."""
     small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_TRIED) + 1) if number % divisor == 0]
     found = sorted({*small, *(number // divisor for divisor in small)})
-    shown = found[-most:]
+    shown = found[-_MOST_SHOWN:]
     return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))
 
 

@@ -119,9 +119,9 @@ def _virtual_stages(settings: Settings) -> int | None:
         return None
 
 
-def given_hints(settings: Settings, known: Sequence[Hint] = hints.HINTS) -> Iterator[str]:
+def given_hints(settings: Settings) -> Iterator[str]:
     """What may not be meant, of settings that break no rule."""
-    for hint in known:
+    for hint in hints.HINTS:
         text = hint(**{name: settings.setting(name).value for name in parameters(hint)})
         if text:
             yield text

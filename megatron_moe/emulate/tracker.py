@@ -6,7 +6,7 @@ caching allocator does to sizes is in `rounded`; fragmentation is not.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -150,13 +150,11 @@ class Tracker(TorchDispatchMode):
     """Sees every tensor that comes out of an operation while it is active.
 
     Args:
-        measure: bytes that count for a storage of so many.
         device_type: storages of other devices do not count; None: all do.
     """
 
-    def __init__(self, *, measure: Callable[[int], int] = rounded, device_type: str | None = None) -> None:
+    def __init__(self, *, device_type: str | None = None) -> None:
         super().__init__()
-        self._measure = measure
         self._device_type = device_type
         self._pieces: list[Piece] = []
         self._alive: dict[int, Piece] = {}
@@ -230,7 +228,7 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         piece = self._alive.get(key)
-        size = self._measure(storage.nbytes())
+        size = rounded(storage.nbytes())
         if piece is not None:
             if piece.bytes != size:
                 self._resized(key, piece, size)

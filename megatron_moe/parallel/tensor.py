@@ -94,9 +94,9 @@ def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
     return x_BS if num_parts == 1 else _equal_slice(x_BS, index, num_parts, dim=1)
 
 
-def rejoin(shard: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """All-gather outside autograd, for what is kept as a shard between forward and backward."""
-    return shard if group.size == 1 else _join(shard, group, dim)
+def rejoin(shard: Tensor, group: Group) -> Tensor:
+    """All-gather along dim 0 outside autograd, for what is kept as a shard between forward and backward."""
+    return shard if group.size == 1 else _join(shard, group, 0)
 
 
 Step = Callable[[Tensor, Group], Tensor]

@@ -63,11 +63,6 @@ def flops_per_step(model: ModelSpec, num_sequences: int, seq_length: int, conven
     return count_flops(model, num_sequences, seq_length, convention).total
 
 
-def flops_per_token(model: ModelSpec, seq_length: int, convention: Convention = "causal") -> float:
-    """Operations of one step per trained token of a sequence of `seq_length`."""
-    return flops_per_step(model, 1, seq_length, convention) / seq_length
-
-
 def _mtp_depth(model: ModelSpec, seq_length: int, convention: Convention) -> int:
     """One more layer of the last kind, the projection [H, 2H], and (Megatron counts them here) three norms."""
     hidden = model.hidden_size

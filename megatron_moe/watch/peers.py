@@ -4,7 +4,6 @@ there.
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +48,13 @@ class Peers:
         rank: int,
         world_size: int,
         seconds: float = _OTHERS_SECONDS,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._run_dir = run_dir
         self._status = status
         self._rank = rank
         self._world_size = world_size
         self._seconds = seconds
-        self._started = clock() - _SLOWEST_SECONDS
+        self._started = time.time() - _SLOWEST_SECONDS
 
     def __enter__(self) -> "Peers":
         return self

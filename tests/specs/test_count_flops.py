@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec
-from megatron_moe.specs.count_flops import count_flops, flops_per_step, flops_per_token, peak_flops
+from megatron_moe.specs.count_flops import count_flops, flops_per_step, peak_flops
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import ActivationSpec, MoESpec
 from tests.zoo import ZooRow, model_spec, zoo_rows
@@ -74,7 +74,7 @@ def test_mixtral_8x7b_counted_by_hand():
     experts = 2 * 3 * 4096 * 14336
     pairs = 4096 / 2 * 2 * 4096
     expected = 6 * (32 * (attention + experts + pairs) + 4096 * 32000)
-    assert flops_per_token(model_spec(ROWS["Mixtral-8x7B"]), 4096) == expected
+    assert flops_per_step(model_spec(ROWS["Mixtral-8x7B"]), 1, 4096) / 4096 == expected
 
 
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "DeepSeek-V3"])
