@@ -11,7 +11,7 @@ help:  ## this list
 install:  ## the project and what its tests need, into the active environment
 	bash scripts/install.sh test
 
-check:  ## lint, types, house rules: under a minute
+check:  ## lint, types, house rules, flags and specs: a few minutes
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTEST) -q tests/house_rules tests/arguments tests/specs

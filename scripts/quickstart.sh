@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained small Mixture-of-Experts on real text: about five minutes on two cores after the install.
+# From nothing to a trained small Mixture-of-Experts on real text: about three minutes on two cores after the install.
 #   bash scripts/quickstart.sh            makes .venv, data/quickstart and runs/quickstart
 #   PYTHON=python3.12 bash scripts/quickstart.sh
 set -euo pipefail
