@@ -89,10 +89,10 @@ def of_sizes(options: argparse.Namespace) -> Shown:
 
 
 def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
-    """The schedule of a training run. Raises FlagErrors."""
+    """The schedule of a training run, also of one that waits for a feature or for data. Raises FlagErrors."""
     ranks = str(options.ranks)
     environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}
-    plan = read_plan(words, environ)
+    plan = read_plan(words, environ, waiting=True)
     costs = flop_costs(plan.model, plan.data.seq_length)
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
     return Shown(

@@ -101,6 +101,13 @@ def test_the_schedule_of_a_run_is_overlapped_as_the_run_is(capsys):
     assert "one stage, overlapped:" in capsys.readouterr().out
 
 
+def test_a_run_that_waits_for_features_has_a_schedule_too(capsys):
+    words = "--ranks 8 -- --recipe deepseek-v2-lite-h100-8 --global-batch-size 16"
+    assert main(words.split()) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "one stage: PP 1, 2 microbatches" in out and "no deadlock" in out
+
+
 def test_a_question_about_flags_is_answered(capsys):
     assert main(["--", "--help", "lr"]) == ExitCode.OK
     assert capsys.readouterr().out.startswith("--lr")
