@@ -80,6 +80,7 @@ def plan(**changes: Any) -> RunPlan:
         batch=BatchSpec(micro=2, global_size=8),
         data=DataSpec(
             mock=True,
+            mock_documents=300,
             seq_length=SEQ,
             vocab_size=90,
             tokenizer=TokenizerSpec(kind="NullTokenizer", vocab_size=90),

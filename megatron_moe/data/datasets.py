@@ -215,7 +215,9 @@ class _Builder:
     def _open(self, prefix: str) -> Documents:
         if prefix not in self.opened:
             self.opened[prefix] = (
-                MockTokens(vocab_size=self.spec.vocab_size, eod=self.tokenizer.eod)
+                MockTokens(
+                    vocab_size=self.spec.vocab_size, eod=self.tokenizer.eod, num_documents=self.spec.mock_documents
+                )
                 if self.spec.mock
                 else IndexedTokens(prefix, mmap=self.spec.mmap)
             )

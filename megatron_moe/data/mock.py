@@ -2,29 +2,28 @@
 
 import numpy as np
 
-_NUM_DOCUMENTS = 100_000
 _LENGTH_END = 4096
 _SEED = 0
 
 
 class MockTokens:
-    """100,000 documents 1, 2, 3, … (modulo the vocabulary), end of document; lengths uniform in [1, 4096).
+    """Documents 1, 2, 3, … (modulo the vocabulary), end of document; lengths uniform in [1, 4096).
 
-    The lengths are those of Megatron's mock data: the same for every run.
+    The lengths are those of Megatron's mock data, or its first `num_documents`: the same for every run.
     """
 
-    def __init__(self, *, vocab_size: int, eod: int) -> None:
+    def __init__(self, *, vocab_size: int, eod: int, num_documents: int) -> None:
         self._vocab_size = vocab_size
         self._eod = eod
         rng = np.random.default_rng(seed=_SEED)
-        self.sequence_lengths = rng.integers(low=1, high=_LENGTH_END, size=_NUM_DOCUMENTS, dtype=np.int32)
+        self.sequence_lengths = rng.integers(low=1, high=_LENGTH_END, size=num_documents, dtype=np.int32)
 
     def __len__(self) -> int:
-        return _NUM_DOCUMENTS
+        return len(self.sequence_lengths)
 
     @property
     def identity(self) -> dict[str, str | int]:
-        return {"mock": _NUM_DOCUMENTS, "vocab_size": self._vocab_size, "eod": self._eod}
+        return {"mock": len(self), "vocab_size": self._vocab_size, "eod": self._eod}
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """int64 tokens [offset, offset + length) of a document, to its end when `length` is None."""

@@ -145,6 +145,8 @@ class DataSpec:
     """`--data-path`."""
     split: str = "969, 30, 1"
     mock: bool = False
+    mock_documents: int = 100_000
+    """As many as Megatron's mock data has: 205 million tokens, too many to index where sequences have a few tokens."""
     cache_dir: Path | None = None
     seq_length: int
     seed: int = 1234

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu1
 
 
 def test_batch_arrives_whole_without_a_synchronisation() -> None:
-    source = MockTokens(vocab_size=1000, eod=999)
+    source = MockTokens(vocab_size=1000, eod=999, num_documents=100_000)
     wanted = SampleRequest(documents=range(2000), split="train", seq_length=1024, num_samples=None, seed=1)
     masks = MaskSpec(vocab_size=1000, eod=999, pad=998, reset_position_ids=True, reset_attention_mask=True)
     made = make_microbatch(DocumentSamples(source, "mock", wanted, None), np.arange(8), masks, torch.float32)

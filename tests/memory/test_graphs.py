@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_moe.build import build_model, build_trainer, record_steps
-from megatron_moe.data import mock
 from megatron_moe.kernels import reference
 from megatron_moe.memory.recorder import RecordingReport, Repeater, no_garbage_collected
 from megatron_moe.memory.structure import put_together, take_apart
@@ -29,14 +28,6 @@ from tests.tolerances import EXACT
 KERNELS = reference.bundle()
 WHOLE = GraphSpec(whole_step=True, warmup_steps=1)
 ROUTER = {"score_function": "sigmoid", "expert_bias": True, "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (0.02,)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_documents() -> Iterator[None]:
-    """Most of a short run's time would go to the shuffling of documents that it never sees."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mock, "_NUM_DOCUMENTS", 500)
-        yield
 
 
 def parts_of(*modules: str) -> GraphSpec:

@@ -1,7 +1,6 @@
 """Weight gradients of experts that are computed once for several microbatches are those of one at a time."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer, record_steps
-from megatron_moe.data import mock
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import OPS, Bundle
 from megatron_moe.memory.recorder import Repeater
@@ -31,14 +29,6 @@ from tests.ranks import on_threads
 from tests.tolerances import FP64_LAYOUT
 
 STEPS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_documents() -> Iterator[None]:
-    """Most of a short run's time would go to the shuffling of documents that it never sees."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mock, "_NUM_DOCUMENTS", 100)
-        yield
 
 
 def experts(**changes: Any) -> Any:
