@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_moe.emulate.kernels_heads import WIDEST_HEAD, cudnn_backward, cudnn_forward
+from megatron_moe.emulate.kernels_heads import cudnn_backward, cudnn_forward, is_served
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import Span
 from megatron_moe.kernels.pairs import Pair, pairs
@@ -20,7 +20,7 @@ def attention_block(
     out_SBNE: Tensor,
     lse_SBN: Tensor,
 ) -> None:
-    """cuDNN gives a part that is merged in place; our own kernels go on in place. Dropout is plain torch."""
+    """cuDNN gives a part that is merged in place; our own kernels go on in place. Dropout, fp32: plain torch."""
     if _plain(q_SBND, v_SBGE, spec, dropout_key):
         reference.attention_block(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key, out_SBNE, lse_SBN)
         return
@@ -72,7 +72,7 @@ def by_cudnn(q_SBND: Tensor, query: Span, pair: Pair) -> bool:
 
 def _plain(q_SBND: Tensor, v_SBGE: Tensor, spec: CoreAttentionSpec, dropout_key: object) -> bool:
     drops = spec.dropout > 0.0 and dropout_key is not None
-    return drops or max(q_SBND.shape[-1], v_SBGE.shape[-1]) > WIDEST_HEAD
+    return drops or not is_served(q_SBND, v_SBGE)
 
 
 def _strided(*tensors: Tensor) -> list[Tensor]:

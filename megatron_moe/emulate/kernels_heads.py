@@ -131,17 +131,22 @@ def attention(
     masked = spec.window is not None or segments_BS is not None
     has_sinks = sinks_N is not None or spec.off_by_one
     drops = spec.dropout > 0.0 and dropout_key is not None
-    narrow = max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST_HEAD
-    if drops or has_sinks and not narrow:
+    served = is_served(q_SBND, v_SBGE)
+    if drops or has_sinks and not served:
         return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
     if has_sinks and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    if masked and narrow:
+    if masked and served:
         return _SpecialAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS)  # type: ignore[no-untyped-call,no-any-return]
     if has_sinks:
         return _AttentionWithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N)  # type: ignore[no-untyped-call,no-any-return]
     mask = reference.visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device) if masked else None
     return _Attention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def is_served(q_SBND: Tensor, v_SBGE: Tensor) -> bool:
+    """By cuDNN or by our own kernels: neither multiplies fp32."""
+    return q_SBND.dtype.itemsize == 2 and max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST_HEAD
 
 
 class _SpecialAttention(torch.autograd.Function):

@@ -145,7 +145,8 @@ def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """A row for every block of choices, and one for every stretch of blocks."""
     num_blocks = -(-ids.numel() // _SORT_BLOCK)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
-    return before_BE, before_BE.new_empty(min(num_blocks, _SORT_STRETCHES), num_experts)
+    blocks_each = max(-(-num_blocks // _SORT_STRETCHES), 1)
+    return before_BE, before_BE.new_empty(-(-num_blocks // blocks_each), num_experts)
 
 
 # rows

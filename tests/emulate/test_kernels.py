@@ -17,6 +17,7 @@ from megatron_moe.emulate.tracker import Timeline, Tracker
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends import triton as triton_folder
+from megatron_moe.kernels.backends.triton.attention import tiles
 from megatron_moe.kernels.bundle import OPS
 from megatron_moe.kernels.ops import GroupedPart, Operand, RowIndex, Span
 from megatron_moe.kernels.pages import make_pages
@@ -275,6 +276,42 @@ def test_the_gate_has_as_many_shares_as_programs(experts: int, monkeypatch: pyte
     """With as few multiprocessors as the interpreter has, which more tokens than they hold would have to share."""
     monkeypatch.setattr(emulated.routing, "MOST_PROGRAMS", 4 * 4)
     assert memory_of(gate(500, experts), BUNDLE) == memory_of(gate(500, experts), triton_kernels)
+
+
+@pytest.mark.usefixtures("silent_kernels")
+@pytest.mark.parametrize("blocks", [32, 33, 70])
+def test_the_sort_has_as_many_stretches_as_share_its_blocks(blocks: int) -> None:
+    def run(k: Any) -> Any:
+        rows = k.sort_rows(torch.zeros(blocks * 128, 1, dtype=torch.int64), 200, None)
+        return (rows.token_R, rows.choice_R, rows.offsets_E, rows.rows_TK), []
+
+    assert memory_of(run, BUNDLE) == memory_of(run, triton_kernels)
+
+
+@pytest.mark.usefixtures("silent_kernels")
+@pytest.mark.parametrize("sinks", [False, True], ids=["parts", "sinks"])
+def test_attention_in_fp32_has_all_logits(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither cuDNN nor our kernels compute it on a GPU."""
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+
+    def whole(k: Any) -> Any:
+        q, k_, v, sinks_N = (
+            leaf(*shape, dtype=torch.float32) for shape in ((64, 1, 4, 32), *[(64, 1, 2, 32)] * 2, (4,))
+        )
+        spec = replace(tiny.attention().core, sinks=True)
+        return k.attention(q, k_, v, spec, sinks_N, None, None), [q, k_, v, sinks_N]
+
+    def parts(k: Any) -> Any:
+        q, k_, v = (torch.ones(*shape) for shape in ((64, 1, 4, 32), *[(64, 1, 2, 32)] * 2))
+        out, lse, span = torch.zeros_like(q), torch.zeros(1, 4, 64).permute(2, 0, 1), Span(chunks=(range(64),))
+        mask, into = (tiny.attention().core, span, span, None), tuple(torch.zeros_like(x) for x in (q, k_, v))
+        k.attention_block(q, k_, v, *mask, out, lse)
+        k.attention_block_grad(out, q, k_, v, out, lse, lse, *mask, into)
+        return (out, lse, *into), []
+
+    case, bundle = whole if sinks else parts, emulated.emulated_bundle(KernelSpec(), torch.float32)
+    found = memory_of(case, bundle)
+    assert found == memory_of(case, triton_kernels) and found[0][0] > 3 * 4 * 64 * 64 * 4
 
 
 def test_every_op_of_the_gpu_has_a_case_or_computes_in_place() -> None:
