@@ -5,13 +5,14 @@ groups and memory are those of the rank that is played; values that would come f
 """
 
 import torch.distributed as dist
-
-# registers what collectives do with tensors that have no data
-import torch.distributed._tools.fake_collectives as _fake_collectives  # noqa: F401
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def enter_fake_world(rank: int, world_size: int) -> None:
     """Makes this process rank `rank` of `world_size` without any peer. It must not belong to a process group yet."""
     assert not dist.is_initialized(), "this process belongs to a process group already; stop its context first"
+    # Registers what collectives do with tensors that have no data. torch's compiler comes with it, which takes a second
+    # or more to import: the start of a training need not pay for it.
+    import torch.distributed._tools.fake_collectives  # noqa: F401
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

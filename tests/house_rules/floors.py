@@ -42,8 +42,8 @@ THIRD_PARTY = ("torch", "numpy", "safetensors", "yaml")
 """What a module may import at its top. `specs` none of them, `arguments` only yaml."""
 
 OPTIONAL = (
-    "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard",
-    "transformers", "wandb", "zstandard",
+    "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers", "torch.distributed._tools",
+    "torch.utils.tensorboard", "transformers", "wandb", "zstandard",
 )  # fmt: skip
 """Imported inside the function that needs them, so that a run without them never pays for them."""
 

@@ -31,6 +31,14 @@ def test_flags_and_specs_load_without_torch():
     assert done.returncode == 0, f"R4: importing arguments and specs loads torch or numpy, or fails:\n{done.stderr}"
 
 
+def test_a_training_starts_without_what_it_does_not_use():
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "matplotlib", "sympy", "wandb")
+    program = "import sys, megatron_moe.build\n"
+    program += f"sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "", f"every start pays for the import of {done.stderr}"
+
+
 def test_init_files_are_empty():
     findings = [
         f"{file.path}: {file.num_lines} lines" for file in sources(*PROGRAM) if _is_init(file.path) and file.text
