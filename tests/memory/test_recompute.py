@@ -56,8 +56,8 @@ WAYS = {
 def moe() -> MoESpec:
     """Everything that a second forward could do twice: losses, counts, jitter, and a gated shared expert."""
     router = tiny.router(
-        balancing=("aux_loss", "seq_aux_loss"),
-        aux_loss_coeffs=(0.02, 0.01),
+        balancing=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+        aux_loss_coeffs=(0.02, 0.01, 0.03),
         z_loss_coeff=0.01,
         score_function="sigmoid",
         expert_bias=True,
