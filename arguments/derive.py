@@ -55,6 +55,11 @@ def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[
     return tuple(entry == 0 for entry in no_rope_freq)
 
 
+def yarn_turns(yarn_beta_fast: float | None, yarn_beta_slow: float | None) -> tuple[float, float]:
+    """Turns within the original length from which on YaRN keeps a dim, and up to which it stretches one."""
+    return 32.0 if yarn_beta_fast is None else yarn_beta_fast, 1.0 if yarn_beta_slow is None else yarn_beta_slow
+
+
 def context_exchanges(num_layers: int, cp_comm_type: tuple[str, ...]) -> tuple[ContextExchange, ...]:
     """How every layer exchanges keys and values between context-parallel ranks; one way is for all."""
     spelt = {"all_gather": "allgather"}

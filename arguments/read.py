@@ -240,16 +240,23 @@ def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Setti
             raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
         return given
     spoken = vocab_size_of(tokenizer_spec(flags))
+    rows = flags.model.padded_vocab_size
+    if rows is not None and rows < spoken:
+        raise _too_few("padded_vocab_size", rows, spoken, f"--padded-vocab-size {spoken} or more", settings)
     if given is None or given == spoken:
         return spoken
     if given < spoken:
-        what = f"--vocab-size {given} is smaller than the tokenizer's vocabulary of {spoken} tokens"
-        origin = settings.setting("vocab_size").origin
-        reason = "Every token that the tokenizer can make needs a row of the embedding."
-        row = ("--vocab-size", str(given), origin)
-        raise FlagErrors([Problem(what=what, remedy="leave out --vocab-size", reason=reason, given=(row,))])
+        raise _too_few("vocab_size", given, spoken, "leave out --vocab-size", settings)
     settings.notes.append(f"--vocab-size {given} is larger than the tokenizer's vocabulary of {spoken} tokens")
     return given
+
+
+def _too_few(name: str, given: int, spoken: int, remedy: str, settings: Settings) -> FlagErrors:
+    option = settings.registry.flags[name].option
+    what = f"{option} {given} is smaller than the tokenizer's vocabulary of {spoken} tokens"
+    reason = "Every token that the tokenizer can make needs a row of the embedding."
+    row = (option, str(given), settings.setting(name).origin)
+    return FlagErrors([Problem(what=what, remedy=remedy, reason=reason, given=(row,))])
 
 
 def _plan(

@@ -166,6 +166,7 @@ def _rope(flags: Flags, head_dim: int) -> RopeSpec:
 
 def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int) -> RopeSpec:
     model, attention = flags.model, flags.attention
+    fast, slow = derive.yarn_turns(model.yarn_beta_fast, model.yarn_beta_slow)
     return RopeSpec(
         dim=dim,
         base=model.rotary_base,
@@ -173,8 +174,8 @@ def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int
         scaling="yarn",
         scaling_factor=attention.rotary_scaling_factor,
         original_max_positions=original_max_positions,
-        beta_fast=32.0 if model.yarn_beta_fast is None else model.yarn_beta_fast,
-        beta_slow=1.0 if model.yarn_beta_slow is None else model.yarn_beta_slow,
+        beta_fast=fast,
+        beta_slow=slow,
         mscale=attention.mscale,
         mscale_all_dim=attention.mscale_all_dim,
         truncate=model.yarn_correction_range_round_to_int,

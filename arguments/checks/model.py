@@ -66,6 +66,25 @@ def one_way_to_stretch(
     return "rotations are stretched in several ways at once", "keep one of them"
 
 
+def yarn_has_a_ramp(
+    position_embedding_type: str,
+    multi_latent_attention: bool,
+    rope_type: str | None,
+    rotary_base: float,
+    yarn_beta_fast: float | None,
+    yarn_beta_slow: float | None,
+) -> Complaint:
+    """YaRN keeps dims that turn often and stretches those that turn seldom; between the two it goes over slowly."""
+    yarn = rope_type != "rope" if multi_latent_attention else position_embedding_type == "yarn"
+    fast, slow = derive.yarn_turns(yarn_beta_fast, yarn_beta_slow)
+    if not yarn or (rotary_base > 1 and 0 < slow <= fast):
+        return None
+    return (
+        f"YaRN cannot go over from {fast:g} turns to {slow:g} with a base of {rotary_base:g}",
+        "a --rotary-base above 1, a --yarn-beta-slow above 0 and a --yarn-beta-fast that is not smaller",
+    )
+
+
 def unrotated_layers_fit(num_layers: int, no_rope_freq: LayerPattern | None, position_embedding_type: str) -> Complaint:
     """Every layer either rotates or does not."""
     if no_rope_freq is None:
@@ -120,6 +139,7 @@ RULES = (
     clamp_needs_a_gate,
     no_table_where_one_is_asked_for,
     one_way_to_stretch,
+    yarn_has_a_ramp,
     unrotated_layers_fit,
     multi_token_prediction_knows_no_table,
     padding_holds_the_vocabulary,

@@ -49,6 +49,24 @@ CASES = (
         "in several ways",
         "--use-rope-scaling --rotary-seq-len-interpolation-factor 1",
     ),
+    Case(
+        "yarn_has_a_ramp",
+        "--position-embedding-type yarn --yarn-beta-slow 0",
+        "cannot go over from 32 turns to 0 with a base of 10000",
+        "--position-embedding-type rope --yarn-beta-slow 0",
+    ),
+    Case(
+        "yarn_has_a_ramp",
+        f"{MLA} --no-group-query-attention --rotary-base 1 --rope-type yarn",
+        "from 32 turns to 1 with a base of 1",
+        f"{MLA} --no-group-query-attention --rotary-base 1",
+    ),
+    Case(
+        "yarn_has_a_ramp",
+        "--position-embedding-type yarn --yarn-beta-fast 1 --yarn-beta-slow 2",
+        "from 1 turns to 2",
+        "--position-embedding-type yarn --yarn-beta-fast 2 --yarn-beta-slow 2",
+    ),
     Case("unrotated_layers_fit", "--no-rope-freq 3", "every 3th of 4 layers", "--no-rope-freq 2"),
     Case(
         "unrotated_layers_fit",

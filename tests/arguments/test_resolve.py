@@ -15,7 +15,7 @@ from megatron_moe.specs.moe import ActivationSpec, CapacitySpec, ExpertsSpec, Ro
 from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import BatchSpec, TokenizerSpec
-from tests.command_lines import SMALL, plan_of, texts_of, words
+from tests.command_lines import SMALL, plan_of, problems_of, texts_of, words
 from tests.rules_of_graphs import OVERLAPPED
 from tests.zoo import command_line, zoo_rows
 
@@ -252,6 +252,12 @@ def test_multi_token_prediction():
     assert plan_of("--mtp-num-layers 0").model.mtp is None
     spec = plan_of("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-detach-heads").model.mtp
     assert spec == MTPSpec(num_layers=2, loss_scaling_factor=0.3, detach_heads=True)
+
+
+def test_rows_that_do_not_hold_the_tokenizers_vocabulary_are_refused():
+    (problem,) = problems_of("--padded-vocab-size 999")
+    assert problem.what == "--padded-vocab-size 999 is smaller than the tokenizer's vocabulary of 1000 tokens"
+    assert plan_of("--padded-vocab-size 1000").model.vocab_size == 1000
 
 
 def test_the_vocabulary_is_padded():
