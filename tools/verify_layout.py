@@ -21,6 +21,7 @@ from arguments.errors import Finished
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan
 from megatron_moe.compare.plant import Plant
+from megatron_moe.compare.record import STEADY_EPS
 from megatron_moe.compare.verify import summary, verify_layout
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
@@ -28,12 +29,10 @@ from tools.words import positive
 
 MOST_RANKS = 8
 STEPS = 3
-EPSILON = 1e-5
-"""AdamW's: with 1e-8 the rounding of a gradient near zero changes its whole update."""
 PROOF = (
     *("--fp64", "--device", "cpu", "--kernel-backend", "reference", "--init-method", "unit_gain"),
     *("--moe-router-dtype", "fp64", "--no-moe-router-force-load-balancing", "--lr-warmup-iters", "0"),
-    *("--adam-eps", str(EPSILON), "--eval-iters", "0"),
+    *("--adam-eps", str(STEADY_EPS), "--eval-iters", "0"),
 )
 """Double precision from end to end, initial values that let every part matter, and a router that routes."""
 SAME_DRAWS = ("--hidden-dropout", "0", "--attention-dropout", "0", "--moe-input-jitter-eps", "0")

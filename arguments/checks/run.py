@@ -35,7 +35,6 @@ from megatron_moe.specs.parallel import Launch
 from megatron_moe.specs.pipeline.layout import LayoutError
 
 Rule = Callable[..., tuple[str, str] | None]
-Hint = Callable[..., str | None]
 
 RULES: tuple[Rule, ...] = (
     *model.RULES,
