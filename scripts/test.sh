@@ -26,6 +26,21 @@ stage() { # stage NAME COMMAND...: runs it unless an earlier stage failed
     "$@" || failed=$name
 }
 
+beside() { # beside NAME COMMAND...: starts it beside the next stage, unless an earlier one failed; `join` ends it
+    [ -z "$failed" ] || return 0
+    other=$1
+    "${@:2}" >"$reports/other.log" 2>&1 &
+    process=$!
+}
+
+join() { # shows what the stage beside has said, and learns how it ended
+    [ -n "${process:-}" ] || return 0
+    wait "$process" || failed=${failed:+$failed, }$other
+    process=""
+    printf '\n=== %s ===\n' "$other"
+    cat "$reports/other.log"
+}
+
 tests() { # tests REPORT ARGUMENTS...: one pytest session whose counts go into the last line
     python -m pytest -q --durations=10 --junitxml="$reports/$1.xml" "${@:2}"
 }
@@ -41,22 +56,16 @@ slow=$(existing tests/parity tests/end_to_end tests/faults)
 
 [ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test
 stage "lint" python -m ruff check .
-stage "types" python -m mypy
+# stages run two by two, since each keeps about one core busy
+beside "types" python -m mypy
 # shellcheck disable=SC2086
 stage "rules, flags and plain Python" tests quick $quick
-# the two long stages run beside each other, since each keeps about one core busy; the second is shown behind the first
-if [ -z "$failed" ] && [ -n "$slow" ]; then
-    # shellcheck disable=SC2086
-    tests slow $slow >"$reports/slow.log" 2>&1 &
-    beside=$!
-fi
+join
+# shellcheck disable=SC2086
+[ -z "$slow" ] || beside "parity and whole runs" tests slow $slow
 # shellcheck disable=SC2046,SC2086
 stage "one process and threads" tests rooms tests $(printf -- '--ignore=%s ' $quick $slow)
-if [ -n "${beside:-}" ]; then
-    wait "$beside" || failed=${failed:+$failed, }"parity and whole runs"
-    printf '\n=== parity and whole runs ===\n'
-    cat "$reports/slow.log"
-fi
+join
 
 [ -z "$failed" ] || printf '\nstage "%s" failed\n' "$failed"
 python - "$reports" "$failed" <<'PYTHON'
