@@ -3,6 +3,7 @@
 python tools/write_dry_runs.py
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -53,4 +54,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes nothing but --help
     main()

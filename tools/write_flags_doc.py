@@ -4,6 +4,7 @@ flags can do today into the guide docs/optimize.md.
 python tools/write_flags_doc.py
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -31,4 +32,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes nothing but --help
     main()

@@ -3,6 +3,7 @@
 python tools/write_recipes_doc.py
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -26,4 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes nothing but --help
     main()
