@@ -131,6 +131,20 @@ def test_queries_keys_and_values_are_the_reference(
     compare(op, inputs, dtype)
 
 
+def test_heads_are_normed_without_an_epsilon_too() -> None:
+    """Three heads in a tile of four: the fourth is none, and nothing of it gets into the gradients of the weights."""
+    angles = draw(2, 1, 8, seed=2)
+    compare(
+        lambda k: (
+            lambda qkv, q, w: torch.cat(
+                k.query_key_value(qkv, q, w, 0.0, False, angles.to(qkv), angles.to(qkv), False, 1), dim=2
+            )
+        ),
+        [draw(2, 1, 3, 24), draw(8, seed=1), draw(8, seed=3)],
+        torch.float32,
+    )
+
+
 @DTYPES
 @pytest.mark.parametrize(("heads", "key", "value", "shared"), [(3, 8, 12, 4), (17, 128, 128, 64), (1, 5, 3, 7)])
 def test_latent_keys_and_values_are_the_reference(

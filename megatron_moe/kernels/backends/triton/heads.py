@@ -30,6 +30,7 @@ def query_key_value(
     heads_per_group: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.query_key_value`."""
+    eps = max(eps, torch.finfo(torch.float32).tiny)  # heads that a tile has too many are zeros: their norm is finite
     settings = (eps, zero_centered, cos_SBD.contiguous(), sin_SBD.contiguous(), interleaved, heads_per_group)
     q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, settings)  # type: ignore[no-untyped-call]
     return q, k, v
