@@ -83,7 +83,7 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID")
     if step is None:
         return environ.get("ENVIRONMENT") != "BATCH"
-    return not step.isdigit() or int(step) < _SRUN_SPECIAL_STEPS
+    return not step.isdecimal() or int(step) < _SRUN_SPECIAL_STEPS
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:

@@ -68,6 +68,8 @@ def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
     found: list[Given] = []
     problems: list[Problem] = []
     for word in words:
+        if not _is_text(word):
+            problems.append(Problem(what=f"{ascii(word)} is not UTF-8 text", remedy="write names of files in UTF-8"))
         if word.startswith("--"):
             option, equals, value = word.partition("=")
             found.append(Given(option, (value,) if equals else (), COMMAND_LINE))
@@ -77,6 +79,15 @@ def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
         else:
             problems.append(Problem(what=f"{word!r} stands before any flag", remedy="begin flags with two dashes"))
     return found, problems
+
+
+def _is_text(word: str) -> bool:
+    """Python hands over bytes that are no UTF-8 as halves of characters, which no file of a run can hold."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:

@@ -33,6 +33,9 @@ from megatron_moe.specs.train import (
     TokenizerSpec,
 )
 
+_LONGEST_WAIT = 10**9
+"""Seconds. Thirty years never expire, and the clocks of threads end at some hundred."""
+
 
 def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
     """The plan of checked flags. `provenance` are the plan's fields that say how it came about."""
@@ -406,7 +409,7 @@ def _deadlines(flags: Flags) -> tuple[tuple[str, float], ...]:
         "save": given.save_deadline,
         "exit": given.exit_deadline,
     }
-    return tuple((phase, float(seconds)) for phase, seconds in phases.items() if seconds)
+    return tuple((phase, float(min(seconds, _LONGEST_WAIT))) for phase, seconds in phases.items() if seconds)
 
 
 def _resilience(flags: Flags) -> ResilienceSpec:

@@ -63,7 +63,7 @@ class IndexedTokens:
         self.bin_path = Path(f"{prefix}.bin")
         self.idx_path = Path(f"{prefix}.idx")
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
+            if not _is_file(path):
                 raise DataProblem(
                     f"data file {path} does not exist: --data-path wants the common prefix of a .bin and an .idx file, "
                     f"as tools/preprocess_data.py writes them"
@@ -146,6 +146,13 @@ class IndexedTokens:
                 f"{self.bin_path} has {self._bin_size:,} bytes, but {self.idx_path.name} describes {expected:,} "
                 f"({len(self):,} sequences of {self.dtype.name}); {_REBUILD}"
             )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a name: a whole blend in quotes
+        return False
 
 
 def _map(path: Path) -> np.ndarray:

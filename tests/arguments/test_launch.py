@@ -202,3 +202,7 @@ def test_ranks_become_data_parallel_ranks():
     assert (plan.parallel.dp, plan.parallel.edp, plan.launch.rank) == (8, 8, 5)
     assert plan.parallel.order == "tp-cp-ep-dp-pp"
     assert plan_of("--use-tp-pp-dp-mapping").parallel.order == "tp-cp-ep-pp-dp"
+
+
+def test_a_step_that_is_no_number_is_no_special_step():
+    assert launch_of({**SRUN, "SLURM_STEP_ID": "²"}).launcher == "slurm"

@@ -233,3 +233,9 @@ def test_a_flag_that_is_not_available_may_keep_its_default():
 
 def test_flags_without_their_source_have_no_text():
     assert docstrings(type("NoSource", (), {"__module__": "nowhere"})) == {}
+
+
+def test_bytes_that_are_no_text_are_refused():
+    """No file of a run could hold them."""
+    (problem,) = problems_of("--wandb-exp-name a\udcff")
+    assert problem.what == r"'a\udcff' is not UTF-8 text"

@@ -502,3 +502,18 @@ def test_small_choices_of_data_model_and_loop():
 def test_the_two_files_of_gpt2():
     spec = plan_of("--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt").data.tokenizer
     assert (spec.kind, str(spec.vocab_file), str(spec.merge_file)) == ("GPT2BPETokenizer", "v.json", "m.txt")
+
+
+def test_numbers_that_a_machine_cannot_count_to_never_reach_it():
+    assert texts_of(f"--seed {2**32}") == [f"--seed {2**32} is not less than 4.29497e+09"]
+    assert plan_of(f"--seed {2**32 - 1}").loop.seed == 2**32 - 1
+    waits = dict(plan_of(f"--step-deadline {10**30} --exit-deadline 7").resilience.deadlines)
+    assert (waits["step"], waits["evaluation"], waits["exit"]) == (1e9, 1e9, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"), [("--emulate-rank ²", "no rank of a world"), ("--emulate-plot a.xyz", "no PNG")]
+)
+def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
+    (text,) = texts_of(f"--fake-init-process-group {more}")
+    assert sentence in text

@@ -195,6 +195,8 @@ def test_a_writer_killed_between_its_files_leaves_no_old_index_beside_new_tokens
     with pytest.raises(KeyboardInterrupt):
         write_tokens(tmp_path / "a", [[3], [4]])
     assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+    with pytest.raises(DataProblem, match="0.5 aaa.*.idx does not exist"):
+        IndexedTokens("0.5 " + 300 * "a")
     with pytest.raises(DataProblem, match="a.idx does not exist"):
         IndexedTokens(prefix)
 
