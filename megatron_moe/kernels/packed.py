@@ -112,8 +112,7 @@ def pack(numbers: Tensor, like: Packed, weights: Tensor | None = None, dither: T
     scaled = wide * _per_element(_power_of_two(-exponents), wide.numel())
     data = _to_e4m3(scaled, dither) if narrow else scaled.to(torch.float16)
     if like.root:
-        least = torch.tensor(1 if narrow else 2.0**-24, dtype=data.dtype, device=data.device)
-        data = torch.where((data == 0) & (wide > 0), least, data)
+        data = torch.where((data == 0) & (wide > 0), 1 if narrow else 2.0**-24, data)
     return Packed(like.format, data, exponents.to(torch.int8), like.root)
 
 

@@ -87,6 +87,15 @@ def test_a_second_moment_above_zero_stays_above_zero(name: str) -> None:
     assert (kept > 0).tolist() == [True, True, True, False]
 
 
+@pytest.mark.parametrize("name", ["fp16", "fp8"])
+def test_packing_brings_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host would wait for the copy."""
+    state = Packed.zeros(300, name, torch.float32, torch.device("cpu"), root=True)
+    monkeypatch.setattr(torch, "tensor", None)
+    packed = pack(torch.ones(300), state)
+    assert packed.data.dtype is state.data.dtype and torch.equal(unpack(packed), torch.ones(300))
+
+
 def test_random_rounding_to_fp8_keeps_the_mean() -> None:
     number, size = 1.1, 100_000
     numbers = torch.full((size,), number)
