@@ -37,6 +37,7 @@ from megatron_moe.specs.count import count_expert_elements, count_parameters
 from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.garbage import Garbage
+from megatron_moe.train.out_of_memory import room_asked_for
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.step import Trainer
 from megatron_moe.watch import packages
@@ -97,9 +98,10 @@ def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle, *, ini
     """This rank's part of the model with its initial weights, which do not depend on the layout; without them if
     `initial` is False."""
     keeping = build_keeping(plan, context, kernels)
-    model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
-    if initial and context.assumed_load is None:  # without peers values have no meaning
-        init_parameters(model, plan.loop.seed, plan.model.init)
+    with room_asked_for(plan, context, 0):
+        model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
+        if initial and context.assumed_load is None:  # without peers values have no meaning
+            init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
 
@@ -120,19 +122,20 @@ def build_trainer(
 ) -> Trainer:
     """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
     parallel = plan.data_parallel
-    buffers = GradBuffers(
-        named_parameters(model),
-        plan.precision,
-        context,
-        kernels,
-        optimizer=plan.optimizer,
-        data_parallel=parallel,
-        expert_interval=plan.memory.expert_wgrad_interval,
-    )
+    with room_asked_for(plan, context, 0):
+        buffers = GradBuffers(
+            named_parameters(model),
+            plan.precision,
+            context,
+            kernels,
+            optimizer=plan.optimizer,
+            data_parallel=parallel,
+            expert_interval=plan.memory.expert_wgrad_interval,
+        )
+        optimizer = Optimizer(buffers, plan.precision)
     experts = count_expert_elements(plan.model)
     if context.assumed_load is None:
         check_ownership(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
-    optimizer = Optimizer(buffers, plan.precision)
     if plan.optimizer.in_forward:
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather:

@@ -5,11 +5,13 @@ helps: the three switches that would save most of it, each with its price by the
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, state_table
 from megatron_moe.specs.costs.hardware import GIB, GPUS, Gpu
 from megatron_moe.specs.exitcodes import MemoryProblem
@@ -21,6 +23,8 @@ REPORT = "crash/out-of-memory-{rank:05d}.txt"
 _MOST_SWITCHES = 3
 _MOST_BLOCKS = 5
 _TRACED_FRAMES = 3
+_NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch's allocator of host memory says in a RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,19 @@ def device_memory(device: torch.device) -> DeviceMemory:
     )
 
 
+@contextmanager
+def room_asked_for(plan: RunPlan, context: ParallelContext, iteration: int) -> Iterator[None]:
+    """Around what allocates. Raises MemoryProblem when the device or the host has no room; iteration 0: before the
+    first."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _NO_HOST_MEMORY not in str(error):
+            raise
+        found = device_memory(context.device) if context.device.type == "cuda" else None
+        raise out_of_memory(plan, context.group("pp").rank, iteration, error, found) from error
+
+
 def out_of_memory(
     plan: RunPlan, pipeline_rank: int, iteration: int, error: Exception, found: DeviceMemory | None
 ) -> MemoryProblem:
@@ -60,7 +77,8 @@ def out_of_memory(
     The report is written to the run folder's crash/ as well, if that can be written.
     """
     rank = plan.launch.rank
-    lines = [f"out of memory in iteration {iteration}: {str(error).splitlines()[0] if str(error) else 'no details'}"]
+    when = f"in iteration {iteration}" if iteration else "before the first iteration"
+    lines = [f"out of memory {when}: {str(error).splitlines()[0] if str(error) else 'no details'}"]
     lines += [f"  {line}" for line in report(plan, pipeline_rank, found)]
     if plan.logging.run_dir is not None and _written(plan.logging.run_dir / REPORT.format(rank=rank), lines):
         lines.append(f"  also in {plan.logging.run_dir / REPORT.format(rank=rank)}")

@@ -29,7 +29,7 @@ from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.lanes import Lanes
 from megatron_moe.specs.run import RunPlan
-from megatron_moe.train.out_of_memory import device_memory, out_of_memory
+from megatron_moe.train.out_of_memory import room_asked_for
 from megatron_moe.train.stage import Pipeline
 from megatron_moe.train.state import TrainState
 from megatron_moe.watch.drift import check_replicas
@@ -121,12 +121,8 @@ class Trainer:
 
         Raises MemoryProblem when the device has no room.
         """
-        try:
+        with room_asked_for(self.plan, self.context, state.iteration + 1):
             return self._step(batches, state)
-        except torch.OutOfMemoryError as error:
-            device, stage = self.context.device, self.context.group("pp").rank
-            found = device_memory(device) if device.type == "cuda" else None
-            raise out_of_memory(self.plan, stage, state.iteration + 1, error, found) from error
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)

@@ -88,3 +88,10 @@ def test_numbers_that_go_bad_stop_the_run_before_the_weights(data, tmp_path):
     more = ["--lr", "1e30", "--min-lr", "0", "--clip-grad", "0", "--lr-warmup-iters", "0", "--save-interval", "100"]
     refuse(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.NUMERICS, "not finite", "refused")
     assert not checkpoints(tmp_path)
+
+
+def test_a_model_larger_than_the_memory(data, tmp_path):
+    more = ["--make-vocab-size-divisible-by", str(10**12)]
+    refuse(
+        arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.MEMORY, "out of memory before the first", "weights"
+    )

@@ -3,15 +3,26 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
 from arguments.flags import Registry
 from arguments.parser import settle, split
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.costs.bytes import RankMemory
 from megatron_moe.specs.costs.hardware import GIB
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.specs.exitcodes import ExitCode, MemoryProblem
 from megatron_moe.specs.moe import SharedExpertsSpec
 from megatron_moe.specs.planning.switches import more_switches, saved
 from megatron_moe.specs.precision import PrecisionSpec
-from megatron_moe.train.out_of_memory import REPORT, DeviceMemory, helpful, out_of_memory
+from megatron_moe.train.out_of_memory import (
+    _NO_HOST_MEMORY,
+    REPORT,
+    DeviceMemory,
+    helpful,
+    out_of_memory,
+    room_asked_for,
+)
 from tests import tiny
 from tests.tiny_models import mlp_spec
 
@@ -83,3 +94,18 @@ def test_the_flags_that_are_offered_are_flags_that_are_available():
         assert not problems and not settings.problems, flags
         for name in settings.values:
             assert registry.flags[name].available(settings.setting(name).value), flags
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError(f"enforce: {_NO_HOST_MEMORY}")])
+def test_a_model_that_has_no_room_ends_the_run_before_the_first_iteration(error: Exception):
+    with pytest.raises(
+        MemoryProblem, match="out of memory before the first iteration: .*\n  expected of pipeline rank"
+    ):
+        with room_asked_for(PLAN, ParallelContext.single(), 0):
+            raise error
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        with room_asked_for(PLAN, ParallelContext.single(), 0):
+            raise RuntimeError("shapes differ")
