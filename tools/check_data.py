@@ -23,10 +23,9 @@ def main(argv: Sequence[str]) -> int:
     vocab_size, eod, fine = options.vocab_size, options.eod, True
     try:
         if options.tokenizer_type or options.tokenizer_model:
-            kind: Any = options.tokenizer_type or "HuggingFaceTokenizer"
-            spec = TokenizerSpec(
-                kind=OTHER_TOKENIZER_NAMES.get(kind, kind), model=options.tokenizer_model, vocab_size=vocab_size
-            )
+            name = options.tokenizer_type or "HuggingFaceTokenizer"
+            kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
+            spec = TokenizerSpec(kind=kind, model=options.tokenizer_model, vocab_size=vocab_size)
             tokenizer = load_tokenizer(spec)
             vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
     except RunError as problem:
