@@ -2,7 +2,8 @@
 
 Every directed edge of the ring of stages has a communicator of its own for each kind of message, so that messages on it
 arrive in the order in which they were sent and never wait behind those of another edge. A pipeline therefore cannot
-deadlock unless its schedule does, which `specs/pipeline/simulate.py` excludes. Shapes are known on both sides beforehand.
+deadlock unless its schedule does, which `specs/pipeline/simulate.py` excludes. Shapes are known on both sides
+beforehand.
 """
 
 from collections.abc import Callable
