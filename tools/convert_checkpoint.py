@@ -107,7 +107,10 @@ def _to_ours(options: argparse.Namespace, words: Sequence[str]) -> Outcome:
 def _flags_for(folder: Path) -> list[str]:
     """Flags of a run on the model of a folder; those of the training are there because some must be given."""
     config = read_config(folder)
-    length = min(int(config.get("max_position_embeddings", _LONGEST)), _LONGEST)
+    length = config.get("max_position_embeddings", _LONGEST)
+    if not isinstance(length, int):
+        raise CheckpointProblem(f"{folder / CONFIG}: max_position_embeddings is {length!r}, which is no whole number")
+    length = min(length, _LONGEST)
     flags = ["--from-hf-config", str(folder), "--seq-length", str(length), "--micro-batch-size", "1", "--mock-data"]
     flags += ["--train-iters", "1", "--lr", "1e-5"]
     flags += ["--bf16"] if weights_dtype(folder, config) == "BF16" else []

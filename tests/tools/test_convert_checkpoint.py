@@ -79,3 +79,15 @@ def test_without_a_config_the_export_asks_for_one(folder: Path, tmp_path: Path, 
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
     assert main(["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b"]) == ExitCode.CHECKPOINT
     assert "give --hf-config FOLDER" in capsys.readouterr().err
+
+
+def test_a_config_whose_length_is_no_number_is_refused(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": "long"}')
+    assert main(["--load", f"hf:{tmp_path}", "--save", str(tmp_path / "ours")]) == ExitCode.CHECKPOINT
+    assert "max_position_embeddings is 'long', which is no whole number" in capsys.readouterr().err
+
+
+def test_a_question_about_flags_is_answered(folder: Path, tmp_path: Path, capsys):
+    words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--print-config"]
+    assert main(words) == ExitCode.OK and capsys.readouterr().out.startswith("model:")
+    assert not (tmp_path / "ours").exists()

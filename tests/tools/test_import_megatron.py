@@ -258,3 +258,14 @@ def test_a_damaged_checkpoint_is_refused(damage: str, kept: Path, tmp_path: Path
     words = ["--load", str(folder), "--save", str(tmp_path / "ours"), "--", *MODELS["gqa"].split()]
     assert import_megatron.main(words) == ExitCode.CHECKPOINT
     assert str(folder) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("metadata.json", b"{"), (import_megatron.TRACKER, b"\xff"), (import_megatron.TRACKER, "²".encode())],
+)
+def test_damaged_files_beside_the_tensors_are_named(name: str, content: bytes, tmp_path: Path, capsys):
+    (tmp_path / name).write_bytes(content)
+    flags = "--recipe quickstart --mock-data --tokenizer-type NullTokenizer --vocab-size 96 --data-path".split()
+    assert import_megatron.main(["--load", str(tmp_path), "--save", str(tmp_path / "ours"), "--", *flags]) == 5
+    assert name in capsys.readouterr().err

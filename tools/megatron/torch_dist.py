@@ -45,7 +45,10 @@ class TorchDist:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        kind = json.loads(self._bytes("metadata.json"))
+        try:
+            kind = json.loads(self._bytes("metadata.json"))
+        except ValueError as error:
+            raise CheckpointProblem(f"{folder / 'metadata.json'} is not JSON ({error}); copy it again") from error
         if kind.get("sharded_backend") != "torch_dist":
             raise CheckpointProblem(
                 f"{folder} is a checkpoint of Megatron's backend {kind.get('sharded_backend')!r}; only torch_dist can "
