@@ -1,7 +1,10 @@
 """Command lines that tests of the arguments start from."""
 
 import shlex
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from arguments.errors import FlagErrors, Problem
 from arguments.read import read_plan
@@ -21,6 +24,28 @@ SMALL = """
 """A small Mixture-of-Experts; nothing about it is refused."""
 
 VOCAB_SIZE = 1000
+
+
+ROOT = Path(__file__).resolve().parent.parent
+_COUNTED = """
+import cProfile, sys
+profile = cProfile.Profile()
+profile.enable()
+import pretrain_moe
+code = pretrain_moe.main(sys.argv[1:], {})
+profile.disable()
+assert 'torch' not in sys.modules
+print(sum(entry.callcount for entry in profile.getstats()), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def calls_of(words: Sequence[str]) -> tuple[str, int]:
+    """What the program answers in a process of its own, and how many calls of functions that took, imports included:
+    the same number on every machine, busy or idle."""
+    done = subprocess.run([sys.executable, "-c", _COUNTED, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, int(done.stderr)
 
 
 def vocab_size_of(spec: TokenizerSpec) -> int:
