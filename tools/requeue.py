@@ -22,9 +22,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--since", type=float, default=0.0, help="when this start began, seconds since the epoch")
     parser.add_argument("--patience", type=int, default=3, help="ends in a row without a new checkpoint (default: 3)")
     options = parser.parse_args(argv)
-    decision = judge(
-        options.run_dir, options.exit_code, since=options.since, now=time.time(), patience=options.patience
-    )
+    try:
+        decision = judge(
+            options.run_dir, options.exit_code, since=options.since, now=time.time(), patience=options.patience
+        )
+    except OSError as error:  # without a history starts in vain could not be counted, and would never end
+        print(f"leave it: the history of {options.run_dir} cannot be written ({error.strerror}); mend the folder")
+        return 1
     print(f"{'start again' if decision.restart else 'leave it'}: {decision.reason}")
     if decision.suspect_host:
         print(f"suspected host: {decision.suspect_host}")

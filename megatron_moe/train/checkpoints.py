@@ -103,7 +103,7 @@ class Checkpoints:
         if self._saver is not None and self._last_saved != state.iteration:
             raise SaveProblem(
                 f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; the "
-                f"newest there is of iteration {self._last_saved}; make room and start the run again"
+                f"newest there is of iteration {self._last_saved}; mend what is told above and start the run again"
             )
 
     def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:

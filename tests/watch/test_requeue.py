@@ -8,6 +8,7 @@ import pytest
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.watch.requeue import HISTORY, Ending, decide, judge, read_history, read_report
 from megatron_moe.watch.status import STATUS, Report
+from tools.requeue import main
 
 AGAIN = {
     ExitCode.HANG,
@@ -95,3 +96,10 @@ def test_every_end_is_written_down_and_counts_next_time(tmp_path):
     with open(tmp_path / HISTORY, "a") as history:
         history.write('{"half of a li')
     assert len(read_history(tmp_path)) == 3
+
+
+def test_without_a_history_that_can_be_written_a_run_is_left(tmp_path, capsys):
+    """Ends in vain could not be counted, and would have no end."""
+    (tmp_path / "run").write_text("a file where the folder should be")
+    assert main(["--run-dir", str(tmp_path / "run"), "--exit-code", "137"]) == 1
+    assert "leave it: the history of" in capsys.readouterr().out
