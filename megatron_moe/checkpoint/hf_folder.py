@@ -170,7 +170,10 @@ def prediction_layers(folder: Path, config: Mapping[str, Any]) -> bool:
 def _weight_files(folder: Path) -> list[Path]:
     """The files that the index names, or the single file."""
     if (folder / INDEX).is_file():
-        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        places = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise CheckpointProblem(f"{folder / INDEX} has no table weight_map of file names; download it again.")
+        files = sorted(set(places.values()))
         absent = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
         if absent or not files:
             named = ", ".join(absent) or "no file at all"

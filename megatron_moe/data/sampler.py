@@ -1,6 +1,6 @@
 """Which samples a rank takes in which step: pure functions of the seed and of the number of samples consumed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -76,6 +76,8 @@ class SampleOrder:
     kind: Literal["single", "cyclic"]
     num_samples: int
     seed: int
+    _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The permutation of the pass used last: drawing one of a large data set takes longer than a step."""
 
     @property
     def end(self) -> int | None:
@@ -94,7 +96,12 @@ class SampleOrder:
         return out
 
     def _permutation(self, number: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, number]).permutation(self.num_samples)
+        permutation = self._drawn.get(number)
+        if permutation is None:
+            permutation = np.random.default_rng([self.seed, number]).permutation(self.num_samples)
+            self._drawn.clear()
+            self._drawn[number] = permutation
+        return permutation
 
 
 def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:

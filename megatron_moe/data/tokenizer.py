@@ -176,13 +176,18 @@ class HuggingFaceTokenizer:
             raise DataProblem(
                 f"{file} has no model with a vocabulary, so it is no tokenizer.json; check --tokenizer-type"
             )
-        self._tokenizer = package.Tokenizer.from_str(content.decode())
+        try:
+            self._tokenizer = package.Tokenizer.from_str(content.decode())
+        except Exception as error:
+            if type(error) is Exception:  # the package has no kind of its own
+                raise DataProblem(f"{file} is not a tokenizer.json ({error}); check --tokenizer-model") from error
+            raise
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         beside = file.with_name("tokenizer_config.json")
         config = _json(beside, _read(beside)) if beside.is_file() else {}
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", content, json.dumps(config, sort_keys=True).encode())
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = self._find_end(file, config)
         specials = [self._named(config, f"{name}_token") for name in ("bos", "eos", "unk", "sep", "cls")]
         self.pad = _unambiguous(self._named(config, "pad_token"), (*specials, self.eod))
@@ -197,7 +202,7 @@ class HuggingFaceTokenizer:
         """Id of the token that tokenizer_config.json gives this role; a token is a string or {"content": string}."""
         entry = config.get(key)
         name = entry.get("content") if isinstance(entry, dict) else entry
-        found = None if name is None else self._tokenizer.token_to_id(name)
+        found = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
         return NO_TOKEN if found is None else found
 
     def _find_end(self, path: Path, config: dict[str, Any]) -> int:
@@ -279,7 +284,7 @@ def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple
     """Pairs of tokens, the first to be merged first; a first line of the form "#version: 0.2" is none."""
     pairs = [tuple(line.split()) for line in content.decode(errors="replace").splitlines() if line.strip()]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
-    known = all(isinstance(number, int) for number in vocab.values())
+    known = all(isinstance(number, int) and 0 <= number < 1 << 31 for number in vocab.values())
     if not known or len(merges) < len(pairs) - 1 or not all({*pair, "".join(pair)} <= vocab.keys() for pair in merges):
         raise DataProblem(
             f"{path} does not hold the merges of its vocabulary, a pair of tokens on every line; check --vocab-file "
@@ -309,14 +314,14 @@ def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
             entries = [
                 (entry["rank"], base64.b64decode(entry["token_bytes"], validate=True)) for entry in json.loads(content)
             ]
-    except (ValueError, TypeError, KeyError) as error:
+        entries.sort(key=lambda entry: entry[0])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataProblem(
             f'{path} is neither a JSON list of {{rank, token_bytes, token_str}} nor lines of "base64 rank" '
             f"({type(error).__name__}: {error}); check --tokenizer-type"
         ) from error
-    entries.sort(key=lambda entry: entry[0])
     tokens = [token for _, token in entries]
-    if [rank for rank, _ in entries] != list(range(len(entries))) or len(set(tokens)) != len(tokens):
+    if not tokens or [rank for rank, _ in entries] != list(range(len(entries))) or len(set(tokens)) != len(tokens):
         raise DataProblem(f"{path}: ranks must be 0, 1, 2, … and every token different; the file is damaged")
     return tokens
 
@@ -343,7 +348,7 @@ def _read(path: Path) -> bytes:
 def _json(path: Path, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataProblem(f"{path} is not JSON ({error}); check --tokenizer-type and --tokenizer-model") from error
     return parsed if isinstance(parsed, dict) else {}
 

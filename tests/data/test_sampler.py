@@ -95,3 +95,11 @@ def test_cyclic_order_depends_on_seed_and_position_only() -> None:
         np.testing.assert_array_equal(order.indices(np.arange(start, 40)), whole[start:])
     np.testing.assert_array_equal(order.indices(np.arange(40).reshape(4, 10)), whole.reshape(4, 10))
     assert SampleOrder(kind="cyclic", num_samples=11, seed=2).indices(np.arange(40)).tolist() != whole.tolist()
+
+
+def test_cyclic_order_draws_a_permutation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = SampleOrder(kind="cyclic", num_samples=1000, seed=1)
+    order.indices(np.arange(5))
+    monkeypatch.setattr(np.random, "default_rng", None)
+    order.indices(np.arange(5, 1000))
+    assert order == SampleOrder(kind="cyclic", num_samples=1000, seed=1)

@@ -265,6 +265,51 @@ def test_foreign_model_is_refused_with_its_name(tmp_path: Path, kind, content: b
         load_tokenizer(TokenizerSpec(kind=kind, model=path, num_special_tokens=10))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"model": {"vocab": {}}}',
+        b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}',
+        b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        b'{"model": ' + b"[" * 100_000,
+    ],
+)
+def test_damaged_tokenizer_json_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataProblem, match=r"tokenizer\.json"):
+        load_tokenizer(huggingface_spec(tmp_path))
+
+
+def test_special_tokens_that_are_no_text_are_none(tmp_path: Path) -> None:
+    train_huggingface(tmp_path / "tokenizer.json", ["</s>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": 5, "pad_token": ["</s>"]}')
+    tokenizer = load_tokenizer(huggingface_spec(tmp_path))
+    assert (tokenizer.eod, tokenizer.pad) == (0, -1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b'[{"rank": 0, "token_bytes": "YQ=="}, {"rank": "1", "token_bytes": "Yg=="}]',
+        b"[" * 100_000,
+    ],
+)
+def test_damaged_tiktoken_file_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tik.json").write_bytes(content)
+    with pytest.raises(DataProblem, match=r"tik\.json"):
+        load_tokenizer(tiktoken_spec(tmp_path / "tik.json"))
+
+
+@pytest.mark.parametrize("number", [-1, 99_999_999_999])
+def test_ids_that_no_table_has_are_refused(tmp_path: Path, number: int) -> None:
+    spec = gpt2_spec(tmp_path)
+    vocab = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"a": number}))
+    with pytest.raises(DataProblem, match="check --vocab-file"):
+        load_tokenizer(spec)
+
+
 def test_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataProblem, match="cannot read tokenizer model .*tokenizer.json: No such file"):
         load_tokenizer(huggingface_spec(tmp_path))
