@@ -132,8 +132,8 @@ def _to_hugging_face(options: argparse.Namespace, words: Sequence[str]) -> Outco
 
 
 def skeleton(plan: RunPlan) -> GPT:
-    """The whole model without values."""
-    context = ParallelContext.single(dtype=torch.bfloat16, device="meta")
+    """The whole model without values, in the element types of the run."""
+    context = ParallelContext.single(dtype=torch_dtype(plan.precision.params), device="meta")
     return GPT(plan.model, context, build.build_kernels(plan, ParallelContext.single()))
 
 

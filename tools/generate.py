@@ -21,9 +21,9 @@ from arguments.errors import FlagErrors
 from arguments.read import read_plan
 from megatron_moe import build
 from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkpoints
-from megatron_moe.checkpoint.format import MANIFEST, decode
 from megatron_moe.checkpoint.load import Source, load
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.statistics import OpenCheckpoint
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.data.tokenizer import load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
@@ -45,7 +45,7 @@ def newest(folder: Path) -> Candidate:
 def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> RunPlan:
     """The plan the checkpoint was trained with, on one rank of this machine. `changes`: flags that win over it."""
     arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
-    ranks = decode((candidate.path / MANIFEST).read_bytes()).ranks
+    ranks = OpenCheckpoint(candidate.path).manifest.ranks
     world_size = str(ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
     launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     plan = read_plan(arguments, launch, vocab_size_of=vocab_size_of)
@@ -64,15 +64,26 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
 
 @torch.no_grad()
 def continue_text(
-    model: GPT, prompt: Sequence[int], *, num_new: int, temperature: float, top_k: int, seed: int, end: int
+    model: GPT,
+    prompt: Sequence[int],
+    *,
+    num_new: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    end: int,
+    vocab_size: int,
 ) -> list[int]:
-    """The prompt's ids with up to `num_new` more; stops before the id `end`. Temperature 0 takes the likeliest."""
+    """The prompt's ids with up to `num_new` more; stops before the id `end`. Temperature 0 takes the likeliest.
+
+    Ids from `vocab_size` on only pad the model's table and stand for no text.
+    """
     device = next(model.parameters()).device
     ids = list(prompt)
     for step in range(num_new):
         window = torch.tensor([ids[-model.spec.max_positions :]], device=device)
         meta = TokenMeta(positions_BS=torch.arange(window.shape[1], device=device)[None], training=False)
-        logits_V = model.logits(window, meta)[-1, 0].double().cpu()
+        logits_V = model.logits(window, meta)[-1, 0, :vocab_size].double().cpu()
         chosen = pick(logits_V, temperature, top_k, (seed, "generate", step))
         if chosen == end:
             break
@@ -116,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
             top_k=options.top_k,
             seed=options.seed,
             end=tokenizer.eod,
+            vocab_size=tokenizer.vocab_size,
         )
     except FlagErrors as problems:
         print(problems.report(), file=sys.stderr)

@@ -25,6 +25,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
 from tests.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
 from tools.generate import load_model, newest, plan_of
+from tools.megatron.per_rank import PerRank
 from tools.megatron.pickles import Inert, load_archive, load_pickle
 
 FILES = Path(__file__).parents[1] / "data_files" / "megatron"
@@ -58,9 +59,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def imported(folder: Path, save: Path, model: str, *more: str) -> dict[str, Tensor]:
+def imported(folder: Path, save: Path, model: str, *more: str, flags: str = "") -> dict[str, Tensor]:
     """The tensors of the checkpoint that the tool writes."""
-    words = ["--load", str(folder), "--save", str(save), *more, "--", *MODELS[model].split()]
+    words = ["--load", str(folder), "--save", str(save), *more, "--", *MODELS[model].split(), *flags.split()]
     assert import_megatron.main(words) == ExitCode.OK
     (path,) = save.glob("iter_*")
     manifest = read_manifest(path)
@@ -114,6 +115,43 @@ def test_a_run_goes_on_where_megatron_stopped(kept: Path, tmp_path: Path, capsys
     assert " 4/" in log and " 5/" in log and " 3/" not in log, log[-2000:]
 
 
+def test_a_run_in_single_precision_takes_the_masters_for_its_weights(kept: Path, tmp_path: Path) -> None:
+    import pretrain_moe
+
+    narrow = imported(kept / "0.19.2" / "gqa", tmp_path / "narrow", "gqa")
+    wide = imported(kept / "0.19.2" / "gqa", tmp_path / "wide", "gqa", flags="--no-bf16")
+    trained = [key.removeprefix("master.") for key in narrow if key.startswith("master.")]
+    for name in trained:
+        EXACT.check(wide[f"model.{name}"], narrow[f"master.{name}"], name)
+    assert not any(key.startswith("master.") for key in wide)
+    words = [*MODELS["gqa"].split(), "--no-bf16", "--load", str(tmp_path / "wide")]
+    assert pretrain_moe.main([*words, "--run-dir", str(tmp_path / "run")], {}) == ExitCode.OK
+
+
+def test_weights_in_single_precision_keep_every_bit(tmp_path: Path) -> None:
+    """Of a checkpoint per rank, in a virtual pipeline of eleven chunks on one rank."""
+    flags = "--num-layers 11 --moe-layer-freq 1 --no-bf16"
+    words = [*MODELS["alike"].split(), *flags.split()]
+    shapes = import_megatron.skeleton(import_megatron.read_plan(words, {}, vocab_size_of=None)).state_dict()
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
+    chunks: dict[str, dict[str, Tensor]] = {f"model{chunk}": {} for chunk in range(11)}
+    for name, value in weights.items():
+        layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else 10 * (not name.startswith("emb"))
+        parts = {name.replace(f"layers.{layer}.", "layers.0."): value}
+        if ".mlp.experts." in name:
+            head, matrix, _ = next(iter(parts)).rsplit(".", 2)
+            parts = {f"{head}.{matrix}.weight{expert}": value[expert].clone() for expert in range(4)}
+        chunks[f"model{layer}"] |= parts
+    (tmp_path / "ranks" / "mp_rank_00").mkdir(parents=True)
+    args = Namespace(swiglu=True, virtual_pipeline_model_parallel_size=11)
+    torch.save({**chunks, "args": args, "iteration": 3}, tmp_path / "ranks" / "mp_rank_00" / "model_optim_rng.pt")
+    found = imported(tmp_path / "ranks", tmp_path / "ours", "alike", "--no-optimizer", flags=flags)
+    assert set(found) == {f"model.{name}" for name in weights}
+    for name, value in weights.items():
+        EXACT.check(found[f"model.{name}"], value, name)
+
+
 @pytest.mark.parametrize("model", ["gqa", "alike", "mla"])
 def test_a_checkpoint_per_rank_has_the_same_weights(model: str, kept: Path, tmp_path: Path) -> None:
     whole = imported(kept / "0.19.2" / model, tmp_path / "whole", model)
@@ -123,14 +161,16 @@ def test_a_checkpoint_per_rank_has_the_same_weights(model: str, kept: Path, tmp_
         EXACT.check(value.float(), whole[key].float(), key)
 
 
-def test_parts_of_ranks_are_put_together(kept: Path, tmp_path: Path) -> None:
-    """Two tensor-, two pipeline- and two expert-parallel ranks, cut as Megatron cuts."""
+@pytest.mark.parametrize("told", [True, False])
+def test_parts_of_ranks_are_put_together(told: bool, kept: Path, tmp_path: Path, capsys) -> None:
+    """Two tensor-, two pipeline- and two expert-parallel ranks, cut as Megatron cuts. Older programs do not tell over
+    how many ranks the experts are cut."""
     whole = imported(kept / "0.19.2" / "gqa", tmp_path / "whole", "gqa", "--no-optimizer")
     weights = {key.removeprefix("model."): value for key, value in whole.items()}
     folder = tmp_path / "cut"
-    args = Namespace(
-        pipeline_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2, swiglu=True
-    )
+    args = Namespace(pipeline_model_parallel_size=2, expert_model_parallel_size=2, swiglu=True)
+    if told:
+        args.expert_tensor_parallel_size = 2
     for tp in range(2):
         for pp in range(2):
             for ep in range(2):
@@ -141,6 +181,23 @@ def test_parts_of_ranks_are_put_together(kept: Path, tmp_path: Path) -> None:
     again = imported(folder, tmp_path / "again", "gqa", "--no-optimizer")
     for key, value in whole.items():
         EXACT.check(again[key].float(), value.float(), key)
+    shutil.rmtree(folder / "mp_rank_01_000_001")
+    words = ["--load", str(folder), "--save", str(tmp_path / "third"), "--no-optimizer", "--", *MODELS["gqa"].split()]
+    assert import_megatron.main(words) == ExitCode.CHECKPOINT
+    assert "the part of stage 0 that belongs to mp_rank_01_001_001 is absent" in capsys.readouterr().err
+
+
+def test_the_projection_of_prediction_layers_is_cut_by_rows(kept: Path, tmp_path: Path) -> None:
+    """Over two tensor-parallel ranks; all else here is whole on both of them."""
+    whole = imported(kept / "0.19.2" / "mla", tmp_path / "whole", "mla", "--no-optimizer")
+    name, folder = "mtp.layers.0.eh_proj.weight", tmp_path / "cut"
+    for tp in range(2):
+        (folder / f"mp_rank_{tp:02d}").mkdir(parents=True)
+        content = {"model": {name: whole[f"model.{name}"].chunk(2)[tp].clone()}, "args": Namespace()}
+        torch.save(content, folder / f"mp_rank_{tp:02d}" / "model_optim_rng.pt")
+    found = PerRank(folder)
+    assert found.tensors[name].shape == whole[f"model.{name}"].shape
+    EXACT.check(found.read(name, (0, 0), found.tensors[name].shape), whole[f"model.{name}"], name)
 
 
 def cut(weights: dict[str, Tensor], tp: int, pp: int, ep: int) -> dict[str, Tensor]:
@@ -262,7 +319,12 @@ def test_a_damaged_checkpoint_is_refused(damage: str, kept: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("metadata.json", b"{"), (import_megatron.TRACKER, b"\xff"), (import_megatron.TRACKER, "²".encode())],
+    [
+        ("metadata.json", b"{"),
+        ("metadata.json", b"[]"),
+        (import_megatron.TRACKER, b"\xff"),
+        (import_megatron.TRACKER, "²".encode()),
+    ],
 )
 def test_damaged_files_beside_the_tensors_are_named(name: str, content: bytes, tmp_path: Path, capsys):
     (tmp_path / name).write_bytes(content)

@@ -24,7 +24,7 @@ _EXPERT = re.compile(
     r"|(?P<grouped>linear_fc[12])\.weight(?P<other>\d+))"
 )
 _BY_ROWS = re.compile(
-    r".*(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer)"
+    r".*(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer|eh_proj)"
     r"\.(weight|bias)"
 )
 _BY_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
@@ -83,9 +83,9 @@ class PerRank:
         self._pp = int(getattr(args, "pipeline_model_parallel_size", 1) or 1)
         self._gated = bool(getattr(args, "swiglu", False) or getattr(args, "gated_linear_unit", False))
         self.tensors: dict[str, Parts] = {}
-        if int(getattr(args, "expert_tensor_parallel_size", None) or 1) != 1 + max(
-            self._rank(name)[0] for name in names
-        ):
+        num_tp = 1 + max(self._rank(name)[0] for name in names)
+        # older programs tell no size for the experts, which then is that of the rest
+        if int(getattr(args, "expert_tensor_parallel_size", None) or num_tp) != num_tp:
             raise CheckpointProblem(
                 f"{folder}: experts are cut over other ranks than the rest of the model; convert it with Megatron's "
                 "own --ckpt-convert-format torch_dist"
@@ -119,7 +119,11 @@ class PerRank:
             for other, stage in ((c, p) for c in self._chunks(files[name]) for p in range(self._pp)):
                 if (other, stage) == (chunk, pp):
                     break
-                at = next(n for n in files if self._rank(n) == (tp, stage, ep))
+                at = next((n for n in files if self._rank(n) == (tp, stage, ep)), None)
+                if at is None or other not in files[at]:
+                    raise CheckpointProblem(
+                        f"{self.folder}: the part of stage {stage} that belongs to {name} is absent"
+                    )
                 first += _num_layers(files[at][other])
             for key, value in files[name][chunk].items():
                 if isinstance(value, Stored):
@@ -129,7 +133,9 @@ class PerRank:
     @staticmethod
     def _chunks(content: dict[str, Any]) -> list[str]:
         """Where the parts of the model are: one, or one for every virtual stage."""
-        return ["model"] if "model" in content else sorted(key for key in content if re.fullmatch(r"model\d+", key))
+        if "model" in content:
+            return ["model"]
+        return sorted((key for key in content if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:]))
 
     def _add(self, name: str, stored: Stored, tp: int, ep: int) -> None:
         expert, place = _EXPERT.fullmatch(name), (0, 0)

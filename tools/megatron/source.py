@@ -74,7 +74,7 @@ def opened(folder: Path) -> Source:
 def _optimizer(
     source: Source, model: Mapping[str, Tensor], used: set[str], problems: list[str]
 ) -> dict[str, SavedTensor]:
-    """Masters, moments and the number of updates."""
+    """Masters, moments and the number of updates. Weights that are wide enough to be their own masters become those."""
     states: dict[tuple[str, str], str] = {}
     for key in source.tensors:
         match = STATE.fullmatch(key)
@@ -94,7 +94,9 @@ def _optimizer(
                 continue
             used.add(found[0])
             place = Place(found[0], found[1].layer)
-            tensors[tensor_key(kind, ours)] = _later(source, place, ours, like, torch.float32, problems, [])
+            wide = torch.promote_types(like.dtype, torch.float32)
+            key = tensor_key("model" if kind == "master" and like.dtype == wide else kind, ours)
+            tensors[key] = _later(source, place, ours, like, wide, problems, [])
     steps = set(_steps(source.common.get("optimizer")))
     if len(steps) != 1:
         raise CheckpointProblem(f"{source.folder}: the number of updates is not told once: {sorted(steps)}")

@@ -49,10 +49,11 @@ class TorchDist:
             kind = json.loads(self._bytes("metadata.json"))
         except ValueError as error:
             raise CheckpointProblem(f"{folder / 'metadata.json'} is not JSON ({error}); copy it again") from error
-        if kind.get("sharded_backend") != "torch_dist":
+        backend = kind.get("sharded_backend") if isinstance(kind, dict) else kind
+        if backend != "torch_dist":
             raise CheckpointProblem(
-                f"{folder} is a checkpoint of Megatron's backend {kind.get('sharded_backend')!r}; only torch_dist can "
-                "be read: convert it with Megatron's own --ckpt-convert-format torch_dist"
+                f"{folder} has the backend {backend!r:.80} of Megatron in its metadata.json; only torch_dist can be "
+                "read: convert it with Megatron's own --ckpt-convert-format torch_dist"
             )
         self.tensors, objects = self._entries()
         self.common = self._common(objects)

@@ -1,0 +1,47 @@
+"""tools/generate.py continues texts with the model of a checkpoint."""
+
+from pathlib import Path
+
+import pytest
+
+import pretrain_moe
+from megatron_moe.checkpoint.format import MANIFEST
+from megatron_moe.specs.exitcodes import ExitCode
+from tools import convert_checkpoint
+from tools.generate import main
+
+RUN = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 --num-experts 2 --moe-router-topk 2 "
+    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --seq-length 16 "
+    "--untie-embeddings-and-output-weights --max-position-embeddings 16 --micro-batch-size 1 --mock-data "
+    "--train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 4 --device cpu"
+)
+"""Its vocabulary of 4 is padded to 128."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of the checkpoints of a run."""
+    assert (
+        pretrain_moe.main([*RUN.split(), "--save", str(tmp_path / "ckpt"), "--save-interval", "1"], {}) == ExitCode.OK
+    )
+    return tmp_path / "ckpt"
+
+
+def test_only_ids_of_the_vocabulary_are_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--load", str(folder), "--prompt", "1 2", "--device", "cpu", "--temperature", "100"]
+    assert main(words) == ExitCode.OK
+    ids = [int(word) for word in capsys.readouterr().out.splitlines()[-1].split()]
+    assert ids[:2] == [1, 2] and max(ids) < 4, ids
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_a_damaged_manifest_is_named(content: bytes | None, folder: Path, tmp_path: Path, capsys) -> None:
+    manifest = folder / "iter_0000001" / MANIFEST
+    manifest.unlink()
+    if content is not None:
+        manifest.write_bytes(content)
+    assert main(["--load", str(folder)]) == ExitCode.CHECKPOINT
+    assert MANIFEST in capsys.readouterr().err
+    assert convert_checkpoint.main(["--load", str(folder), "--save", f"hf:{tmp_path}/out"]) == ExitCode.CHECKPOINT
+    assert MANIFEST in capsys.readouterr().err
