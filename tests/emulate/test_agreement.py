@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from arguments.flags import Registry
+from megatron_moe.specs.attention import ContextExchange
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.run import RunPlan
@@ -79,3 +80,28 @@ def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_pr
 )
 def test_switches_are_counted_alike(memory: MemorySpec) -> None:
     assert abs(compare(replace(plan_of("m8", REGISTRY), memory=memory)).ratio - 1) < WITHIN
+
+
+def with_dropout_of_attention(plan: RunPlan, exchange: ContextExchange, cp: int) -> RunPlan:
+    """--attention-dropout 0.1 --cp-comm-type EXCHANGE --context-parallel-size CP, on so many times the ranks"""
+    layers = []
+    for layer in plan.model.layers:
+        core = replace(layer.mixer.core, dropout=0.1, context_exchange=exchange)
+        layers.append(replace(layer, mixer=replace(layer.mixer, core=core)))
+    parallel = replace(plan.parallel, cp=cp, world_size=plan.parallel.world_size * cp)
+    return replace(plan, model=replace(plan.model, layers=tuple(layers)), parallel=parallel)
+
+
+@pytest.mark.parametrize(("exchange", "cp"), [("p2p", 1), ("p2p", 2), ("allgather", 2), ("a2a", 2)])
+@pytest.mark.parametrize("name", ["m8", "ds4"])
+def test_dropout_of_attention_takes_a_number_per_pair_of_query_and_key(
+    name: str, exchange: ContextExchange, cp: int
+) -> None:
+    found = compare(with_dropout_of_attention(plan_of(name, REGISTRY), exchange, cp))
+    assert abs(found.ratio - 1) < WITHIN
+
+
+def test_dropout_of_attention_is_freed_where_attention_is_computed_again() -> None:
+    plan = with_dropout_of_attention(plan_of("m8", REGISTRY), "p2p", 1)
+    memory = MemorySpec(recompute=RecomputeSpec(granularity="selective", modules=("core_attn",)))
+    assert abs(compare(replace(plan, memory=memory)).ratio - 1) < WITHIN

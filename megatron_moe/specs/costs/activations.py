@@ -8,13 +8,15 @@ keep nothing. Sizes are those of one rank. Shapes are written with these letters
   U tokens that heads and dense channels see: S / cp * B
   R rows that this rank's experts take       N, G heads and query groups on this rank, D, E their widths
   H hidden, F ffn channels on this rank      V rows of the vocabulary on this rank
+
+Dropout of attention is the exception: its kernel is plain torch, which keeps a number per pair of query and key.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megatron_moe.specs.attention import AttentionSpec, MLASpec, NormSpec
+from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec
 from megatron_moe.specs.costs.shards import share_of_layer
 from megatron_moe.specs.model import LayerSpec, ModelSpec
 from megatron_moe.specs.moe import MLPSpec, MoESpec, SharedExpertsSpec
@@ -66,6 +68,8 @@ class Sizes:
     """Bytes of an activation."""
     internal: int
     """Bytes of promote(fp32, activation)."""
+    length: int
+    """S: tokens of a sequence, over all ranks."""
     sequences: int = 1
     """Of a microbatch."""
     imbalance: float = 1.0
@@ -83,6 +87,7 @@ class Sizes:
             inner=inner,
             activation=num_bytes(precision.params),
             internal=num_bytes(wide),
+            length=seq_length,
             sequences=micro,
             imbalance=imbalance,
         )
@@ -114,6 +119,8 @@ def layer_tensors(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> lis
     kept = list(_norm("input_norm", layer.norm, hidden, sizes, low=True, input_moves="attn_norm", moves="qkv_linear"))
     mixer = share.mixer
     kept += _mla(mixer, sizes) if isinstance(mixer, MLASpec) else _attention(mixer, layer, sizes)
+    if keeps_pairs(mixer.core, parallel):
+        kept += _pairs(mixer, sizes)
     # the router reads the same tensor in the activations' format, so that FP8 products free nothing of it
     kept += _norm("mlp_norm", layer.norm, hidden, sizes, low=not moe, input_moves="mlp_norm", moves="")
     if isinstance(feed_forward, MoESpec):
@@ -217,6 +224,30 @@ def _core(num_heads: int, width: int, sizes: Sizes) -> Iterator[Kept]:
     """The output, which is the last matrix's input too, and one log-sum-exp per query."""
     yield _tensor("attention", "output", "U N E", sizes.inner * width, sizes.activation, moves="attn_proj")
     yield _tensor("attention", "log-sum-exp", "U N", sizes.inner * num_heads, sizes.internal, forgotten=("core_attn",))
+
+
+def keeps_pairs(core: CoreAttentionSpec, parallel: ParallelSpec) -> bool:
+    """Is there a number per pair of query and key between forward and backward? Attention in parts, to keys of other
+    ranks, makes them again."""
+    return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
+
+
+def _pairs(mixer: AttentionSpec | MLASpec, sizes: Sizes) -> Iterator[Kept]:
+    """Softmax, the mask and their product; and what was multiplied, by head and in the internal format."""
+    marks = {"forgotten": ("core_attn",), "moves": "core_attn"}
+    rows, query, value = sizes.inner * mixer.num_heads, *_widths(mixer)
+    yield _tensor(
+        "attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, sizes.internal, **marks
+    )
+    copied = (1 if sizes.activation == sizes.internal else 2) * query + value
+    yield _tensor("attention", "q, k and v by head", "U N (2D+E)", rows * copied, sizes.internal, **marks)
+
+
+def _widths(mixer: AttentionSpec | MLASpec) -> tuple[int, int]:
+    """Of a query's and of a value's head."""
+    if isinstance(mixer, MLASpec):
+        return mixer.q_head_dim, mixer.v_head_dim
+    return mixer.head_dim, mixer.head_dim
 
 
 def _mla(spec: MLASpec, sizes: Sizes) -> Iterator[Kept]:

@@ -205,7 +205,8 @@ class RankMemory:
                 modules[module] = modules.get(module, 0.0) + count * size
         if any(waiting):
             modules[LATE] = sum(map(mul, waiting, late))
-        moments = [self._at_work(layer) for layer in dict.fromkeys(layers)]
+        longest = max(len(stage.layers) for stage in stages)
+        moments = [self._at_work(layer, longest) for layer in dict.fromkeys(layers)]
         if any(stage.loss for stage in stages):
             moments.append(in_loss(plan.model, plan.parallel, self.sizes))
         at_work = max(moments, key=lambda moment: moment.total, default=AtWork())
@@ -335,8 +336,8 @@ class RankMemory:
         width = 2 * experts.hidden_size + (1 + experts.activation.fan) * experts.ffn_hidden_size
         return rows * width * self.sizes.activation
 
-    def _at_work(self, layer: LayerSpec) -> AtWork:
-        """The fuller of the two parts of a layer."""
+    def _at_work(self, layer: LayerSpec, longest: int) -> AtWork:
+        """The fuller of the two parts of a layer, of which a chunk has no more than `longest`."""
         parts: dict[bool, float] = {True: 0.0, False: 0.0}
         """Of attention and of the feed-forward part: what is computed again for it or comes back from the host."""
         gone = 0.0
@@ -347,7 +348,7 @@ class RankMemory:
                 gone += left.device + left.again + left.host
         recompute, run = self.plan.memory.recompute, 1
         if recompute.granularity == "full":
-            run = recompute.num_layers if recompute.method == "uniform" else 1
+            run = max(min(recompute.num_layers, longest), 1) if recompute.method == "uniform" else 1
             again = run * float(sum(each.bytes for each in self.tensors(layer)))
             parts = {True: again, False: again}
         known = layer, self.plan.parallel, self.sizes

@@ -9,7 +9,7 @@ while it is at work. Shapes are written as in `activations.py`; gradients have t
 from dataclasses import dataclass
 
 from megatron_moe.specs.attention import AttentionSpec, MLASpec
-from megatron_moe.specs.costs.activations import Sizes, expert_rows
+from megatron_moe.specs.costs.activations import Sizes, expert_rows, keeps_pairs
 from megatron_moe.specs.costs.shards import share_of_layer
 from megatron_moe.specs.model import LayerSpec, ModelSpec
 from megatron_moe.specs.moe import MLPSpec, MoESpec
@@ -17,6 +17,10 @@ from megatron_moe.specs.parallel import ParallelSpec
 
 ATTENTION = ("input_norm", "attention")
 """Modules of the part of a layer that is differentiated last."""
+_GRADS_OF_PAIRS = 2
+"""Numbers per pair of query and key in the backward of dropout of attention, beside those that are kept."""
+_PAIRS_OF_A_PART = 5
+"""All of them, where attention is computed in parts: the probability, its mask, and three gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +67,20 @@ def _in_core(mixer: AttentionSpec | MLASpec, queries: int, output: int, parallel
     wide = 0 if _own_kernel(mixer) else queries * sizes.internal
     of_row, of_key = (output + queries) * sizes.activation + wide, (keys + by_head) * sizes.activation
     exchange, tokens = mixer.core.context_exchange, sizes.inner
+    if keeps_pairs(mixer.core, parallel):
+        pairs = _GRADS_OF_PAIRS * mixer.num_heads * sizes.length
+        return float(tokens * (pairs + 2 * queries + output) * sizes.internal)
     if parallel.cp == 1 or exchange == "a2a":
         return float(tokens * (of_row + of_key))
     of_row, sum_of_keys = of_row + queries * sizes.internal, keys * sizes.internal
+    # of dropout the pairs of one part, made again
+    pairs = _PAIRS_OF_A_PART * mixer.num_heads * sizes.length * sizes.internal if mixer.core.dropout else 0
     if exchange == "allgather":  # chunk by chunk of the queries; one may see the keys of all ranks
         chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
-        return float(chunk * of_row + tokens * parallel.cp * (of_key + sum_of_keys))
+        return float(chunk * (of_row + pairs) + tokens * parallel.cp * (of_key + sum_of_keys))
     # in a ring three sums for keys: one to add to, one that comes and one that goes; and keys that come and go
-    return float(tokens * (of_row + of_key + 3 * sum_of_keys + 2 * keys * sizes.activation))
+    of_parts = of_row + of_key + 3 * sum_of_keys + 2 * keys * sizes.activation
+    return float(tokens * (of_parts + pairs / parallel.cp))
 
 
 def in_feed_forward(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWork:

@@ -203,6 +203,14 @@ def test_full_recompute_keeps_inputs_of_layers_and_works_on_one_of_them():
     assert rank.kept < first_of_stage.kept < of_rank(DEEPSEEK).kept
 
 
+def test_a_run_of_recomputed_layers_has_no_more_layers_than_a_chunk():
+    spec = RecomputeSpec(granularity="full", method="uniform", num_layers=4)
+    whole = of_rank(replace(DEEPSEEK, memory=MemorySpec(recompute=spec)))
+    assert max(len(chunk.layers) for chunk in DEEPSEEK.layout.chunks(1)) == 4
+    more = of_rank(replace(DEEPSEEK, memory=MemorySpec(recompute=replace(spec, num_layers=100))))
+    assert more == whole
+
+
 def test_offloaded_tensors_are_on_the_host_but_for_the_layer_at_work():
     spec = OffloadSpec(modules=("expert_fc1", "moe_act"))
     before, after = of_rank(DEEPSEEK), of_rank(replace(DEEPSEEK, memory=MemorySpec(offload=spec)))

@@ -266,7 +266,7 @@ def test_the_example_of_the_document_is_what_the_formulas_give():
     document = (Path(__file__).resolve().parents[3] / "docs" / "volumes.md").read_text(encoding="utf-8")
     router = RouterSpec(hidden_size=7168, num_experts=256, topk=8, num_groups=8, group_topk=4)
     experts = replace(moe_spec().experts, num_experts=256, hidden_size=7168)
-    sizes = Sizes(residual=2048, inner=4096, activation=2, internal=4)
+    sizes = Sizes(residual=2048, inner=4096, activation=2, internal=4, length=4096)
     traffic = expert_traffic(MoESpec(router=router, experts=experts), 64, 8, sizes)
     rows = fullest(traffic.rows_taken, 64)
     for figure in (
