@@ -12,6 +12,8 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -34,23 +36,37 @@ def prepare_run_folder(folder: Path, rank: int) -> None:
     Raises EnvironmentProblem before any training when it cannot.
     """
     probe = folder / f".probe-{rank}"
-    try:
+    with _refusal(folder, probe):
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("can be written\n")
         probe.unlink()
+
+
+@contextmanager
+def _refusal(folder: Path, writes: Path) -> Iterator[None]:
+    """Turns an error of what `writes` a file into an EnvironmentProblem."""
+    try:
+        yield
     except OSError as error:
         raise EnvironmentProblem(
-            f"the run folder {folder} cannot be written: {error.strerror or error} ({error.filename or probe}); "
+            f"the run folder {folder} cannot be written: {error.strerror or error} ({error.filename or writes}); "
             f"choose another with --run-dir, or free it"
         ) from error
 
 
 def write_provenance(folder: Path, *, run_yaml: str, command_line: str, device: torch.device) -> None:
-    """Writes run.yaml, command.txt and environment.txt. A later start of the same run adds its command to the list."""
-    (folder / "run.yaml").write_text(run_yaml)
-    with open(folder / "command.txt", "a") as commands:
-        commands.write(f"# {datetime.now():%Y-%m-%d %H:%M:%S} in {Path.cwd()}\n{command_line}\n")
-    (folder / "environment.txt").write_text(environment_text(device))
+    """Writes run.yaml, command.txt and environment.txt. A later start of the same run adds its command to the list.
+
+    Raises EnvironmentProblem when one of them cannot be written.
+    """
+    command = f"# {datetime.now():%Y-%m-%d %H:%M:%S} in {Path.cwd()}\n{command_line}\n"
+    for name, mode, text in (
+        ("run.yaml", "w", run_yaml),
+        ("command.txt", "a", command),
+        ("environment.txt", "w", environment_text(device)),
+    ):
+        with _refusal(folder, folder / name), open(folder / name, mode) as file:
+            file.write(text)
 
 
 def environment_text(device: torch.device) -> str:

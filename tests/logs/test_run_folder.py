@@ -31,6 +31,13 @@ def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch):
         prepare_run_folder(tmp_path, rank=0)
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "command.txt", "environment.txt"])
+def test_a_disk_that_gets_full_with_the_provenance_is_refused_alike(tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(EnvironmentProblem, match=rf"No space left on device \(.*{name}\)"):
+        write_provenance(tmp_path, run_yaml="seed: 1\n", command_line="one", device=CPU)
+
+
 def test_provenance_is_written_and_commands_add_up(tmp_path):
     for command in ("one", "two"):
         write_provenance(tmp_path, run_yaml=f"command: {command}\n", command_line=command, device=CPU)
