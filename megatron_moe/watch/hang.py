@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -125,7 +126,8 @@ class Deadlines:
         self._leave(int(ExitCode.HANG))
 
     def _tell(self, sentence: str, hint: str) -> None:
-        print(f"{sentence}; {hint}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # nobody reads stderr any more
+            print(f"{sentence}; {hint}", file=sys.stderr, flush=True)
         if self._status is not None:
             self._status.fail(ExitCode.HANG, sentence, hint)
 

@@ -1,9 +1,11 @@
 """Deadlines: what a run leaves behind that waits too long, and that it ends."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,22 @@ def test_an_expired_deadline_leaves_stacks_and_a_status(tmp_path: Path, capsys: 
     assert (found["state"], found["code"]) == ("failed", 10)
     assert "rank 0 made no progress for 0 s: phase step, iteration 7" in found["sentence"]
     assert "--step-deadline" in capsys.readouterr().err
+
+
+def test_a_run_whose_stderr_nobody_reads_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7."""
+    gone = threading.Event()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        with Deadlines({"step": 0.2}, tmp_path, leave=lambda code: gone.set()) as deadlines:
+            deadlines.reports_to(Status(tmp_path))
+            deadlines.enter("step", 7)
+            assert gone.wait(5.0)
+        with suppress(BrokenPipeError):
+            broken.close()
+    assert json.loads((tmp_path / "status.json").read_text())["code"] == 10
 
 
 def test_phases_that_end_in_time_do_no_harm(tmp_path: Path) -> None:
