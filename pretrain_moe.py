@@ -10,6 +10,7 @@ one sentence and an exit code of `megatron_moe/specs/exitcodes.py`.
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     """Builds what the plan describes and trains it. `goodbye` closes everything, in whatever way the run ends."""
+    begun = time.monotonic()
     # torch comes in only here, after the variables it reads; --help and refused command lines answer without it
     os.environ.update(plan.environment)
     from megatron_moe import build
@@ -96,7 +98,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
 
     # train
     progress = Progress(trainer, reporter, loader)
-    leave = Leave(plan.loop, context, iteration=state.iteration, signals=signals)
+    leave = Leave(plan.loop, context, iteration=state.iteration, signals=signals, begun=begun)
     while loader and not leave.now(state.iteration):
         deadlines.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:

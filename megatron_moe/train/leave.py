@@ -21,6 +21,7 @@ class Leave:
         *,
         iteration: int,
         signals: Signals | None = None,
+        begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All ranks make it together.
@@ -28,6 +29,8 @@ class Leave:
         Args:
             iteration: where this start of the run begins.
             signals: of this process; None: none are listened to.
+            begun: what the clock said when this process started, since which `--exit-duration-in-mins` counts, as in
+                Megatron: a job's time also passes while a model is built and loaded. None: now.
             clock: seconds.
         """
         self.reason = "no training was asked for (--skip-train)"
@@ -38,7 +41,7 @@ class Leave:
         self._first = iteration
         self._signals = signals or Signals()
         self._clock = clock
-        self._start = clock()
+        self._start = clock() if begun is None else begun
         self._asks = self._signals.active or spec.exit_duration_minutes is not None
         self._group = context.host_group() if self._asks else context.group("world")
 

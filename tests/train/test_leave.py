@@ -14,8 +14,9 @@ from tests.ranks import on_threads
 CONTEXT = ParallelContext.single()
 
 
-def leave(iteration=0, clock=time.monotonic, **changes):
-    return Leave(replace(tiny.plan().loop, train_iters=20, **changes), CONTEXT, iteration=iteration, clock=clock)
+def leave(iteration=0, begun=None, clock=time.monotonic, **changes):
+    loop = replace(tiny.plan().loop, train_iters=20, **changes)
+    return Leave(loop, CONTEXT, iteration=iteration, begun=begun, clock=clock)
 
 
 def test_a_run_ends_after_its_last_iteration():
@@ -34,6 +35,11 @@ def test_the_exit_duration_is_measured_in_minutes():
     times = iter([100.0, 100.0 + 119.0, 100.0 + 121.0])
     ending = leave(exit_duration_minutes=2.0, clock=lambda: next(times))
     assert not ending.now(1)
+    assert ending.now(1) and ending.reason == "exiting program after 2.0 minutes"
+
+
+def test_the_exit_duration_counts_from_the_start_of_the_process():
+    ending = leave(exit_duration_minutes=2.0, begun=100.0, clock=lambda: 100.0 + 121.0)
     assert ending.now(1) and ending.reason == "exiting program after 2.0 minutes"
 
 
