@@ -18,6 +18,8 @@ TEXT_SEPARATOR = "<|endoftext|>"
 """A line that holds only this ends a document of a plain text file."""
 Format = Literal["jsonl", "text"]
 _CHUNK_BYTES = 1 << 20
+_PACKED_BYTES = 1 << 14
+"""What is decompressed at a time: text can become many times as long."""
 
 
 def format_of(path: Path) -> Format:
@@ -155,14 +157,48 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 yield io.BufferedReader(gzip.open(raw)), raw
             elif zstandard is not None:
                 damage += (zstandard.ZstdError,)
-                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-                yield io.BufferedReader(reader), raw
+                yield io.BufferedReader(_Joined(_decompressed(zstandard, raw)), _CHUNK_BYTES), raw
             else:
                 yield raw, raw
     except OSError as error:
         raise DataProblem(f"cannot read {path}: {error.strerror or error}; check --input") from error
     except damage as error:
         raise DataProblem(f"{path} is damaged or cut short ({error}); copy it again") from error
+
+
+def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
+    """All frames of a file. The package's own reader takes a file that is cut short for one that ends there."""
+    frame = None
+    while data := raw.read(_PACKED_BYTES):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("the last frame has no end")
+
+
+class _Joined(io.RawIOBase):
+    """Pieces of a file as the file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
 
 
 def _zstandard() -> Any:

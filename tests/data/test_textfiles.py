@@ -84,6 +84,15 @@ def test_damaged_compression_is_named(tmp_path: Path, name: str, damage: str) ->
         list(read_documents([path], "text"))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_cut_anywhere_is_noticed(tmp_path: Path, name: str) -> None:
+    packed = (gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress)(JSONL * 20)
+    for size in range(1, len(packed)):
+        (tmp_path / name).write_bytes(packed[:size])
+        with pytest.raises(DataProblem, match=f"{name} is damaged or cut short"):
+            list(read_records(tmp_path / name))
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataProblem, match="absent.jsonl: No such file"):
         list(read_documents([tmp_path / "absent.jsonl"], "text"))
