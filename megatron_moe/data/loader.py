@@ -92,7 +92,7 @@ class TrainLoader:
         """What a checkpoint keeps: where the order stands, which data it is an order of, and what the ids mean."""
         return {
             "consumed_samples": self.consumed,
-            "fingerprint": self.samples.fingerprint,
+            "fingerprint": self.order.fingerprint(self.samples.fingerprint),
             "tokenizer": self.tokenizer,
             "end_of_document": self._masks.eod,
         }

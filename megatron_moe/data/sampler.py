@@ -84,6 +84,11 @@ class SampleOrder:
         """Samples that can be consumed; None: no end."""
         return self.num_samples if self.kind == "single" else None
 
+    def fingerprint(self, samples: str) -> str:
+        """Of the data set with the fingerprint `samples` in this order. The length counts where places depend on it: a
+        longer run may take more samples in the same order."""
+        return samples if self.kind == "single" else f"{self.kind}-{self.num_samples}-{self.seed}-{samples}"
+
     def indices(self, consumed: np.ndarray) -> np.ndarray:
         """int64 sample indices of the positions `consumed` (int64, any shape) in the order."""
         if self.kind == "single":

@@ -213,3 +213,8 @@ def test_a_full_validation_reads_every_full_batch_each_time() -> None:
 def test_a_full_validation_without_a_full_batch_is_refused() -> None:
     with pytest.raises(DataProblem, match="7 samples, less than one global batch of 8"):
         whole_set(7)
+
+
+def test_its_state_tells_one_order_from_another() -> None:
+    assert loader(kind="single").state()["fingerprint"] != loader(kind="cyclic").state()["fingerprint"]
+    assert loader(kind="cyclic", micro=4).state() == loader(kind="cyclic", size=24).state()

@@ -1,5 +1,7 @@
 """Which rank takes which sample in which step."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -103,3 +105,12 @@ def test_cyclic_order_draws_a_permutation_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(np.random, "default_rng", None)
     order.indices(np.arange(5, 1000))
     assert order == SampleOrder(kind="cyclic", num_samples=1000, seed=1)
+
+
+def test_another_order_of_the_same_samples_has_another_fingerprint() -> None:
+    def fingerprint(kind: Any, num_samples: int = 10, seed: int = 1) -> str:
+        return SampleOrder(kind=kind, num_samples=num_samples, seed=seed).fingerprint("samples")
+
+    assert fingerprint("single") == fingerprint("single", num_samples=20)  # goes on in the same order
+    cyclic = {fingerprint("cyclic"), fingerprint("cyclic", num_samples=20), fingerprint("cyclic", seed=2)}
+    assert len(cyclic | {fingerprint("single")}) == 4
