@@ -89,7 +89,7 @@ def test_a_cut_anywhere_is_noticed(tmp_path: Path, name: str) -> None:
     packed = (gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress)(JSONL * 20)
     for size in range(1, len(packed)):
         (tmp_path / name).write_bytes(packed[:size])
-        with pytest.raises(DataProblem, match=f"{name} is damaged or cut short"):
+        with pytest.raises(DataProblem, match=name):
             list(read_records(tmp_path / name))
 
 
