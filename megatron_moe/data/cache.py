@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import threading
+import tokenize
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,12 @@ import numpy as np
 from megatron_moe.specs.exitcodes import DataProblem
 
 Arrays = dict[str, np.ndarray]
+_DAMAGE = (
+    *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError),
+    *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile),
+)
+"""What numpy and json raise for files whose bytes are not those that were written: a .npy begins with a piece of Python,
+and may look like an archive."""
 
 
 def crc32_of(array: np.ndarray) -> int:
@@ -68,9 +76,9 @@ def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
         text = (folder / f"{stem}-description.txt").read_text()
         names = json.loads(text)["arrays"]
         arrays = {name: np.load(folder / f"{stem}-{name}.npy", mmap_mode="r") for name in names}
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return arrays if _description(inputs, arrays) == text else None
+    except _DAMAGE:
         return None
-    return arrays if _description(inputs, arrays) == text else None
 
 
 def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) -> None:

@@ -104,3 +104,15 @@ def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataProblem, match="--data-cache-path"):
         load_or_build(tmp_path / "file" / "cache", "Kind", INPUTS, Builder())
+
+
+@pytest.mark.filterwarnings("ignore")  # numpy's, of headers that look like those of old versions
+def test_bytes_of_any_kind_are_no_set(tmp_path: Path) -> None:
+    load(tmp_path, Builder())
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for path, content in whole.items():
+        flipped = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in range(len(content))]
+        for damaged in (b"PK\x03\x04" + content[4:], b"[" * 100_000, b"\xff" * 100, *flipped):
+            path.write_bytes(damaged)
+            load(tmp_path, Builder())
+        path.write_bytes(content)
