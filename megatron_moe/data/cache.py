@@ -26,8 +26,8 @@ _DAMAGE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError),
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile),
 )
-"""What numpy and json raise for files whose bytes are not those that were written: a .npy begins with a piece of Python,
-and may look like an archive."""
+"""What numpy and json raise for files whose bytes are not those that were written: a .npy begins with a piece of
+Python, and may look like an archive."""
 
 
 def crc32_of(array: np.ndarray) -> int:
