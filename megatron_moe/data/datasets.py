@@ -210,7 +210,8 @@ class _Builder:
             self._single(split, Blend(prefixes=(prefix,)), share, count)
             for prefix, count in zip(blend.prefixes, built, strict=True)
         ]
-        return BlendedSamples(parts, weights, total, self.spec.cache_dir)
+        # Kept, since choosing one sample after the other takes minutes for some hundred millions of them.
+        return BlendedSamples(parts, weights, total, self._cache_dir(blend.prefixes[0]))
 
     def _open(self, prefix: str) -> Documents:
         if prefix not in self.opened:

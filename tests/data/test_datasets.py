@@ -140,6 +140,17 @@ def test_indices_are_cached_beside_the_data_or_where_told(tmp_path: Path) -> Non
     assert len(list((tmp_path / "elsewhere").iterdir())) == 12
 
 
+@pytest.mark.parametrize("weights", [("3", "7"), None])
+def test_the_order_of_a_blend_is_cached_beside_its_first_data(
+    weights: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes = (corpus(tmp_path, name="one", seed=0), corpus(tmp_path, name="two", seed=1))
+    words = prefixes if weights is None else (weights[0], prefixes[0], weights[1], prefixes[1])
+    before = build(blend=words)
+    monkeypatch.setattr(BlendedSamples, "_build_order", None)
+    assert rows(build(blend=words).train) == rows(before.train)
+
+
 def test_data_replaced_at_the_same_place_is_indexed_again(tmp_path: Path) -> None:
     prefix = corpus(tmp_path, seed=0)
     before = build(blend=(prefix,))
