@@ -21,6 +21,8 @@ from megatron_moe.watch.status import Status
 
 _OTHERS_SECONDS = 2.0
 """How long a rank waits for the stacks of others before it names those that left none."""
+_GOODBYE_SECONDS = 5.0
+"""How long the end of a run waits for the thread."""
 _LOCKED_SECONDS = 10.0
 """How much later than the thread the C timer fires."""
 
@@ -73,6 +75,8 @@ class Deadlines:
             self._change.notify()
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()
+            # or it would let go of what listeners hold while the interpreter ends: tensors then abort the process
+            self._thread.join(_GOODBYE_SECONDS)
 
     def reports_to(self, status: Status) -> None:
         """From now on an expired deadline is written into status.json."""

@@ -67,6 +67,13 @@ def test_phases_that_end_in_time_do_no_harm(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_watches_any_more_behind_the_end() -> None:
+    """A thread that frees tensors while the interpreter ends aborts the process."""
+    with Deadlines({"step": 60.0}, None):
+        assert any(thread.name == "deadlines" for thread in threading.enumerate())
+    assert not any(thread.name == "deadlines" for thread in threading.enumerate())
+
+
 def test_without_deadlines_nothing_is_watched() -> None:
     before = threading.active_count()
     with Deadlines({}, None) as deadlines:
