@@ -71,6 +71,8 @@ class Checkpoints:
             self._reporter.note(f"iteration {state.iteration} of the checkpoint counts as {number} from now on")
             state.iteration = number
         self._progress.begin(_standing(state))
+        resumed = source is not None and source.origin == "--save"
+        self._status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
         if loader is not None:
             loader.restore(state.consumed_samples)
         if source is not None and self._upcycles(source):

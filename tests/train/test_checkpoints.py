@@ -49,6 +49,7 @@ class Run:
     """At the start."""
     notes: list[str]
     """Since the start, too."""
+    status: Status
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -65,13 +66,14 @@ def start(plan: RunPlan) -> Run:
     loader = None if plan.loop.skip_train else build_train_loader(plan, context, build_data(plan, context))
     saver = Saver(plan.checkpoint.save, context, say=lambda line: None) if plan.checkpoint.save else None
     said = Notes()
-    checkpoints = Checkpoints(plan, context, trainer, saver, said, Status(None))
+    status = Status(None)
+    checkpoints = Checkpoints(plan, context, trainer, saver, said, status)
     try:
         state = checkpoints.restore(loader)
     finally:
         if saver:
             saver.close()
-    return Run(trainer, loader, checkpoints, state, "\n".join(said), said)
+    return Run(trainer, loader, checkpoints, state, "\n".join(said), said, status)
 
 
 def plan_of(*, save: Path | None = None, load: Path | None = None, **changes: Any) -> RunPlan:
@@ -100,6 +102,14 @@ def test_a_run_goes_on_with_everything_and_says_nothing_of_differences(trained: 
     assert (again.state, again.loader.consumed) == (run.state, 16)
     EXACT.check_all(again.weights(), run.weights())
     assert "differs" not in again.said and "data" not in again.said
+
+
+def test_the_status_tells_from_the_start_where_a_run_goes_on(trained: tuple[Path, Run]) -> None:
+    """Also if it ends before its first step."""
+    folder, _ = trained
+    own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
+    assert (own.iteration, own.last_checkpoint) == (2, 2)
+    assert (other.iteration, other.last_checkpoint) == (2, None)
 
 
 def test_another_sequence_length_is_refused_with_both_numbers(trained: tuple[Path, Run]) -> None:
