@@ -1,11 +1,14 @@
 """From flags to the samples of every split."""
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_moe.data import blend, datasets
 from megatron_moe.data.batch import Samples
 from megatron_moe.data.blend import BlendedSamples
 from megatron_moe.data.datasets import Datasets, build_datasets, split_sizes
@@ -13,7 +16,8 @@ from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.loader import train_loader
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
 from megatron_moe.data.tokenizer import load_tokenizer
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel import collectives
+from megatron_moe.parallel.context import Group, ParallelContext
 from megatron_moe.specs.exitcodes import DataProblem
 from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.train import LoopSpec
@@ -235,6 +239,31 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
     sentences = on_threads(ParallelSpec(world_size=2), attempt)
     assert sentences[0] == sentences[1]
     assert "corpus.bin does not exist" in sentences[0]
+
+
+def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, met, order = corpus(tmp_path), [], blend.blend_order
+
+    def slow_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
+        while len(met) < 6:
+            time.sleep(0.001)
+        return order(weights, size)
+
+    def gather_objects(value: object, group: Group) -> list[object]:
+        met.append(value)
+        return collectives.gather_objects(value, group)
+
+    monkeypatch.setattr(datasets, "_ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(datasets, "gather_objects", gather_objects)
+    monkeypatch.setattr(blend, "blend_order", slow_order)
+    first, second = on_threads(
+        ParallelSpec(world_size=2),
+        lambda context: build(context=context, blend=("1", prefix, "2", prefix), cache_dir=tmp_path / "cache"),
+    )
+    assert len(met) > 6 and met.count((False, None)) == len(met) - 1, "one rank tells, once, that it is done"
+    np.testing.assert_array_equal(first.train.tokens(3), second.train.tokens(3))
 
 
 def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
