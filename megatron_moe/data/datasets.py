@@ -1,10 +1,9 @@
 """From `DataSpec` to the training, validation and test samples of a run."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from threading import Thread
 
 from megatron_moe.data.batch import MaskSpec, Samples
 from megatron_moe.data.blend import (
@@ -98,40 +97,29 @@ def build_datasets(
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
     """Ranks meet again and again while the first builds: the order of a large blend takes it longer than a collective
     may wait."""
-    first = _begun(build) if context.is_first else None
     done, problem = False, None
-    while not done:
-        if first is not None:
-            done, problem = _state_of(first)
-        # world: one short object, no backward
-        done, problem = gather_objects((done, problem), context.group("world"))[0]
+    with ThreadPool(1) as pool:  # its thread ends with the program, whatever it is at
+        first = pool.apply_async(build) if context.is_first else None
+        while not done:
+            if first is not None:
+                done, problem = _state_of(first)
+            # world: one short object, no backward
+            done, problem = gather_objects((done, problem), context.group("world"))[0]
     if problem is not None:
         raise problem
-    return build() if first is None else first.result()
+    return build() if first is None else first.get()
 
 
-def _begun(build: Callable[[], Datasets]) -> Future[Datasets]:
-    """What a thread beside this one builds. A program that is ended does not wait for it."""
-    future: Future[Datasets] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(build())
-        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
-            future.set_exception(error)
-
-    Thread(target=run, name="data", daemon=True).start()
-    return future
-
-
-def _state_of(future: Future[Datasets]) -> tuple[bool, RunError | None]:
+def _state_of(built: AsyncResult[Datasets]) -> tuple[bool, RunError | None]:
     """Whether it is built by the end of a round, and the problem that it ended with."""
-    if not wait((future,), timeout=_ROUND_SECONDS).done:
+    built.wait(_ROUND_SECONDS)
+    if not built.ready():
         return False, None
-    error = future.exception()
-    if error is None or isinstance(error, RunError):
-        return True, error
-    raise error
+    try:
+        built.get()
+    except RunError as problem:
+        return True, problem
+    return True, None
 
 
 class _Builder:
