@@ -13,11 +13,15 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.compare.record import RankRecord, record_run
 from megatron_moe.data.batch import MicroBatch, context_degree
+from megatron_moe.data.datasets import Datasets
+from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.kernels.ops import Routed
 from megatron_moe.moe.balance import BatchTokens
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.router import Router
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sequence_split import split_places
 from megatron_moe.specs.memory import MemorySpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec
@@ -27,6 +31,20 @@ from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import StateOffloadSpec
 from megatron_moe.train.step import Trainer
+
+
+def record_oracle(
+    plan: RunPlan, context: ParallelContext, kernels: Bundle, datasets: Datasets, *, num_steps: int
+) -> RankRecord:
+    """What the one rank of `context` records, which is given the partition of the tokens of the layout `plan`."""
+    return record_run(
+        oracle_plan(plan),
+        context,
+        kernels,
+        datasets,
+        num_steps=num_steps,
+        prepare=lambda trainer: partition_tokens(trainer, plan),
+    )
 
 
 def oracle_plan(plan: RunPlan) -> RunPlan:
@@ -178,10 +196,15 @@ def balances_globally(spec: ModelSpec) -> bool:
 
 def _local(spec: ModelSpec) -> ModelSpec:
     """The same model with experts that are all here."""
+    return with_experts(spec, lambda moe: replace(moe, dispatcher="local", shared_overlap=False))
 
-    def layer_here(layer: LayerSpec) -> LayerSpec:
+
+def with_experts(spec: ModelSpec, change: Callable[[MoESpec], MoESpec]) -> ModelSpec:
+    """The same model with every MoE layer's feed-forward changed."""
+
+    def changed(layer: LayerSpec) -> LayerSpec:
         if not isinstance(layer.feed_forward, MoESpec):
             return layer
-        return replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="local", shared_overlap=False))
+        return replace(layer, feed_forward=change(layer.feed_forward))
 
-    return replace(spec, layers=tuple(layer_here(layer) for layer in spec.layers))
+    return replace(spec, layers=tuple(map(changed, spec.layers)))

@@ -7,14 +7,13 @@ from dataclasses import replace
 import torch
 
 from megatron_moe import build
-from megatron_moe.compare.oracle import balances_globally, oracle_plan, partition_tokens
+from megatron_moe.compare.oracle import balances_globally, record_oracle, with_experts
 from megatron_moe.compare.plant import Plant
 from megatron_moe.compare.processes import Ranks
-from megatron_moe.compare.record import RankRecord, record_run
+from megatron_moe.compare.record import RankRecord
 from megatron_moe.compare.samples import random_datasets
 from megatron_moe.compare.table import Comparison, Row, compare_runs
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.run import RunPlan
 
@@ -45,26 +44,17 @@ def _that_routes(plan: RunPlan) -> RunPlan:
     """Without the random logits of benchmarks: nothing of a router would be seen, and context-parallel ranks draw other
     numbers than one rank does."""
 
-    def changed(layer: LayerSpec) -> LayerSpec:
-        if not isinstance(layer.feed_forward, MoESpec):
-            return layer
-        router = replace(layer.feed_forward.router, force_balancing=False, force_biased=None)
-        return replace(layer, feed_forward=replace(layer.feed_forward, router=router))
+    def routing(moe: MoESpec) -> MoESpec:
+        return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None))
 
-    return replace(plan, model=replace(plan.model, layers=tuple(map(changed, plan.model.layers))))
+    return replace(plan, model=with_experts(plan.model, routing))
 
 
 def _record_oracle(plan: RunPlan, num_steps: int, *, uneven: bool) -> RankRecord:
     torch.set_num_threads(1)
     context = ParallelContext.single(seed=plan.loop.seed)
-    return record_run(
-        oracle_plan(plan),
-        context,
-        build.build_kernels(plan, context),
-        random_datasets(plan, num_steps=num_steps, uneven=uneven),
-        num_steps=num_steps,
-        prepare=lambda trainer: partition_tokens(trainer, plan),
-    )
+    kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps, uneven=uneven)
+    return record_oracle(plan, context, kernels, datasets, num_steps=num_steps)
 
 
 def summary(comparison: Comparison) -> str:

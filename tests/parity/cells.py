@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_moe.compare.oracle import oracle_plan, partition_tokens
+from megatron_moe.compare.oracle import record_oracle
 from megatron_moe.compare.record import STEADY_EPS, RankRecord, record_run
 from megatron_moe.compare.samples import random_datasets
 from megatron_moe.compare.table import Comparison, compare_runs
@@ -104,14 +104,7 @@ def oracle_of(name: str) -> RankRecord:
     cell = cell_of(name)
     plan = plan_of(cell)
     datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=_uneven(cell))
-    return record_run(
-        oracle_plan(plan),
-        ParallelContext.single(),
-        kernels(),
-        datasets,
-        num_steps=NUM_STEPS,
-        prepare=lambda trainer: partition_tokens(trainer, plan),
-    )
+    return record_oracle(plan, ParallelContext.single(), kernels(), datasets, num_steps=NUM_STEPS)
 
 
 @cache

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.compare.oracle import oracle_plan, partition_tokens
+from megatron_moe.compare.oracle import record_oracle, with_experts
 from megatron_moe.compare.record import RankRecord, record_run
 from megatron_moe.compare.samples import random_datasets
 from megatron_moe.compare.table import compare_runs
@@ -26,11 +26,7 @@ def plan_with(kind: Balancing) -> RunPlan:
     def changed(moe: MoESpec) -> MoESpec:
         return replace(moe, router=replace(moe.router, balancing=(kind,), z_loss_coeff=0.01))
 
-    layers = (
-        replace(layer, feed_forward=changed(layer.feed_forward)) if isinstance(layer.feed_forward, MoESpec) else layer
-        for layer in plan.model.layers
-    )
-    return replace(plan, model=replace(plan.model, layers=tuple(layers)))
+    return replace(plan, model=with_experts(plan.model, changed))
 
 
 @pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice", "quantile_balancing"])
@@ -41,13 +37,6 @@ def test_a_choice_among_many_tokens_equals_that_of_one_rank_with_the_same_tokens
     def record(context: ParallelContext) -> RankRecord:
         return record_run(plan, context, kernels(), datasets, num_steps=NUM_STEPS)
 
-    oracle = record_run(
-        oracle_plan(plan),
-        ParallelContext.single(),
-        kernels(),
-        datasets,
-        num_steps=NUM_STEPS,
-        prepare=lambda trainer: partition_tokens(trainer, plan),
-    )
+    oracle = record_oracle(plan, ParallelContext.single(), kernels(), datasets, num_steps=NUM_STEPS)
     comparison = compare_runs(oracle, on_threads(plan.parallel, record), rtol=FP64_LAYOUT.rtol)
     assert comparison.equal, comparison.text()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.compare.oracle import oracle_plan, partition_tokens
+from megatron_moe.compare.oracle import record_oracle
 from megatron_moe.compare.record import RankRecord, record_run
 from megatron_moe.compare.samples import random_datasets
 from megatron_moe.compare.table import compare_runs
@@ -42,16 +42,9 @@ def record(plan: RunPlan, context: ParallelContext) -> RankRecord:
     )
 
 
-def record_oracle(plan: RunPlan) -> RankRecord:
-    """One rank that is given the plan's partition of the tokens."""
-    return record_run(
-        oracle_plan(plan),
-        ParallelContext.single(),
-        kernels(),
-        random_datasets(plan, num_steps=NUM_STEPS, uneven=True),
-        num_steps=NUM_STEPS,
-        prepare=lambda trainer: partition_tokens(trainer, plan),
-    )
+def oracle_of(plan: RunPlan) -> RankRecord:
+    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=True)
+    return record_oracle(plan, ParallelContext.single(), kernels(), datasets, num_steps=NUM_STEPS)
 
 
 @pytest.mark.parametrize("fold", FOLDS)
@@ -59,5 +52,5 @@ def test_experts_over_more_ranks_than_copies_of_attention_equal_one_rank(fold: s
     plan = wide_plan(fold)
     assert plan.parallel.ep > plan.parallel.dp and plan.parallel.edp == 1
     ranks = on_threads(plan.parallel, lambda context: record(plan, context))
-    comparison = compare_runs(record_oracle(plan), ranks, rtol=FP64_LAYOUT.rtol)
+    comparison = compare_runs(oracle_of(plan), ranks, rtol=FP64_LAYOUT.rtol)
     assert comparison.equal, comparison.text()
