@@ -1,5 +1,6 @@
 """Text to token files: the same bytes from every form of input and any number of workers, whole or not at all."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -7,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -243,11 +245,16 @@ def test_an_interrupted_run_leaves_nothing_half_written(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     tool = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     # Opening waits for the tool to read, so it is inside its work; the input then never ends.
-    with open(fifo, "wb") as source:
+    with open(fifo, "wb", buffering=0) as source, contextlib.suppress(BrokenPipeError):
         source.write(jsonl(["a"] * 10))
-        source.flush()
         os.killpg(tool.pid, signal.SIGINT)
-        _, error = tool.communicate(timeout=60)
+        # Python notices a signal that comes on the way into read(2) when that returns, so the input goes on.
+        for _ in range(1200):
+            if tool.poll() is not None:
+                break
+            source.write(jsonl(["a"]))
+            time.sleep(0.05)
+    _, error = tool.communicate(timeout=60)
     assert (tool.returncode, error.strip().splitlines()[-1]) == (130, "interrupted; nothing was written")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
