@@ -52,7 +52,7 @@ existing() { # existing PATH...: those that are there
 }
 
 quick=$(existing tests/house_rules tests/arguments tests/specs tests/test_tolerances.py)
-slow=$(existing tests/parity tests/end_to_end tests/faults)
+slow=$(existing tests/parity tests/end_to_end tests/faults tests/kernels)
 
 [ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test
 stage "lint" python -m ruff check .
@@ -62,7 +62,7 @@ beside "types" python -m mypy
 stage "rules, flags and plain Python" tests quick $quick
 join
 # shellcheck disable=SC2086
-[ -z "$slow" ] || beside "parity and whole runs" tests slow $slow
+[ -z "$slow" ] || beside "parity, whole runs and kernels" tests slow $slow
 # shellcheck disable=SC2046,SC2086
 stage "one process and threads" tests rooms tests $(printf -- '--ignore=%s ' $quick $slow)
 join

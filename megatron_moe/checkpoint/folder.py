@@ -1,11 +1,8 @@
 """The save folder: which checkpoints it holds, who may write to it, and what crashes left behind."""
 
-import fcntl
 import json
 import os
 import re
-import socket
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +13,6 @@ from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 
 TRACKER = "latest_checkpointed_iteration.txt"
-LOCK = ".lock"
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _WRITING = re.compile(r"\.tmp-.*")
 _DELETING = re.compile(r"\.old-.*")
@@ -66,47 +62,6 @@ def write_tracker(folder: Path, iteration: int, storage: Storage) -> None:
         storage.remove(aside)
     storage.write_file(aside, [str(iteration).encode()])
     storage.rename(aside, folder / TRACKER)
-
-
-class FolderLock:
-    """Holds a save folder for this job, through an advisory lock that the system frees when the process dies."""
-
-    def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            EnvironmentProblem: another job holds the folder.
-        """
-        self._file = open(folder / LOCK, "a+")
-        self.works = True
-        """False where the file system knows no locks."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = self._holder()
-            self._file.close()
-            raise EnvironmentProblem(
-                f"another job saves checkpoints to {folder}: {holder}; stop it or give another --save folder"
-            ) from error
-        except OSError:
-            self.works = False
-        self._sign()
-
-    def _sign(self) -> None:
-        self._file.truncate(0)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}))
-        self._file.flush()
-
-    def _holder(self) -> str:
-        self._file.seek(0)
-        try:
-            holder = json.loads(self._file.read(1000))
-            return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
-        except (ValueError, KeyError, TypeError):
-            return "it did not sign the lock file"
-
-    def release(self) -> None:
-        self._file.close()
 
 
 def probe(folder: Path) -> None:

@@ -27,7 +27,6 @@ import torch
 from megatron_moe.checkpoint.background import HostCopies, at_once, started
 from megatron_moe.checkpoint.folder import (
     Candidate,
-    FolderLock,
     Retention,
     iteration_folder,
     mend_tracker,
@@ -59,9 +58,11 @@ from megatron_moe.checkpoint.shards import (
     write_tensors,
 )
 from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.parallel.agreement import first_rank_does
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import EnvironmentProblem, SaveProblem
+from megatron_moe.parallel.folder_lock import FolderLock
+from megatron_moe.specs.exitcodes import SaveProblem
 
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
@@ -192,7 +193,7 @@ class Saver:
         self._job: _Job | None = None
         self._copies = HostCopies()
         self._lock: FolderLock | None = None
-        self._together(lambda: self._open(fresh), EnvironmentProblem)
+        first_rank_does(lambda: self._open(fresh), context)
 
     def close(self) -> None:
         """Lets other jobs use the folder. A save that is still being written is given up and leaves no checkpoint; wait
@@ -341,7 +342,7 @@ class Saver:
 
     def _open(self, fresh: bool) -> None:
         probe(self.folder)
-        self._lock = FolderLock(self.folder)
+        self._lock = FolderLock(self.folder, does="saves checkpoints to", option="--save")
         if self._lock.works:
             sweep(self.folder, self._storage, self._say)
         else:
@@ -469,18 +470,6 @@ class Saver:
     def _gather(self, value: Any) -> list[Any]:
         # world: the manifest's entries of one rank, some hundred bytes per tensor
         return gather_objects(value, self._group)
-
-    def _together(self, act: Callable[[], None], problem: type[EnvironmentProblem]) -> None:
-        """The first rank acts; what it raises is raised on all."""
-        sentence = None
-        if self._context.is_first:
-            try:
-                act()
-            except (problem, OSError) as error:
-                sentence = str(error)
-        (sentence, *_) = self._gather(sentence)
-        if sentence is not None:
-            raise problem(sentence)
 
 
 def _name_aside(final: Path) -> str:

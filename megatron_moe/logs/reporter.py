@@ -23,12 +23,14 @@ from megatron_moe.logs.line import (
 from megatron_moe.logs.memory import memory_line, memory_tags
 from megatron_moe.logs.metrics import truncate_metrics
 from megatron_moe.logs.plots import draw_plots
-from megatron_moe.logs.run_folder import prepare_run_folder, write_provenance
+from megatron_moe.logs.run_folder import lock_run_folder, prepare_run_folder, write_provenance
 from megatron_moe.logs.sinks import Entry, Guard, JsonLines, LogFile, Sink, TensorBoard, WandB
 from megatron_moe.logs.tags import layer_tags, step_record, step_tags, validation_record, validation_tags, wanted_tags
 from megatron_moe.logs.tally import Metric
 from megatron_moe.logs.timers import Timers, timer_lines
+from megatron_moe.parallel.agreement import first_rank_does
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.folder_lock import FolderLock
 from megatron_moe.specs.count_flops import flops_per_step, peak_flops
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.run import RunPlan
@@ -51,22 +53,17 @@ class Reporter:
     def __init__(self, plan: RunPlan, context: ParallelContext, *, sinks: Sequence[Sink] | None = None) -> None:
         """`sinks` stand in for metrics.jsonl, TensorBoard and W&B.
 
-        Raises EnvironmentProblem when the run folder cannot be written or a package that was asked for is missing.
+        Raises EnvironmentProblem when the run folder cannot be written, another job has it, or a package that was
+        asked for is missing.
         """
         self.spec = plan.logging
         self.context = context
         self._plan = plan
         self._refuse_missing_packages()
-        if self.spec.run_dir is not None:
-            if context.is_first or context.is_last:
-                prepare_run_folder(self.spec.run_dir, context.rank)
-            if context.is_first:
-                write_provenance(
-                    self.spec.run_dir,
-                    run_yaml=plan.resolved_yaml,
-                    command_line=plan.command_line,
-                    device=context.device,
-                )
+        self._lock: FolderLock | None = None
+        first_rank_does(self._take_run_folder, context)
+        if self.spec.run_dir is not None and context.is_last:
+            prepare_run_folder(self.spec.run_dir, context.rank)
         self.interval = Interval(
             train_iters=plan.loop.train_iters,
             seq_length=plan.data.seq_length,
@@ -84,6 +81,20 @@ class Reporter:
         self._log_file = LogFile(self.spec.run_dir / "log.txt") if self.spec.run_dir is not None else None
         self._samples = 0
         self._has_reported = False
+
+    def _take_run_folder(self) -> None:
+        """Before anything of another job that still runs is overwritten."""
+        folder = self.spec.run_dir
+        if folder is None:
+            return
+        prepare_run_folder(folder, self.context.rank)
+        self._lock = lock_run_folder(folder)
+        write_provenance(
+            folder,
+            run_yaml=self._plan.resolved_yaml,
+            command_line=self._plan.command_line,
+            device=self.context.device,
+        )
 
     def begin(self, *, iteration: int, consumed_samples: int) -> None:
         """Starts after `iteration`, which is 0 in a new run. Later records of an interrupted run are dropped."""
@@ -175,6 +186,9 @@ class Reporter:
             self._guard.run("plots", partial(draw_plots, self.spec.run_dir))
         if self._log_file is not None:
             self._guard.run("log.txt", self._log_file.close)
+        if self._lock is not None:
+            self._guard.run("lock", self._lock.release)
+            self._lock = None
 
     def _write_memory(self, iteration: int) -> None:
         """From one rank of every group that holds the same part of the model."""

@@ -4,7 +4,7 @@ A rank with another flag makes other collectives than its peers, and hangs or co
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -35,6 +35,21 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
         f"ranks were started differently; give all of them the same command line and the same source:\n  "
         f"{listed(lines)}"
     )
+
+
+def first_rank_does(act: Callable[[], None], context: ParallelContext) -> None:
+    """All ranks call it, and the first acts. What keeps it from that (EnvironmentProblem, OSError) is raised on every
+    rank as an EnvironmentProblem."""
+    sentence = None
+    if context.is_first:
+        try:
+            act()
+        except (EnvironmentProblem, OSError) as error:
+            sentence = str(error)
+    # world: nothing, or one sentence
+    (sentence, *_) = gather_objects(sentence, context.host_group())
+    if sentence is not None:
+        raise EnvironmentProblem(sentence)
 
 
 def _facts(run_yaml: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_moe.parallel.folder_lock import held_by
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.watch.status import STATUS, Report
 
@@ -133,7 +134,11 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
 
 
 def judge(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
-    """Decides about the run of this folder and writes the end into its history."""
+    """Decides about the run of this folder and writes the end into its history, which is left alone while another job
+    writes into the folder: that job is the run, and this start was refused."""
+    holder = held_by(run_dir)
+    if holder is not None:
+        return Decision(restart=False, reason=f"another job writes into the run folder {run_dir}: {holder}")
     report = read_report(run_dir, since)
     decision = decide(report, exit_code, read_history(run_dir), patience)
     ending = Ending(

@@ -1,6 +1,7 @@
 """The Reporter tells the right listeners the right things, and none of them can stop training."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -78,6 +79,7 @@ def test_a_run_leaves_its_folder(tmp_path, context):
     reporter.validation(ValidationReport(iteration=4, consumed_samples=32, losses={"lm loss": 2.0}))
     reporter.close()
     assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
         "command.txt",
         "environment.txt",
         "log.txt",
@@ -200,6 +202,28 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_training(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match=r"run folder .*file/run cannot be written: .*--run-dir"):
         Reporter(plan(LoggingSpec(run_dir=tmp_path / "file" / "run")), context)
+
+
+def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is(tmp_path, context):
+    spec = LoggingSpec(run_dir=tmp_path, plots=False)
+    first = Reporter(plan(spec, resolved_yaml="lr: 0.1\n", command_line="first"), context)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def second(context: ParallelContext) -> str:
+        with pytest.raises(EnvironmentProblem) as caught:
+            Reporter(plan(spec, resolved_yaml="lr: 0.2\n", command_line="second"), context)
+        return str(caught.value)
+
+    sentences = on_threads(ParallelSpec(world_size=3), second)
+    assert re.fullmatch(
+        rf"another job writes into the run folder {tmp_path}: process {os.getpid()} on \S+, started 20[^;]*; "
+        "stop it or give another --run-dir folder",
+        sentences[0],
+    )
+    assert sentences == [sentences[0]] * 3
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    first.close()
+    Reporter(plan(spec), context).close()
 
 
 def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):

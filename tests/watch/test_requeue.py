@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
+from megatron_moe.parallel.folder_lock import FolderLock
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.watch.requeue import HISTORY, Ending, decide, judge, read_history, read_report
 from megatron_moe.watch.status import STATUS, Report
@@ -96,6 +97,17 @@ def test_every_end_is_written_down_and_counts_next_time(tmp_path):
     with open(tmp_path / HISTORY, "a") as history:
         history.write('{"half of a li')
     assert len(read_history(tmp_path)) == 3
+
+
+def test_a_start_that_another_job_kept_out_is_left_and_that_job_loses_nothing(tmp_path):
+    """Its status.json is the other job's: no code yet, as if this start had died without a word."""
+    lock = FolderLock(tmp_path, does="writes into", option="--run-dir")
+    (tmp_path / STATUS).write_text(json.dumps(asdict(Report(state="running", iteration=4, time=5.0))))
+    decision = judge(tmp_path, 1, since=0.0, now=6.0)
+    assert not decision.restart and f"another job writes into the run folder {tmp_path}: process " in decision.reason
+    assert not (tmp_path / HISTORY).exists()
+    lock.release()
+    assert judge(tmp_path, 1, since=0.0, now=7.0).restart
 
 
 def test_without_a_history_that_can_be_written_a_run_is_left(tmp_path, capsys):

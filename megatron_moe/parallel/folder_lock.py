@@ -1,0 +1,77 @@
+"""Jobs beside each other: one per folder, by an advisory lock that the system frees when the process dies."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+
+LOCK = ".lock"
+
+
+class FolderLock:
+    """Holds a folder for this job until `release`, or the end of the process.
+
+    Args:
+        does: what the other job would do to the folder, such as "saves checkpoints to".
+        option: the one that names another folder.
+
+    Raises:
+        EnvironmentProblem: another job holds the folder.
+        OSError: the lock file cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, does: str, option: str) -> None:
+        self._file = open(folder / LOCK, "a+")
+        self.works = True
+        """False where the file system knows no locks."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _holder(self._file.fileno())
+            self._file.close()
+            raise EnvironmentProblem(
+                f"another job {does} {folder}: {holder}; stop it or give another {option} folder"
+            ) from error
+        except OSError:
+            self.works = False
+        self._sign()
+
+    def _sign(self) -> None:
+        self._file.truncate(0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}))
+        self._file.flush()
+
+    def release(self) -> None:
+        if self.works:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing alone would not, if a forked process has the file
+        self._file.close()
+
+
+def held_by(folder: Path) -> str | None:
+    """Who holds the folder; None when nobody does, or nobody can know."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(file)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return None
+
+
+def _holder(file: int) -> str:
+    try:
+        holder = json.loads(os.pread(file, 1000, 0))
+        return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
+    except (ValueError, KeyError, TypeError):
+        return "it did not sign the lock file"
