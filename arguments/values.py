@@ -13,6 +13,7 @@ LayerPattern = int | tuple[int, ...]
 
 _LONGEST_EXPRESSION = 1000
 _LONGEST_PATTERN = 10_000
+_LARGEST_FP32 = 3.4028234663852886e38
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
 
@@ -175,6 +176,8 @@ def _number(kind: Callable[[str], int | float], word: str) -> int | float:
         finite = False
     if not finite:
         raise BadValue("is not a finite number")
+    if kind is float and abs(value) > _LARGEST_FP32:
+        raise BadValue(f"is beyond {_LARGEST_FP32:g}, the largest number of fp32")
     return value
 
 

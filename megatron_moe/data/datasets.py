@@ -22,10 +22,12 @@ from megatron_moe.data.samples import Documents, DocumentSamples, SampleRequest
 from megatron_moe.data.tokenizer import Tokenizer
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import DataProblem, RunError
+from megatron_moe.specs.exitcodes import DataProblem, MemoryProblem, RunError
 from megatron_moe.specs.train import BatchSpec, DataSpec, LoopSpec
 
 Share = tuple[float, float]
+_MOST_SAMPLES = 2**48
+"""Of a split: sizes of arrays still fit into 64 bits."""
 _ROUND_SECONDS = 30.0
 """After which ranks that wait for the first meet: well before a collective gives up."""
 
@@ -86,10 +88,24 @@ def build_datasets(
 
     Rank 0 builds the index arrays first; the others then find them in the cache. A problem that rank 0 meets is raised
     on every rank.
+
+    Raises:
+        DataProblem: files or blends that cannot be used.
+        MemoryProblem: more samples than the host can keep in order.
     """
+    sizes = split_sizes(batch, loop)
+    too_many = MemoryProblem(
+        f"the host has no room for the order of {sizes.train:,} training, {sizes.valid:,} validation and "
+        f"{sizes.test:,} test samples; give fewer --train-iters or --train-samples, --eval-iters, or evaluations"
+    )
+    if max(sizes.train, sizes.valid, sizes.test) > _MOST_SAMPLES:
+        raise too_many
 
     def build() -> Datasets:
-        return _Builder(spec, split_sizes(batch, loop), tokenizer).build()
+        try:
+            return _Builder(spec, sizes, tokenizer).build()
+        except MemoryError as error:
+            raise too_many from error
 
     return build() if context.group("world").size == 1 else _first_rank_first(build, context)
 

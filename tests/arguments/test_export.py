@@ -53,7 +53,8 @@ def scalar(kind: object, least: float | None, below: float | None, characters: s
     if kind is int:
         return st.integers(-(10**9) if least is None else int(least), 10**9 if below is None else int(below) - 1)
     if kind is float:
-        return st.floats(least, below, exclude_max=below is not None, allow_nan=False, allow_infinity=False)
+        least, most = -(2.0**127) if least is None else least, 2.0**127 if below is None else below
+        return st.floats(least, most, exclude_max=True)
     return st.text(characters, max_size=9)
 
 

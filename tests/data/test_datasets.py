@@ -18,7 +18,7 @@ from megatron_moe.data.samples import DocumentSamples, SampleRequest
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import Group, ParallelContext
-from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.specs.exitcodes import DataProblem, MemoryProblem
 from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.train import LoopSpec
 from tests.ranks import on_threads
@@ -199,6 +199,17 @@ def test_missing_training_data_is_refused(tmp_path: Path, changes: dict, sentenc
     }
     with pytest.raises(DataProblem, match=sentence):
         build(**named)
+
+
+@pytest.mark.parametrize("iterations", [10**13, 10**23])
+def test_more_samples_than_any_host_keeps_in_order_are_refused_with_their_numbers(
+    tmp_path: Path, iterations: int
+) -> None:
+    corpus(tmp_path)
+    loop = loop_spec(train_iters=iterations, eval_interval=None)
+    size = split_sizes(batch_spec(), loop).train
+    with pytest.raises(MemoryProblem, match=f"no room for the order of {size:,} training, .* --train-iters"):
+        build(loop, blend=(str(tmp_path / "corpus"),))
 
 
 def test_id_beyond_the_vocabulary_stops_the_step_that_reads_it(tmp_path: Path) -> None:
