@@ -7,6 +7,7 @@ too long is a deadlock: every rank's stack is collected, the processes are repla
 import atexit
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
@@ -28,16 +30,31 @@ from tests.rank_worker import Answer, Job
 REPOSITORY = Path(__file__).parent.parent
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to end once one has failed."""
-START_SECONDS = 120.0
-MEETING_SECONDS = 60.0
+START_SECONDS = 600.0
+MEETING_SECONDS = 300.0
 """How long ranks may take to open their connections: on a machine with other work it is no part of a job's time."""
+STACK_SECONDS = 30.0
+"""How long a process may take to print its stacks."""
+_RESERVED: list[socket.socket] = []
 
 
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(among: Sequence[int] = (0,)) -> int:
+    """A TCP port of this host, one of `among` if they are named, for a server that is still to be started.
+
+    It stays reserved as long as this process lives: the socket that holds it never listens, so a server with
+    SO_REUSEADDR, as torch's store is, may use it, but the system gives it to nobody else meanwhile.
+    """
+    for port in random.sample(among, len(among)):
+        holder = socket.socket(socket.AF_INET6 if (both := socket.has_dualstack_ipv6()) else socket.AF_INET)
+        if both:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        with suppress(OSError):
+            holder.bind(("", port))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: two sessions could share it
+            _RESERVED.append(holder)
+            return holder.getsockname()[1]
+        holder.close()
+    raise OSError(f"no port is free among {len(among)}")
 
 
 class RankFailure(AssertionError):
@@ -75,11 +92,12 @@ class Worker:
         if self.process.poll() is None:
             before = self.output.stat().st_size
             self.process.send_signal(signal.SIGUSR1)
-            deadline = time.monotonic() + 2.0
-            while time.monotonic() < deadline and self.output.stat().st_size == before:
-                wait([self.pipe], timeout=0.05)
-            wait([self.pipe], timeout=0.2)
-            return self.output.read_bytes()[before:].decode(errors="replace")
+            deadline = time.monotonic() + STACK_SECONDS
+            while not (said := self.output.read_bytes()[before:]).endswith(b" in <module>\n"):  # the outermost frame
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            return said.decode(errors="replace")
         return f"died with exit code {self.process.returncode}:\n" + self.output.read_text(errors="replace")[-2000:]
 
     def kill(self) -> None:
@@ -154,18 +172,20 @@ def start_pool() -> Pool:
 def _values(workers: Sequence[Worker], timeout: float) -> list[Any]:
     """Waits for the answers of all; the first error, with the others folded below it, is raised."""
     answers: dict[int, Answer] = {}
-    failed: list[int] = []
     deadline = time.monotonic() + timeout
-    while len(answers) < len(workers) and time.monotonic() < deadline:
+    while len(answers) < len(workers):
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in answers}
-        for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:  # also behind the deadline: what has come while this process stood still counts
+            break
+        for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting[pipe]
             answers[rank] = _answer(workers[rank])
             if answers[rank].trace is not None:
-                failed.append(rank)
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     missing = [rank for rank in range(len(workers)) if rank not in answers]
+    failed = sorted((rank for rank in answers if answers[rank].trace is not None), key=lambda rank: answers[rank].time)
     if failed:
         raise RankFailure(_report(failed, missing, answers, len(workers)))
     if missing:

@@ -66,8 +66,8 @@ def on_threads(
         for thread in threads:
             thread.start()
         for rank, thread in enumerate(threads):
-            thread.join(timeout=60)
-            assert not thread.is_alive(), f"rank {rank} of {world_size} still runs after 60 s: deadlock"
+            thread.join(timeout=300)
+            assert not thread.is_alive(), f"rank {rank} of {world_size} still runs after 300 s: deadlock"
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
@@ -95,7 +95,7 @@ def on_processes(
     *arguments: Any,
     dtype: torch.dtype = torch.float64,
     seed: int = 1234,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
 ) -> list[Result]:
     """Runs `function(context, *arguments)` on `spec.world_size` gloo processes; the results by rank.
 
@@ -136,4 +136,4 @@ def run_torchrun(num_ranks: int, arguments: Sequence[str], *, cwd: Path) -> subp
 
 def _run(command: list[str], cwd: Path, env: dict[str, str] | None) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,15 +1,22 @@
 """The pool of processes: what comes back from it, and what a test learns when a rank fails, dies or hangs."""
 
+import multiprocessing
 import os
+import pickle
 import signal
+import socket
 import threading
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.specs.parallel import ParallelSpec
-from tests.process_pool import RankFailure
+from tests.process_pool import RankFailure, _values, free_port
+from tests.rank_worker import Answer
 from tests.ranks import on_processes, on_threads
 from tests.tolerances import EXACT
 
@@ -37,6 +44,15 @@ def wait_for_nobody(context):
     if context.rank == 0:
         threading.Event().wait()
     return context.rank
+
+
+def workers_that_said(*answers):
+    """Stand-ins for workers, whose answers have all come before anybody reads one; None: none has."""
+    ends = [multiprocessing.Pipe() for _ in answers]
+    for (_, theirs), answer in zip(ends, answers, strict=True):
+        if answer is not None:
+            theirs.send_bytes(pickle.dumps(answer))
+    return [SimpleNamespace(pipe=ours, stack=lambda: "its stack", theirs=theirs) for ours, theirs in ends]
 
 
 def test_results_come_back_by_rank_and_processes_are_used_again():
@@ -73,6 +89,39 @@ def test_a_rank_that_dies_fails_the_test():
 
 
 def test_a_rank_that_hangs_is_shown_with_its_stack():
-    with pytest.raises(RankFailure, match=r"ranks \[0\] of 2 still ran after 1.5 s[\s\S]*wait_for_nobody"):
+    # on a busy machine the other rank may be late as well
+    with pytest.raises(RankFailure, match=r"ranks \[0(, 1)?\] of 2 still ran after 1.5 s[\s\S]*wait_for_nobody"):
         on_processes(PAIR, wait_for_nobody, timeout=1.5)
     assert len(on_processes(PAIR, sums_and_process, 1)) == 2, "the pool must work again"
+
+
+def test_only_ranks_that_hang_are_named():
+    with pytest.raises(RankFailure, match=r"ranks \[0\] of 2 still ran after 0.2 s[\s\S]*its stack"):
+        _values(workers_that_said(None, Answer(1)), 0.2)
+
+
+def test_what_has_come_while_nobody_looked_counts_behind_the_deadline():
+    assert _values(workers_that_said(Answer(1), Answer(2)), -1.0) == [1, 2]
+
+
+def test_of_errors_that_are_read_together_the_earlier_one_came_first():
+    """The rank that was abandoned may be read before the one that failed."""
+    late, early = Answer(trace="abandoned", time=2.0), Answer(trace="the reason", time=1.0)
+    with pytest.raises(RankFailure, match="rank 1 of 2 failed first:\nthe reason\nrank 0: abandoned"):
+        _values(workers_that_said(late, early), 1.0)
+
+
+@pytest.mark.parametrize("among", [(0,), range(20000, 30000)])
+def test_a_free_port_is_kept_for_the_server_it_was_asked_for(among):
+    """Another session must not be given it between the asking and the start of the server."""
+    port = free_port(among)
+    assert port in among or among == (0,)
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "")):
+        with socket.socket(family) as other, pytest.raises(OSError):
+            other.bind((host, port))
+    store = TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=60))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert free_port(among) != port
+    with pytest.raises(OSError, match="no port is free"):
+        free_port([port])
