@@ -52,7 +52,7 @@ class Deadlines:
         self._leave = leave
         self._status: Status | None = None
         self._main = threading.get_ident()
-        self._started = time.time()
+        self._started = time.monotonic()
         self._change = threading.Condition()
         self._phase, self._iteration = "start", 0
         self._begin = time.monotonic()
@@ -154,14 +154,11 @@ class Deadlines:
         if self._crash is None or self._world_size == 1:
             return ""
         time.sleep(_OTHERS_SECONDS)
-        silent = [rank for rank in range(self._world_size) if not self._has_stacks(self._crash / _stacks(rank))]
+        own = _written(self._crash / _stacks(self._rank))
+        # one clock stamps all of these files; those of hosts differ, and are set while a run goes on
+        begun = own - (time.monotonic() - self._started)
+        silent = [rank for rank in range(self._world_size) if _written(self._crash / _stacks(rank)) < begun]
         return ", ".join(f"rank {rank}" for rank in silent)
-
-    def _has_stacks(self, path: Path) -> bool:
-        try:
-            return path.stat().st_mtime >= self._started
-        except OSError:
-            return False
 
 
 def waiting_in(frame: FrameType) -> str:
@@ -190,6 +187,14 @@ def _outwards(frame: FrameType | None) -> Iterable[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _written(path: Path) -> float:
+    """Seconds since the epoch; 0 without a file."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _stacks(rank: int) -> str:

@@ -2,20 +2,16 @@
 there.
 """
 
-import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_moe.specs.exitcodes import ExitCode, OtherRankProblem
-from megatron_moe.watch.status import Status
+from megatron_moe.watch.status import Failure, Status
 
 _OTHERS_SECONDS = 2.0
 """How long a rank waits for the reports of others before it names those that left none."""
-_SLOWEST_SECONDS = 1.0
-"""How much earlier than this rank another one may have begun, and failed."""
 _BROKE = "the connection to another rank broke"
 _BROKEN = (
     "connection closed by peer",
@@ -54,7 +50,6 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._seconds = seconds
-        self._started = time.time() - _SLOWEST_SECONDS
 
     def __enter__(self) -> "Peers":
         return self
@@ -68,12 +63,13 @@ class Peers:
     def _problem(self, *, waited: bool) -> OtherRankProblem:
         if self._run_dir is None:
             return OtherRankProblem(f"{_BROKE}: see what the others printed, or give --run-dir, where each reports")
-        reports = self._reports(self._run_dir / "crash")
-        causes = [report for report in reports.values() if report.code != ExitCode.OTHER_RANK]
+        failures = self._failures()
+        causes = [failure for failure in failures.values() if not failure.followed]
         if causes:
-            first = min(causes, key=lambda report: report.time)
-            return OtherRankProblem(f"rank {first.rank} failed first, code {first.code}: {first.sentence}", first.rank)
-        silent = [rank for rank in range(self._world_size) if rank not in reports and rank != self._rank]
+            first = min(causes, key=lambda failure: failure.time)
+            told = f"code {first.report.code}: {first.report.sentence}"
+            return OtherRankProblem(f"rank {first.rank} failed first, {told}", first.rank)
+        silent = [rank for rank in range(self._world_size) if rank not in failures and rank != self._rank]
         if not silent:
             return OtherRankProblem(f"{_BROKE}, and no report in {self._run_dir}/crash says why")
         named = ", ".join(f"rank {rank}" for rank in silent)
@@ -83,36 +79,16 @@ class Peers:
         sentence = f"{named} vanished without a report: killed, or its node failed; its peers' connections broke"
         return OtherRankProblem(sentence, silent[0])
 
-    def _reports(self, crash: Path) -> "dict[int, _Failure]":
+    def _failures(self) -> dict[int, Failure]:
         """What other ranks have left in this start, by rank. Waits until all have, or one has failed by itself, or
         the time is up."""
         until = time.monotonic() + self._seconds
         while True:
-            found = {}
-            for rank in range(self._world_size):
-                report = _read(crash / f"rank_{rank:05d}.json", rank)
-                if report is not None and report.time >= self._started and rank != self._rank:
-                    found[rank] = report
-            own = any(report.code != ExitCode.OTHER_RANK for report in found.values())
+            found = {failure.rank: failure for failure in self._status.failures() if failure.rank != self._rank}
+            own = any(not failure.followed for failure in found.values())
             if own or len(found) == self._world_size - 1 or time.monotonic() >= until:
                 return found
             time.sleep(0.05)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    code: int
-    sentence: str
-    time: float
-
-
-def _read(path: Path, rank: int) -> _Failure | None:
-    try:
-        content = json.loads(path.read_text())
-        return _Failure(rank, int(content["code"]), str(content["sentence"]), float(content["time"]))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def is_broken_connection(error: BaseException) -> bool:

@@ -1,7 +1,9 @@
 """status.json: how a run stands and why it ended, whatever the launcher makes of its exit code.
 
 torchrun turns every non-zero code into 1, so job scripts read this file. Each rank that fails leaves a file of its own
-in `crash/`; the earliest one that did not merely follow another rank is named as the first.
+in `crash/`; the earliest one that did not merely follow another rank is named as the first. Which was the earliest, and
+which is of an earlier start, the times of those files tell: one clock stamps them all, that of the folder's server,
+while the clocks of hosts differ, and are set while a run goes on.
 """
 
 import json
@@ -9,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +22,8 @@ State = Literal["starting", "running", "saving", "finished", "preempted", "faile
 
 STATUS = "status.json"
 _SECONDS_BETWEEN_WRITES = 5.0
+_SLOWEST_SECONDS = 1.0
+"""How much earlier than this rank another one may have begun, and failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,22 @@ class Report:
     sentence: str = ""
     hint: str = ""
     time: float = 0.0
-    """Seconds since the epoch, of this report."""
+    """Seconds since the epoch, of this report, by the clock of the host."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank has left in crash/."""
+
+    rank: int
+    report: Report
+    time: float
+    """Of the file: seconds since the epoch."""
+
+    @property
+    def followed(self) -> bool:
+        """Another rank ended first, and this one saw it."""
+        return self.report.code == ExitCode.OTHER_RANK
 
 
 class Status:
@@ -48,6 +68,7 @@ class Status:
     Args:
         say: told once when the file cannot be written.
         clock: seconds since the epoch.
+        timer: seconds; nobody sets it.
     """
 
     def __init__(
@@ -57,14 +78,18 @@ class Status:
         rank: int = 0,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
         self._rank = rank
         self._say = say
         self._clock = clock
-        self._started = clock()
+        self._timer = timer
+        self._started = timer()
         self._written: float | None = None
         self._said = False
+        self._failed: Path | None = None
+        """What this rank has left in crash/."""
         self.report = Report()
         self.update(state="starting")
 
@@ -82,7 +107,7 @@ class Status:
         elif isinstance(error, RunError):
             self.fail(error.code, str(error))
         elif isinstance(error, KeyboardInterrupt):
-            self.fail(ExitCode.INTERRUPTED, "interrupted from the keyboard")
+            self.fail(ExitCode.INTERRUPTED, str(error) or "interrupted from the keyboard")
         else:
             self.fail(ExitCode.BUG, f"{type(error).__name__}: {error}", "a fault of the program: please report it")
 
@@ -97,7 +122,7 @@ class Status:
         if state is not None:
             fields["state"] = state
         self.report = replace(self.report, **fields, time=self._clock())
-        due = self._written is None or changed or self._clock() - self._written >= _SECONDS_BETWEEN_WRITES
+        due = self._written is None or changed or self._timer() - self._written >= _SECONDS_BETWEEN_WRITES
         if self._rank == 0 and due:
             self._write(STATUS, self.report)
 
@@ -122,41 +147,53 @@ class Status:
             hint=hint,
             time=self._clock(),
         )
-        self._write(f"crash/rank_{self._rank:05d}.json", self.report)
-        self._write(STATUS, min([self.report, *self._other_failures()], key=_blame))
+        self._failed = self._write(f"crash/rank_{self._rank:05d}.json", self.report)
+        first = min(self.failures(), key=_blame, default=None)
+        self._write(STATUS, self.report if first is None else first.report)
 
-    def _other_failures(self) -> list[Report]:
-        """What other ranks of this start left in crash/; files that cannot be read do not count."""
-        failures = []
-        if self._run_dir is not None:
-            for path in (self._run_dir / "crash").glob("rank_*.json"):
-                try:
-                    report = Report(**json.loads(path.read_text()))
-                except (OSError, ValueError, TypeError):
-                    continue
-                if report.time >= self._started and report.code is not None:
-                    failures.append(report)
-        return failures
+    def failures(self) -> list[Failure]:
+        """What ranks of this start have left in crash/. This one must have failed: the others' files are judged by the
+        time of its own, and without it there are none. Files that cannot be read do not count."""
+        found: list[Failure] = []
+        if self._failed is None:
+            return found
+        with suppress(OSError):  # somebody has removed the folder
+            begun = self._failed.stat().st_mtime - (self._timer() - self._started) - _SLOWEST_SECONDS
+            for path in sorted(self._failed.parent.glob("rank_*.json")):
+                failure = _read(path)
+                if failure is not None and failure.time >= begun:
+                    found.append(failure)
+        return found
 
-    def _write(self, name: str, report: Report) -> None:
-        """Written aside and put in place in one step, so that a reader never sees half of it."""
+    def _write(self, name: str, report: Report) -> Path | None:
+        """Written aside and put in place in one step, so that a reader never sees half of it. None: it could not be."""
         if self._run_dir is None:
-            return
-        self._written = self._clock()
+            return None
+        self._written = self._timer()
         path = self._run_dir / name
         aside = path.with_name(f".{path.name}-{self._rank}-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(json.dumps(asdict(report), indent=1) + "\n")
             os.replace(aside, path)
+            return path
         except OSError as error:
             if not self._said:
                 self._say(f"cannot write {path}: {error.strerror}; training goes on without it")
             self._said = True
+            return None
 
 
-def _blame(report: Report) -> tuple[bool, float]:
+def _read(path: Path) -> Failure | None:
+    try:
+        report = Report(**json.loads(path.read_text()))
+        rank = int(path.stem.removeprefix("rank_"))
+        return None if report.code is None else Failure(rank, report, path.stat().st_mtime)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _blame(failure: Failure) -> tuple[bool, float]:
     """Ranks that failed by themselves come before those that followed; of the former the earliest, of the latter the
     last one, which has seen the reports of the others."""
-    followed = report.code == ExitCode.OTHER_RANK
-    return (followed, -report.time if followed else report.time)
+    return (failure.followed, -failure.time if failure.followed else failure.time)

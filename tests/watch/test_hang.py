@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def test_an_expired_deadline_leaves_stacks_and_a_status(tmp_path: Path, capsys: 
     assert (found["state"], found["code"]) == ("failed", 10)
     assert "rank 0 made no progress for 0 s: phase step, iteration 7" in found["sentence"]
     assert "--step-deadline" in capsys.readouterr().err
+
+
+def test_ranks_that_left_no_stacks_in_this_start_are_named_by_the_clock_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P7: the file server's clock is two hours behind this host's."""
+    gone, there = threading.Event(), time.time()
+    crash = tmp_path / "crash"
+    crash.mkdir()
+    for rank, seconds in ((1, 0.0), (2, -600.0)):
+        (crash / f"stacks_{rank:05d}.txt").write_text("")
+        os.utime(crash / f"stacks_{rank:05d}.txt", (0.0, there + seconds))
+    monkeypatch.setattr(time, "time", lambda: there + 7200)
+    with Deadlines({"step": 0.2}, tmp_path, world_size=4, leave=lambda code: gone.set()) as deadlines:
+        deadlines.enter("step", 7)
+        assert gone.wait(20.0)
+    assert "; no stacks came from rank 2, rank 3: stopped" in capsys.readouterr().err
 
 
 def test_a_run_whose_stderr_nobody_reads_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """status.json: what it says while a run goes on, how it names the first failure, and that it never does harm."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def test_a_run_is_starting_until_it_says_otherwise(tmp_path: Path) -> None:
 
 
 def test_it_is_written_on_every_change_of_state_and_else_every_five_seconds(tmp_path: Path) -> None:
-    status = Status(tmp_path, clock=(clock := Clock()))
+    status = Status(tmp_path, clock=(clock := Clock()), timer=clock)
     status.update(state="running", iteration=1)
     for seconds, iteration, seen in ((1.0, 2, 1), (3.0, 3, 1), (1.0, 4, 4), (4.9, 5, 4), (0.1, 6, 6)):
         clock.now += seconds
@@ -39,6 +41,15 @@ def test_it_is_written_on_every_change_of_state_and_else_every_five_seconds(tmp_
         assert read(tmp_path)["iteration"] == seen, f"iteration {iteration}, {seconds} s after the last one"
     status.update(state="saving", iteration=7)
     assert read(tmp_path) | {"state": "saving", "iteration": 7, "time": clock.now} == read(tmp_path)
+
+
+def test_it_is_written_though_the_hosts_clock_is_set_back(tmp_path: Path) -> None:
+    clock, timer = Clock(), Clock()
+    status = Status(tmp_path, clock=clock, timer=timer)
+    clock.now -= 3600
+    timer.now += 5
+    status.update(iteration=9)
+    assert read(tmp_path)["iteration"] == 9
 
 
 def test_the_end_is_written_at_once(tmp_path: Path) -> None:
@@ -51,7 +62,12 @@ def test_the_end_is_written_at_once(tmp_path: Path) -> None:
 
 
 def test_leaving_by_an_error_writes_its_code_and_sentence(tmp_path: Path) -> None:
-    cases = ((DataProblem("no data"), 4, "no data"), (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"))
+    cases: tuple[tuple[BaseException, int, str], ...] = (
+        (DataProblem("no data"), 4, "no data"),
+        (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"),
+        (KeyboardInterrupt(), 130, "interrupted from the keyboard"),
+        (KeyboardInterrupt("SIGTERM, the second signal"), 130, "SIGTERM, the second signal"),
+    )
     for number, (error, code, sentence) in enumerate(cases):
         with pytest.raises(type(error)), Status(tmp_path / str(number)):
             raise error
@@ -67,8 +83,11 @@ def test_a_failed_run_stays_failed(tmp_path: Path) -> None:
 
 
 def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
-    clock = Clock()
-    ranks = [Status(tmp_path, rank=rank, clock=clock) for rank in range(4)]
+    """The clock of every host is an hour behind that of the one before."""
+    clocks = [Clock() for _ in range(4)]
+    for rank, clock in enumerate(clocks):
+        clock.now -= 3600 * rank
+    ranks = [Status(tmp_path, rank=rank, clock=clock) for rank, clock in enumerate(clocks)]
     failures = (
         (2, ExitCode.OTHER_RANK, "another rank left"),
         (3, ExitCode.NUMERICS, "loss is nan on rank 3"),
@@ -77,7 +96,7 @@ def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
     )
     named = []
     for rank, code, sentence in failures:
-        clock.now += 1
+        time.sleep(0.02)  # as exactly as a file system tells the time
         ranks[rank].fail(code, sentence, hint="look there")
         named.append(read(tmp_path)["rank"])
     assert named == [2, 3, 3, 3]
@@ -88,11 +107,29 @@ def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
 
 
 def test_failures_of_an_earlier_start_and_torn_files_do_not_count(tmp_path: Path) -> None:
-    clock = Clock()
-    Status(tmp_path, rank=5, clock=clock).fail(ExitCode.DATA, "long ago")
+    """Nor when it came from a host whose clock is hours ahead."""
+    ahead = Clock()
+    ahead.now = time.time() + 7200
+    Status(tmp_path, rank=5, clock=ahead).fail(ExitCode.DATA, "long ago")
+    os.utime(tmp_path / "crash" / "rank_00005.json", (0.0, time.time() - 100))
     (tmp_path / "crash" / "rank_00006.json").write_text('{"state": "fai')
-    clock.now += 100
-    Status(tmp_path, clock=clock).fail(ExitCode.NUMERICS, "now")
+    Status(tmp_path).fail(ExitCode.NUMERICS, "now")
+    assert read(tmp_path)["sentence"] == "now"
+
+
+def test_a_folder_that_somebody_removes_while_a_rank_fails_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = Status(tmp_path)
+    replace = os.replace
+
+    def and_removed(aside: Path, path: Path) -> None:
+        replace(aside, path)
+        if path.parent.name == "crash":
+            path.unlink()
+
+    monkeypatch.setattr(os, "replace", and_removed)
+    status.fail(ExitCode.NUMERICS, "now")
     assert read(tmp_path)["sentence"] == "now"
 
 
@@ -104,7 +141,7 @@ def test_other_ranks_write_nothing_while_all_is_well(tmp_path: Path) -> None:
 
 
 def test_no_half_written_file_is_ever_in_place(tmp_path: Path) -> None:
-    status = Status(tmp_path, clock=(clock := Clock()))
+    status = Status(tmp_path, timer=(clock := Clock()))
     for iteration in range(20):
         clock.now += 10
         status.update(state="running", iteration=iteration)
