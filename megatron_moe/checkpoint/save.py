@@ -343,10 +343,10 @@ class Saver:
     def _open(self, fresh: bool) -> None:
         probe(self.folder)
         self._lock = FolderLock(self.folder, does="saves checkpoints to", option="--save")
-        if self._lock.works:
+        if self._lock.warning is None:
             sweep(self.folder, self._storage, self._say)
         else:
-            self._say(f"{self.folder} is on a file system without locks: a second job would not be noticed")
+            self._say(self._lock.warning)
         if fresh:
             set_aside(self.folder, self._storage, self._say)
         mend_tracker(self.folder, self._storage, self._say)

@@ -28,7 +28,7 @@ from megatron_moe.logs.sinks import Entry, Guard, JsonLines, LogFile, Sink, Tens
 from megatron_moe.logs.tags import layer_tags, step_record, step_tags, validation_record, validation_tags, wanted_tags
 from megatron_moe.logs.tally import Metric
 from megatron_moe.logs.timers import Timers, timer_lines
-from megatron_moe.parallel.agreement import first_rank_does
+from megatron_moe.parallel.agreement import every_rank_does
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.folder_lock import FolderLock
 from megatron_moe.specs.count_flops import flops_per_step, peak_flops
@@ -59,11 +59,8 @@ class Reporter:
         self.spec = plan.logging
         self.context = context
         self._plan = plan
-        self._refuse_missing_packages()
         self._lock: FolderLock | None = None
-        first_rank_does(self._take_run_folder, context)
-        if self.spec.run_dir is not None and context.is_last:
-            prepare_run_folder(self.spec.run_dir, context.rank)
+        every_rank_does(self._prepare, context)
         self.interval = Interval(
             train_iters=plan.loop.train_iters,
             seq_length=plan.data.seq_length,
@@ -82,12 +79,15 @@ class Reporter:
         self._samples = 0
         self._has_reported = False
 
-    def _take_run_folder(self) -> None:
+    def _prepare(self) -> None:
         """Before anything of another job that still runs is overwritten."""
+        self._refuse_missing_packages()
         folder = self.spec.run_dir
-        if folder is None:
+        if folder is None or not (self.context.is_first or self.context.is_last):
             return
         prepare_run_folder(folder, self.context.rank)
+        if not self.context.is_first:
+            return
         self._lock = lock_run_folder(folder)
         write_provenance(
             folder,
@@ -102,6 +102,8 @@ class Reporter:
         if self._sinks is None:
             self._sinks = self._make_sinks(iteration) if self.context.is_last else ()
         self._guard.run("console", partial(self._console.start, iteration))
+        if self._lock is not None and self._lock.warning is not None:
+            self.note(self._lock.warning)
 
     def due(self, iteration: int) -> bool:
         """A report follows this iteration: every `--log-interval`, and the first and the last of a run."""

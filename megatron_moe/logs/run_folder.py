@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_moe.parallel.folder_lock import LOCK, FolderLock
+from megatron_moe.parallel.folder_lock import FolderLock
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 
 _PACKAGES = (
@@ -48,8 +48,7 @@ def lock_run_folder(folder: Path) -> FolderLock:
 
     Raises EnvironmentProblem when another one has it, or the lock cannot be written.
     """
-    with _refusal(folder, folder / LOCK):
-        return FolderLock(folder, does="writes into the run folder", option="--run-dir")
+    return FolderLock(folder, does="writes into the run folder", option="--run-dir")
 
 
 @contextmanager

@@ -37,19 +37,23 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
     )
 
 
-def first_rank_does(act: Callable[[], None], context: ParallelContext) -> None:
-    """All ranks call it, and the first acts. What keeps it from that (EnvironmentProblem, OSError) is raised on every
-    rank as an EnvironmentProblem."""
+def every_rank_does(act: Callable[[], None], context: ParallelContext) -> None:
+    """All ranks call it, and act. What keeps one from that (EnvironmentProblem, OSError) is raised on every rank as an
+    EnvironmentProblem, so that none waits for one that has left."""
     sentence = None
-    if context.is_first:
-        try:
-            act()
-        except (EnvironmentProblem, OSError) as error:
-            sentence = str(error)
-    # world: nothing, or one sentence
-    (sentence, *_) = gather_objects(sentence, context.host_group())
-    if sentence is not None:
-        raise EnvironmentProblem(sentence)
+    try:
+        act()
+    except (EnvironmentProblem, OSError) as error:
+        sentence = str(error)
+    # world: nothing, or one sentence per rank
+    for rank, told in enumerate(gather_objects(sentence, context.host_group())):
+        if told is not None:
+            raise EnvironmentProblem(told if rank == 0 else f"on rank {rank}: {told}")
+
+
+def first_rank_does(act: Callable[[], None], context: ParallelContext) -> None:
+    """All ranks call it, and the first acts, as in `every_rank_does`."""
+    every_rank_does(act if context.is_first else lambda: None, context)
 
 
 def _facts(run_yaml: str) -> dict[str, str]:

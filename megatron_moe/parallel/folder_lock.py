@@ -10,6 +10,9 @@ from pathlib import Path
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 
 LOCK = ".lock"
+_TRIES = 3
+_PAUSE_SECONDS = 0.1
+"""Between two tries: who asks for the holder (`held_by`) has a lock himself for a moment."""
 
 
 class FolderLock:
@@ -20,25 +23,47 @@ class FolderLock:
         option: the one that names another folder.
 
     Raises:
-        EnvironmentProblem: another job holds the folder.
-        OSError: the lock file cannot be written.
+        EnvironmentProblem: another job holds the folder, or the lock file cannot be written.
     """
 
     def __init__(self, folder: Path, *, does: str, option: str) -> None:
-        self._file = open(folder / LOCK, "a+")
+        self._folder = folder
         self.works = True
         """False where the file system knows no locks."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = open(folder / LOCK, "a+")
+            self._take()
+            self._sign()
         except BlockingIOError as error:
             holder = _holder(self._file.fileno())
             self._file.close()
             raise EnvironmentProblem(
                 f"another job {does} {folder}: {holder}; stop it or give another {option} folder"
             ) from error
-        except OSError:
-            self.works = False
-        self._sign()
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"{folder / LOCK}, which keeps other jobs out, cannot be written: {error.strerror or error}; free it "
+                f"or give another {option} folder"
+            ) from error
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence for the log where the lock does not work."""
+        where = f"{self._folder} is on a file system without locks"
+        return None if self.works else f"{where}: a second job would not be noticed"
+
+    def _take(self) -> None:
+        """Raises BlockingIOError when somebody else has it."""
+        for left in reversed(range(_TRIES)):
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+            except OSError:
+                self.works = False
+                return
 
     def _sign(self) -> None:
         self._file.truncate(0)

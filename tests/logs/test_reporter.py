@@ -1,5 +1,6 @@
 """The Reporter tells the right listeners the right things, and none of them can stop training."""
 
+import fcntl
 import os
 import re
 import subprocess
@@ -192,7 +193,7 @@ def test_a_closed_terminal_does_not_stop_training():
         text=True,
     )
     process.stdout.close()
-    _, err = process.communicate("the reader has left\n", timeout=60)
+    _, err = process.communicate("the reader has left\n", timeout=300)
     assert process.returncode == 0, err
     assert err.count("telemetry: console failed (BrokenPipeError") == 1
     assert "went on" in err
@@ -224,6 +225,36 @@ def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     first.close()
     Reporter(plan(spec), context).close()
+
+
+class WithoutWandB(Reporter):
+    """On rank 1 of a run that wants it."""
+
+    def _refuse_missing_packages(self) -> None:
+        if self.context.rank == 1:
+            raise EnvironmentProblem("wandb is not installed")
+
+
+def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
+    """Or the others would wait for one that has left, and end with a traceback."""
+
+    def main(context: ParallelContext) -> str:
+        with pytest.raises(EnvironmentProblem) as caught:
+            WithoutWandB(plan(LoggingSpec(run_dir=tmp_path)), context)
+        return str(caught.value)
+
+    assert on_threads(ParallelSpec(world_size=3), main) == ["on rank 1: wandb is not installed"] * 3
+
+
+def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch, capsys):
+    def unknown(file: object, operation: int) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    reporter = Reporter(plan(LoggingSpec(run_dir=tmp_path, plots=False)), context)
+    reporter.begin(iteration=0, consumed_samples=0)
+    reporter.close()
+    assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
 
 
 def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):
@@ -315,7 +346,7 @@ def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
         "TensorBoard(Path('tb'), 0).log(Entry(iteration=1, samples=1, tags={'lm loss': 1.0}))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0
 
 
