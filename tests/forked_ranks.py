@@ -57,14 +57,14 @@ class Ranks:
             if self._pids[rank] not in self._codes:
                 os.kill(self._pids[rank], number)
 
-    def wait(self, patience: float = _PATIENCE_SECONDS) -> list[int] | None:
+    def wait(self, patience: float = _PATIENCE_SECONDS, follow: float = _FOLLOW_SECONDS) -> list[int] | None:
         """Exit codes by rank. Kills what is left some time after the first rank has ended, as launchers do; None when
         none had ended."""
         until = time.monotonic() + patience
         ended, impatient = False, False
         while len(self._codes) < len(self._pids):
             if self._look() and not ended:
-                ended, until = True, time.monotonic() + _FOLLOW_SECONDS
+                ended, until = True, time.monotonic() + follow
             if time.monotonic() > until:
                 impatient = impatient or not ended
                 for pid in set(self._pids) - set(self._codes):

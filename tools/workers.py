@@ -5,7 +5,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,10 +27,18 @@ def map_in_order(
         yield pending.popleft().result()
 
 
+class _Workers(ProcessPoolExecutor):
+    """Any submission may start another worker, which inherits that Ctrl-C is blocked."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            return super().submit(fn, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_workers(count: int) -> ProcessPoolExecutor:
-    """Spawned workers (no threads and locks go along) that Ctrl-C never reaches: they inherit that it is blocked."""
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    pool.submit(int)  # starts all of them
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pool
+    """Spawned workers (no threads and locks go along) that Ctrl-C never reaches."""
+    return _Workers(count, mp_context=multiprocessing.get_context("spawn"))

@@ -30,7 +30,7 @@ class Gated(Storage):
         self.gate = threading.Event()
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-        assert self.gate.wait(timeout=60)
+        assert self.gate.wait(timeout=600)
         super().write_file(path, chunks)
 
 

@@ -18,6 +18,8 @@ from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.watch.hang import Deadlines
 from tests import tiny
 
+PATIENCE = 120.0
+
 SEVERAL = ParallelSpec(world_size=8, pp=2, tp=2, sequence_parallel=True, ep=4)
 
 
@@ -104,11 +106,11 @@ def test_the_first_rank_of_a_node_compiles_alone_and_the_others_go_together(tmp_
     inside = [threading.Event() for _ in range(3)]
     leave = [threading.Event() for _ in range(3)]
     threads = [enter_in_a_thread(tmp_path, inside[0], leave[0])]
-    assert inside[0].wait(5)
+    assert inside[0].wait(PATIENCE)
     threads += [enter_in_a_thread(tmp_path, inside[i], leave[i]) for i in (1, 2)]
     assert not inside[1].wait(0.2) and not inside[2].is_set(), "two ranks compile at once"
     leave[0].set()
-    assert inside[1].wait(5) and inside[2].wait(5), "the others wait for one another"
+    assert inside[1].wait(PATIENCE) and inside[2].wait(PATIENCE), "the others wait for one another"
     for event, thread in zip(leave, threads, strict=True):
         event.set()
-        thread.join(5)
+        thread.join(PATIENCE)

@@ -109,7 +109,7 @@ def test_two_ranks_log_and_evaluate_what_one_does(variant, data, tmp_path):
 
 
 def test_srun_variables_make_the_ranks_meet(data, tmp_path):
-    port = free_port() % 20000
+    job = free_port(range(20000, 40000)) - 20000  # of which the ranks make the port again
     processes = []
     for rank in range(2):
         slurm = {
@@ -119,7 +119,7 @@ def test_srun_variables_make_the_ranks_meet(data, tmp_path):
             "SLURM_NTASKS_PER_NODE": "2",
             "SLURM_STEP_NUM_TASKS": "2",
             "SLURM_STEP_ID": "0",
-            "SLURM_JOB_ID": str(port),
+            "SLURM_JOB_ID": str(job),
             "SLURM_NNODES": "1",
             "SLURM_JOB_NODELIST": "localhost",
             "SLURM_STEP_NODELIST": "localhost",
@@ -132,7 +132,7 @@ def test_srun_variables_make_the_ranks_meet(data, tmp_path):
         processes.append(
             subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )
-    outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
+    outputs = [process.communicate(timeout=600)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "using world size: 2, data-parallel size: 2" in outputs[0]
     assert list(losses(tmp_path / "run")) == [1, 2]
@@ -168,7 +168,7 @@ def test_a_sample_of_text_can_be_drawn_from_the_checkpoint(whole_run):
     command += ["--prompt", "def ", "--max-new-tokens", "8", "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     texts = [
-        subprocess.run(command, cwd=run.parent, env=environment, capture_output=True, text=True, timeout=120)
+        subprocess.run(command, cwd=run.parent, env=environment, capture_output=True, text=True, timeout=600)
         for _ in range(2)
     ]
     assert texts[0].returncode == 0, texts[0].stderr

@@ -34,7 +34,7 @@ def test_two_stages_train_as_one_rank_does_and_one_rank_goes_on(data, tmp_path):
     script = [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--load", str(two / "checkpoints")]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     script += ["--max-new-tokens", "3", "--device", "cpu"]
-    succeed(subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120))
+    succeed(subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600))
 
     succeed(run_program(arguments(data, two, *common), cwd=tmp_path))
     for key in ("lm loss", "load_balancing_loss", "grad-norm", "lm loss validation"):

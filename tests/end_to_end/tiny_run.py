@@ -38,7 +38,7 @@ def make_data(folder: Path, parts: Sequence[str] = (), *, name: str = "corpus") 
     command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", str(text)]
     command += ["--output-prefix", str(folder / name), "--tokenizer-type", "ByteTokenizer", "--append-eod"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=600)
     return str(folder / f"{name}_text_document")
 
 

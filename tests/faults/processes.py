@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.ranks import REPOSITORY
 
-TIMEOUT = 120
+TIMEOUT = 600
 
 
 def start(argv: list[str], rank: int = 0, world_size: int = 1, port: int = 0) -> subprocess.Popen:

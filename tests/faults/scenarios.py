@@ -38,7 +38,7 @@ NIGHTLY = ("exit", "memory", "signal in backward", "signal in save", "signal at 
 DIFFERING = {"unlike": ["--lr", "0.5"]}
 """name -> flags of the last rank alone."""
 NUM_RANKS = 3
-FLAGS = "--train-iters 4 --global-batch-size 6 --eval-iters 0 --save-interval 2 --no-plots --step-deadline 20".split()
+FLAGS = "--train-iters 4 --global-batch-size 6 --eval-iters 0 --save-interval 2 --no-plots --step-deadline 60".split()
 
 
 def main(folder: Path, data: str, names: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def outcome(run: Path, argv: Sequence[str], last: Sequence[str]) -> dict:
     """How one start ends; `last`: more flags of the last rank."""
     said = run.with_name(run.name + "-said")
     ranks = Ranks([argv] * (NUM_RANKS - 1) + [[*argv, *last]], said)
-    codes = ranks.wait()
+    codes = ranks.wait(patience=300.0, follow=120.0)
     texts = [(said / f"{rank}.txt").read_text(errors="replace") for rank in range(NUM_RANKS)]
     return {"codes": codes, "said": texts, "status": json.loads((run / "status.json").read_text())}
 

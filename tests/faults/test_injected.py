@@ -30,7 +30,7 @@ def nightly_folder(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def played(folder: Path, data: str, names: Sequence[str]) -> Path:
     command = [sys.executable, "-m", "tests.faults.scenarios", str(folder), data, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

@@ -18,7 +18,7 @@ def kill(folder: Path, *, moments: int, chance: int) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.faults.killing", "--folder", str(folder)]
     command += ["--moments", str(moments), "--random", str(chance)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert {key: found[key] for key in HARM} == dict.fromkeys(HARM, 0), found

@@ -27,7 +27,7 @@ def test_flags_and_specs_load_without_torch():
     program = "import importlib, sys\n"
     program += f"for name in {modules!r}: importlib.import_module(name)\n"
     program += "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy')))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"R4: importing arguments and specs loads torch or numpy, or fails:\n{done.stderr}"
 
 
@@ -35,7 +35,7 @@ def test_a_training_starts_without_what_it_does_not_use():
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "matplotlib", "sympy", "wandb")
     program = "import sys, megatron_moe.build\n"
     program += f"sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stderr.strip() == "", f"every start pays for the import of {done.stderr}"
 
 

@@ -43,9 +43,9 @@ def test_a_port_in_use_is_told() -> None:
 
 def wait_in_vain(context: ParallelContext) -> str:
     """On the first of two ranks: the error of an all-reduce that the second never joins."""
-    context.limit_waiting(1.0)
     group, store = context.group("dp"), distributed_c10d._get_default_store()
     all_reduce_(torch.ones(1), group)
+    context.limit_waiting(1.0)
     if context.rank == 1:
         store.get("the first rank has given up")
         return ""

@@ -42,7 +42,7 @@ def start(folder: Path, script: str, report: Report | None, **more: str) -> subp
     if report is not None:
         (folder / "status").write_text(json.dumps(asdict(replace(report, time=FUTURE))))
         environment = {**environment, "STUB_STATUS": str(folder / "status"), "STUB_RUN_DIR": str(run_dir)}
-    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=300)
 
 
 def requeued(folder: Path) -> bool:

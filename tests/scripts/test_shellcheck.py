@@ -15,7 +15,7 @@ SCRIPTS = [*sorted((REPOSITORY / "scripts").rglob("*.sh")), REPOSITORY / ".ci" /
 
 def findings(path: Path) -> str:
     assert SHELLCHECK.is_file(), f"{SHELLCHECK} is missing: pip install -c constraints.txt -e .[test]"
-    done = subprocess.run([SHELLCHECK, "--shell=bash", str(path)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([SHELLCHECK, "--shell=bash", str(path)], capture_output=True, text=True, timeout=300)
     return done.stdout
 
 

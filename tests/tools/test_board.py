@@ -3,17 +3,18 @@
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tools.board import Board, Reading, nvidia_smi
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
-def printing(*lines: str, then: str = "time.sleep(60)") -> list[str]:
+def printing(*lines: str, then: str = "time.sleep(600)") -> list[str]:
     """A command that prints lines and goes on until it is ended."""
-    return [sys.executable, "-c", f"import time; print({chr(10).join(lines)!r}, flush=True); {then}"]
+    return [sys.executable, "-c", f"import os, time; print({chr(10).join(lines)!r}, flush=True); {then}"]
 
 
 def wait_for(found: Callable[[], object]) -> None:
@@ -30,12 +31,15 @@ def test_medians_are_over_what_was_read():
     assert str(board.medians()) == "690 of 700 W, multiprocessors at 1500 MHz"
 
 
-def test_what_is_forgotten_does_not_count():
-    later = "time.sleep(0.5); print('500, 700, 1600', flush=True); time.sleep(60)"
+def test_what_is_forgotten_does_not_count(tmp_path: Path):
+    sign = tmp_path / "forgotten"
+    wait = f"exec({f'while not os.path.exists({str(sign)!r}): time.sleep(0.01)'!r})"
+    later = f"{wait}; print('500, 700, 1600', flush=True); time.sleep(600)"
     with Board(printing("100, 700, 300", then=later)) as board:
         wait_for(board.medians)
         board.forget()
         assert board.medians() is None
+        sign.touch()
         wait_for(board.medians)
         assert board.medians() == Reading(500.0, 700.0, 1600.0)
 

@@ -37,7 +37,7 @@ def test_plain_text_holds_the_same_documents(made: Path) -> None:
 def test_the_program_writes_the_same_bytes_again_and_prints_sizes(made: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "make_corpus.py"), "--output-dir", str(tmp_path / "new")]
     run = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=True
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, check=True
     )
     assert (tmp_path / "new" / "corpus.jsonl").read_bytes() == (made / "corpus.jsonl").read_bytes()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["corpus.jsonl"]

@@ -117,7 +117,7 @@ def test_program_runs_with_a_trained_tokenizer_and_workers(tmp_path: Path) -> No
     command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "SentencePieceTokenizer"]
     command += ["--tokenizer-model", str(model), "--append-eod", "--workers", "2", "--log-interval", "100"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "processed 300 documents" in done.stderr
     tokenizer = load_tokenizer(TokenizerSpec(kind="SentencePieceTokenizer", model=model))
@@ -254,7 +254,7 @@ def test_an_interrupted_run_leaves_nothing_half_written(tmp_path: Path) -> None:
                 break
             source.write(jsonl(["a"]))
             time.sleep(0.05)
-    _, error = tool.communicate(timeout=60)
+    _, error = tool.communicate(timeout=300)
     assert (tool.returncode, error.strip().splitlines()[-1]) == (130, "interrupted; nothing was written")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -269,7 +269,9 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "in.jsonl")]
     command += ["--output-prefix", str(tmp_path / "out"), *BYTES]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, preexec_fn=_small_files)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, preexec_fn=_small_files
+    )
     assert done.returncode == 4, done.stderr
     assert "cannot write" in done.stderr and "File too large" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

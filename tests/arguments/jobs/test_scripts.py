@@ -25,7 +25,7 @@ JOB = Job(
 
 def lines_printed(script: str) -> list[str]:
     """What the script prints when bash runs it."""
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.splitlines()
 
 
