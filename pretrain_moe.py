@@ -38,7 +38,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except RunError as problem:
         print(f"rank {plan.launch.rank}: {problem}", file=sys.stderr)
         return int(problem.code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:
+            print(f"rank {plan.launch.rank}: left at once: {interrupt}", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
     return int(ExitCode.OK)
 
@@ -93,6 +95,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
 
     # where the run left off, or its beginning
     checkpoints = Checkpoints(plan, context, trainer, saver, reporter, status)
+    goodbye.callback(checkpoints.close)
     state = checkpoints.restore(loader)
     reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
 

@@ -195,17 +195,24 @@ class Saver:
         self._lock: FolderLock | None = None
         first_rank_does(lambda: self._open(fresh), context)
 
-    def close(self) -> None:
+    def close(self) -> int | None:
         """Lets other jobs use the folder. A save that is still being written is given up and leaves no checkpoint; wait
-        for it first (`wait`)."""
+        for it first (`wait`). One that is being committed is completed.
+
+        Returns:
+            Iteration of the latter, on the first rank.
+        """
         job, self._job = self._job, None
+        committed = None
+        if job is not None and job.committing is not None and self._context.is_first:
+            done = job.committing.exception() is None  # waits a moment
+            committed = job.iteration if done and job.committing.result().error is None else None
         if job is None or job.resting:
             self._copies.release()
-        elif job.committing is not None:
-            job.committing.exception()  # a moment
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+        return committed
 
     def save(
         self,

@@ -104,8 +104,8 @@ class Checkpoints:
         self.save(state, loader)
         if self._saver is not None and self._last_saved != state.iteration:
             raise SaveProblem(
-                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; the "
-                f"newest there is of iteration {self._last_saved}; mend what is told above and start the run again"
+                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; "
+                f"{self._newest()}; mend what is told above and start the run again"
             )
 
     def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
@@ -118,8 +118,20 @@ class Checkpoints:
             trouble = f"; {problem}"
         if self._last_saved == state.iteration:
             raise Preempted(f"{reason}; nothing is lost, the same command goes on from here", saved=True)
-        where = "no --save folder" if self._saver is None else f"the newest checkpoint is of {self._last_saved}"
+        where = "no --save folder" if self._saver is None else self._newest()
         raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
+
+    def close(self) -> None:
+        """To be called in whatever way a run ends: a checkpoint that is being committed then counts, too."""
+        iteration = self._saver.close() if self._saver is not None else None
+        if iteration is not None:
+            self._status.update(last_checkpoint=iteration)
+            self._reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
+
+    def _newest(self) -> str:
+        """Of the --save folder."""
+        newest = self._status.report.last_checkpoint
+        return "there is none yet" if newest is None else f"the newest there is of iteration {newest}"
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
         """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on.

@@ -148,8 +148,11 @@ class Status:
             time=self._clock(),
         )
         self._failed = self._write(f"crash/rank_{self._rank:05d}.json", self.report)
-        first = min(self.failures(), key=_blame, default=None)
-        self._write(STATUS, self.report if first is None else first.report)
+        failures = self.failures() or [Failure(self._rank, self.report, 0.0)]
+        known = [each.report.last_checkpoint for each in failures if each.report.last_checkpoint is not None]
+        # the first rank may have completed one after the others had left
+        first = replace(min(failures, key=_blame).report, last_checkpoint=max(known, default=None))
+        self._write(STATUS, first)
 
     def failures(self) -> list[Failure]:
         """What ranks of this start have left in crash/. This one must have failed: the others' files are judged by the

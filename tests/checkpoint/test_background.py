@@ -157,6 +157,28 @@ def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(tmp_p
     again.close()
 
 
+def test_closing_completes_what_is_being_committed_and_tells_the_first_rank(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, ONE, storage=(storage := GatedCommit()))
+    start_some(saver, 20)
+    while not storage.reached.is_set():
+        saver.poll()
+    threading.Timer(0.2, storage.gate.set).start()
+    assert saver.close() == 20 and saver.close() is None
+    assert load_some(tmp_path)[0].iteration == 20
+
+
+class GatedCommit(Storage):
+    """Gives no checkpoint its name before its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate, self.reached = threading.Event(), threading.Event()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.reached.set()
+        assert self.gate.wait(timeout=600)
+        super().rename(source, target)
+
+
 def save_some_after(saver: Saver, storage: Gated, iteration: int) -> None:
     storage.gate.set()
     assert save_some(saver, iteration) is not None

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretrain_moe
 from megatron_moe.build import build_context
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.specs.run import RunPlan
-from pretrain_moe import pretrain
+from pretrain_moe import main, pretrain
 from tests import tiny
 
 
@@ -32,6 +33,15 @@ def test_the_loader_of_the_training_data_is_closed(tmp_path: Path, monkeypatch: 
         pretrain(plan_of(tmp_path), goodbye)
         assert not closed
     assert len(closed) == 1
+
+
+def test_a_second_signal_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(plan: RunPlan, goodbye: ExitStack) -> None:
+        raise KeyboardInterrupt("SIGTERM, the second signal")
+
+    monkeypatch.setattr(pretrain_moe, "pretrain", interrupted)
+    assert main(["--recipe", "quickstart"], {}) == 130
+    assert capsys.readouterr().err == "rank 0: left at once: SIGTERM, the second signal\n"
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -14,7 +14,7 @@ from megatron_moe.checkpoint.verify import verify
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProblem
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import CheckpointSpec
@@ -110,6 +110,29 @@ def test_the_status_tells_from_the_start_where_a_run_goes_on(trained: tuple[Path
     own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
     assert (own.iteration, own.last_checkpoint) == (2, 2)
     assert (other.iteration, other.last_checkpoint) == (2, None)
+
+
+def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path) -> None:
+    """Else a job script believes that this start has got nowhere."""
+    run = start(plan_of(save=tmp_path))
+    run.train(1)
+    run.checkpoints.save(run.state, run.loader, in_background=True)
+    saver = run.checkpoints._saver
+    assert saver is not None
+    while saver._job is not None and saver._job.committing is None:
+        saver.poll()
+    run.checkpoints.close()
+    assert run.status.report.last_checkpoint == 1 and "was completed while the run ended" in run.notes[-1]
+
+
+def test_a_run_without_any_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(plan_of(save=tmp_path))
+    run.train(1)
+    monkeypatch.setattr(Saver, "save", lambda *arguments, **names: None)
+    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is none yet; mend"):
+        run.checkpoints.save_last(run.state, run.loader)
+    with pytest.raises(Preempted, match="why, without a checkpoint of it: there is none yet"):
+        run.checkpoints.leave_preempted(run.state, run.loader, "why")
 
 
 def test_another_sequence_length_is_refused_with_both_numbers(trained: tuple[Path, Run]) -> None:

@@ -106,6 +106,16 @@ def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_the_newest_checkpoint_that_any_rank_knows_is_told(tmp_path: Path) -> None:
+    """The first rank may complete it when the one that failed first has left."""
+    first, other = Status(tmp_path, rank=0), Status(tmp_path, rank=1)
+    other.update(last_checkpoint=2)
+    other.fail(ExitCode.NUMERICS, "loss is nan")
+    first.update(last_checkpoint=4)
+    first.fail(ExitCode.OTHER_RANK, "another rank left")
+    assert (read(tmp_path)["rank"], read(tmp_path)["last_checkpoint"]) == (1, 4)
+
+
 def test_failures_of_an_earlier_start_and_torn_files_do_not_count(tmp_path: Path) -> None:
     """Nor when it came from a host whose clock is hours ahead."""
     ahead = Clock()
