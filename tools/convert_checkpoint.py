@@ -78,11 +78,13 @@ def _convert(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         raise EnvironmentProblem("one of --load and --save must be hf:FOLDER, the other a folder of checkpoints")
     outcome = _to_ours(options, words) if load.startswith(HUGGING_FACE) else _to_hugging_face(options, words)
     code = ExitCode.OK
-    if options.compare_logits:
-        line, same = compared_logits(outcome, options.compare_logits)
-        outcome.report.notes.append(line)
-        code = ExitCode.OK if same else ExitCode.DRIFT
-    (outcome.beside / REPORT).write_text(outcome.report.text(), encoding="utf-8")
+    try:
+        if options.compare_logits:
+            line, same = compared_logits(outcome, options.compare_logits)
+            outcome.report.notes.append(line)
+            code = ExitCode.OK if same else ExitCode.DRIFT
+    finally:  # the conversion is done even if it cannot be compared
+        (outcome.beside / REPORT).write_text(outcome.report.text(), encoding="utf-8")
     for note in outcome.report.notes:
         print(note)
     rows, seconds = len(outcome.report.rows), outcome.report.seconds
@@ -164,7 +166,13 @@ def compared_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
         raise EnvironmentProblem("--compare-logits needs the package transformers: pip install transformers") from error
     vocab = int(read_config(outcome.huggingface)["vocab_size"])
     tokens_BS = torch.randint(0, vocab, (1, num_positions), generator=torch.Generator().manual_seed(1))
-    theirs = AutoModelForCausalLM.from_pretrained(outcome.huggingface, dtype=torch.float32).eval()
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(outcome.huggingface, dtype=torch.float32).eval()
+    except (ValueError, OSError, ImportError, RuntimeError, LookupError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise EnvironmentProblem(
+            f"--compare-logits: transformers cannot read {outcome.huggingface}: {reason}; all else is done"
+        ) from error
     theirs_SV = theirs(tokens_BS).logits[0]
     del theirs
     candidate = as_checkpoint(outcome.ours)
@@ -195,6 +203,12 @@ def _bytes(text: str) -> int:
     raise EnvironmentProblem(f"--shard-size {text} is not a size such as 5GB or 500MB")
 
 
+def _positions(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of positions")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
@@ -203,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hf-config", type=Path, help="folder with the config.json and the tokenizer of the export")
     parser.add_argument("--shard-size", default=f"{SHARD_BYTES // 10**9}GB", help="of one exported file (5GB)")
     parser.add_argument("--dtype", choices=("keep", "bf16", "fp32"), default="keep", help="of exported weights (keep)")
-    parser.add_argument("--compare-logits", type=int, metavar="N", help="compare both models on N positions")
+    parser.add_argument("--compare-logits", type=_positions, metavar="N", help="compare both models on N positions")
     return parser
 
 

@@ -92,15 +92,6 @@ def _published(path: Path) -> ModelSpec:
         return model_spec_from_hf(values, mtp=True)
     except CheckpointProblem as trouble:
         raise FlagErrors([Problem(what=f"{path}: {trouble}")]) from None
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        AttributeError,
-    ) as trouble:  # such as a text for a list
-        what = f"{path} holds a value that describes no model: {trouble}"
-        raise FlagErrors([Problem(what=what, remedy="download the file again")]) from None
 
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelSpec:

@@ -115,6 +115,7 @@ def to_hf(
     rows = [Row(t.name, dtype_name(t.like.dtype), tuple(t.like.shape), t.ours) for t in export.tensors()]
     padding = spec.vocab_size - model_spec_from_hf(config).vocab_size
     remarks = [f"{padding} padding rows of the vocabulary were left out"] if padding else []
+    remarks += export.notes
     return Report(checkpoint, output, rows, time.monotonic() - started, remarks)
 
 

@@ -20,7 +20,7 @@ from megatron_moe.checkpoint.hf_folder import CONFIG, INDEX, SINGLE
 from megatron_moe.checkpoint.shards import bytes_of, safetensors_header
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.families.derive import differences, model_spec_from_hf, with_latent_norms_of
 from megatron_moe.specs.model import ModelSpec
 
 SHARD_BYTES = 5 * 10**9
@@ -54,7 +54,7 @@ class Export:
     Args:
         weights: every parameter and expert bias of the whole model by name; shapes and element types are used.
         spec: of that model.
-        config: config.json of the folder to be; `config` then is the one to write.
+        config: config.json of the folder to be; `config` then is the one to write, and `notes` what is worth showing.
     Raises:
         CheckpointProblem: the model type has no place for a parameter, or the model is not the one of the config.
     """
@@ -66,7 +66,12 @@ class Export:
         self.counterparts = [*counterparts, *_copies(counterparts, spec, published)]
         self.config = _config(config, spec, next(iter(weights.values())).dtype)
         problems = [f"no place for {name}" for name in unknown]
-        problems += [f"{line} (config.json)" for line in differences(spec, published)]
+        against = with_latent_norms_of(spec, published)
+        problems += [f"{line} (config.json)" for line in differences(spec, against)]
+        self.notes = [
+            f"{line}: transformers norms compressed q and kv with the latter, other readers with rms_norm_eps"
+            for line in differences(against, published)
+        ]
         if published.vocab_size > spec.vocab_size:
             problems.append(f"vocabulary: {spec.vocab_size} rows, config.json has {published.vocab_size}")
         if problems:

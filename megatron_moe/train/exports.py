@@ -55,6 +55,8 @@ class Exports:
         self._context, self._reporter = context, reporter
         whole = GPT(plan.model, ParallelContext.single(dtype=context.dtype, device="meta"), bundle())
         self._export = Export(weight_tensors(whole), plan.model, read_config(template))
+        for note in self._export.notes:
+            reporter.note(f"exports to Hugging Face: {note}")
         self._last: int | None = None
 
     @classmethod

@@ -10,7 +10,7 @@ import pytest
 from megatron_moe.specs.attention import AttentionSpec, yarn_mscale
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.families.derive import differences, model_spec_from_hf, with_latent_norms_of
 from tests.zoo import model_spec, zoo_rows
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
@@ -90,7 +90,20 @@ def test_yarn_without_a_factor_stretches_to_the_longest_position():
         ("DeepSeek-V3", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("DeepSeek-V3", {"attention_bias": True}, "attention_bias"),
         ("DeepSeek-V3", {"topk_group": 2}, "best 2 experts at top-8 in 2 groups"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ("Moonlight-16B-A3B", {"num_experts_per_tok": 1}, "renormalises the score of a single expert"),
+        ("GLM-4.5-Air", {"num_experts_per_tok": 1}, "renormalises the score of a single expert"),
+        ("GPT-OSS-20B", {"layer_types": ["chunked_attention", "full_attention"] * 12}, "types chunked_attention"),
+        ("GPT-OSS-20B", {"layer_types": ["full_attention"] * 23}, "has 24 layers and 23 layer_types"),
+        ("DeepSeek-V2-Lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
         ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("Mixtral-8x7B", {"num_hidden_layers": 10**30}, "has num_hidden_layers = 1000"),
+        ("Mixtral-8x7B", {"num_hidden_layers": "32"}, "describes no model"),
+        ("Mixtral-8x7B", {"rms_norm_eps": "small"}, "describes no model: could not convert string to float"),
+        ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "describes no model"),
+        ("Qwen3-30B-A3B", {"rope_scaling": "yarn"}, "describes no model"),
         (
             "DeepSeek-V2-Lite",
             {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
@@ -102,6 +115,36 @@ def test_what_would_be_computed_differently_is_refused(name: str, change: dict[s
     with pytest.raises(CheckpointProblem, match="config.json") as caught:
         model_spec_from_hf({**PUBLISHED[name], **change})
     assert said in str(caught.value)
+
+
+def test_experts_stand_in_the_layers_that_moe_layer_freq_divides():
+    spec = model_spec_from_hf({**PUBLISHED["DeepSeek-V3"], "moe_layer_freq": 2, "num_hidden_layers": 8})
+    assert [index for index, layer in enumerate(spec.layers) if layer.is_moe] == [4, 6]
+
+
+@pytest.mark.parametrize(("given", "dim"), [({}, 64), ({"partial_rotary_factor": 0.25}, 32)])
+def test_half_of_a_head_is_rotated_in_glm_where_the_file_says_nothing(given: dict[str, float], dim: int):
+    silent = {key: value for key, value in PUBLISHED["GLM-4.5-Air"].items() if key != "partial_rotary_factor"}
+    assert model_spec_from_hf({**silent, **given}).layers[0].mixer.rope.dim == dim
+
+
+def test_a_window_without_a_size_is_that_of_the_family():
+    spec = model_spec_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "use_sliding_window": True})
+    assert spec.layers[0].mixer.core.window == (4095, 0)
+
+
+def test_latent_norms_may_follow_the_one_epsilon_of_a_config_and_nothing_else():
+    published = model_spec_from_hf(PUBLISHED["Moonlight-16B-A3B"])
+    flags = model_spec(ROWS["Moonlight-16B-A3B"])
+    assert differences(flags, with_latent_norms_of(flags, published)) == []
+    odd = replace(flags.layers[0].mixer, norm=replace(flags.layers[0].mixer.norm, eps=1e-3))
+    other = replace(flags, layers=(replace(flags.layers[0], mixer=odd), *flags.layers[1:]))
+    assert differences(other, with_latent_norms_of(other, published)) == [
+        "layer 0 mixer norm eps: 0.001, published 1e-06"
+    ]
+    assert differences(flags, with_latent_norms_of(replace(flags, layers=flags.layers[:4]), published)) == [
+        "layers 4-26 mixer norm eps: 1e-05, published 1e-06"
+    ]
 
 
 def test_differences_name_the_layer_the_field_and_both_values():

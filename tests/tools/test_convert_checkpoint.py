@@ -34,6 +34,35 @@ def test_there_and_back_with_the_same_logits(folder: Path, tmp_path: Path, capsy
     assert report.count("\n| model.") == len(tensors_in(folder)) - 1  # and lm_head
 
 
+def test_latent_norms_with_the_epsilon_of_the_flags_are_told_and_no_obstacle(tmp_path: Path, capsys):
+    """As in Moonlight: flags know one epsilon, transformers norms the latents with 1e-6."""
+    folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
+    assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
+    capsys.readouterr()
+    back = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/back", "--hf-config", str(folder)]
+    assert main(back) == ExitCode.OK
+    EXACT.check_all(tensors_in(tmp_path / "back"), tensors_in(folder), "tensors")
+    line = "layers 0-2 mixer norm eps: 0.0001, published 1e-06: transformers norms compressed q and kv with the latter"
+    assert line in capsys.readouterr().out and line in (tmp_path / "back" / "conversion.md").read_text()
+
+
+def test_a_family_that_transformers_cannot_compare_is_converted_and_told(tmp_path: Path, capsys):
+    folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
+    change_config(folder, model_type="kimi_k2")
+    words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--compare-logits", "12"]
+    assert main(words) == ExitCode.ENVIRONMENT
+    assert "transformers cannot read" in capsys.readouterr().err
+    assert verify(tmp_path / "ours" / "iter_0000000") == [] and (tmp_path / "ours" / "conversion.md").is_file()
+
+
+@pytest.mark.parametrize("number", ["0", "-3", "many"])
+def test_logits_are_compared_on_some_positions(number: str, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--load", "hf:a", "--save", "b", "--compare-logits", number])
+    assert caught.value.code == ExitCode.CONFIG
+    assert f"{number} is no number of positions" in capsys.readouterr().err
+
+
 def test_other_logits_are_told_by_the_exit_code(folder: Path, tmp_path: Path, capsys):
     words = ["--load", f"hf:{folder}", "--save", str(tmp_path), "--compare-logits", "12", "--rotary-base", "77"]
     assert main(words) == ExitCode.DRIFT

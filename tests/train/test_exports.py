@@ -59,6 +59,16 @@ def test_every_layout_exports_the_whole_model_once(name: str, layout: ParallelSp
     assert said == [[f"exported iteration 5 as a Hugging Face folder to {path}"], *[[]] * (layout.world_size - 1)]
 
 
+def test_latent_norms_that_transformers_computes_otherwise_are_told_at_the_start(tmp_path: Path):
+    spec = published("deepseek_v3, yarn", tmp_path / "hf")
+    trained = tuple(replace(layer, mixer=replace(layer.mixer, norm=layer.norm)) for layer in spec.layers)
+    said = Notes()
+    plan = tiny.plan(model=replace(spec, layers=trained))
+    Exports(plan, ParallelContext.single(), tmp_path / "hf", tmp_path / "out", said)
+    (line,) = said
+    assert line.startswith("exports to Hugging Face: layers 0-2 mixer norm eps: 0.0001, published 1e-06")
+
+
 def test_a_failure_in_the_middle_costs_one_line_and_no_rank_waits(tmp_path: Path, monkeypatch):
     spec = over_ranks(published("qwen2_moe", tmp_path / "hf"))
 

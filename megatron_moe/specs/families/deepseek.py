@@ -13,19 +13,25 @@ _LATENT_NORM_EPS = 1e-6
 def deepseek_v2(config: HFConfig) -> tuple[LayerSpec, ...]:
     """arXiv 2405.04434. Softmax over all experts, not renormalised, times a scaling factor."""
     config.refuse_if(config.get("norm_topk_prob", False), "renormalises softmax probabilities (norm_topk_prob)")
+    config.refuse_other("scoring_func", "softmax")
+    config.refuse_other("topk_method", "greedy", "group_limited_greedy")
     return _layers(config, _softmax_moe(config), interleaved=True)
 
 
 def deepseek_v3(config: HFConfig) -> tuple[LayerSpec, ...]:
     """arXiv 2412.19437."""
+    config.refuse_other("scoring_func", "sigmoid")
+    config.refuse_other("topk_method", "noaux_tc")
     return _layers(config, read_sigmoid_moe(config), interleaved=config.get("rope_interleave", True))
 
 
 def _layers(config: HFConfig, moe: MoESpec, interleaved: bool) -> tuple[LayerSpec, ...]:
+    """From the layer `first_k_dense_replace` on, every one whose index `moe_layer_freq` divides is MoE."""
     norm, mixer = read_norm(config, 1e-6), _mla(config, interleaved)
     dense, num_dense = read_mlp(config, config.integer("intermediate_size")), config.get("first_k_dense_replace", 0)
+    step = config.get("moe_layer_freq", 1)
     return tuple(
-        LayerSpec(mixer=mixer, feed_forward=dense if index < num_dense else moe, norm=norm)
+        LayerSpec(mixer=mixer, feed_forward=moe if index >= num_dense and index % step == 0 else dense, norm=norm)
         for index in range(config.integer("num_hidden_layers"))
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from megatron_moe.specs.attention import RopeSpec, yarn_mscale
+from megatron_moe.specs.attention import MLASpec, RopeSpec, yarn_mscale
 from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.families import deepseek, grouped_query
 from megatron_moe.specs.families.reader import HFConfig
@@ -25,6 +25,9 @@ FAMILIES = (
 )
 """By `model_type` of config.json. A new family is a function here, a table in checkpoint/names.py and a logit test."""
 
+_MOST_LAYERS = 10_000
+"""More are a damaged file; their specs would fill the memory before anything else could notice."""
+
 _TRAINING_CHOICES = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "init", "max_positions", "mtp", "vocab_size"),
@@ -40,9 +43,18 @@ def model_spec_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Model
 
     Training choices (balancing losses, dispatcher) are left at "none" and "local". `mtp` takes the multi-token
     prediction layers of `num_nextn_predict_layers` along, whose weights many published folders leave out. Raises
-    CheckpointProblem for an unknown model type and for options that would compute something else here.
+    CheckpointProblem for an unknown model type, for options that would compute something else here, and for values
+    that describe no model.
     """
-    config = HFConfig(values)
+    try:
+        return _model_spec(HFConfig(values), mtp)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # such as a text for a list
+        raise CheckpointProblem(
+            f"config.json holds a value that describes no model: {error}; download the file again."
+        ) from error
+
+
+def _model_spec(config: HFConfig, mtp: bool) -> ModelSpec:
     layers = _family(config)
     num_mtp = int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0))) if mtp else 0
     std = float(config.get("initializer_range", 0.02))
@@ -60,6 +72,8 @@ def model_spec_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Model
 
 
 def _family(config: HFConfig) -> tuple[LayerSpec, ...]:
+    num_layers = config.get("num_hidden_layers", 0)
+    config.refuse_if(num_layers > _MOST_LAYERS, f"has num_hidden_layers = {num_layers}")
     for name, read in FAMILIES:
         if name == config.model_type:
             return read(config)
@@ -80,6 +94,21 @@ def differences(ours: ModelSpec, published: ModelSpec) -> list[str]:
         for line in _compare("", mine, theirs):
             of_layers.setdefault(line, []).append(index)
     return lines + [f"{_span(layers)} {line}" for line, layers in of_layers.items()]
+
+
+def with_latent_norms_of(ours: ModelSpec, published: ModelSpec) -> ModelSpec:
+    """`published` with the epsilon of `ours` in the norms of compressed q and kv, where that is `rms_norm_eps`.
+
+    A config.json has one epsilon. Hugging Face norms the latents with 1e-6 whatever it says; Megatron-LM, vLLM and
+    SGLang norm them with it, so that weights trained that way are described by the same file.
+    """
+    layers = tuple(
+        replace(theirs, mixer=replace(theirs.mixer, norm=theirs.norm))
+        if isinstance(theirs.mixer, MLASpec) and mine.mixer.norm == theirs.norm
+        else theirs
+        for mine, theirs in zip(ours.layers, published.layers, strict=False)
+    )
+    return replace(published, layers=(*layers, *published.layers[len(layers) :]))
 
 
 def _span(layers: list[int]) -> str:

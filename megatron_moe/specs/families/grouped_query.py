@@ -30,7 +30,7 @@ def qwen2_moe(config: HFConfig) -> tuple[LayerSpec, ...]:
 def qwen3_moe(config: HFConfig) -> tuple[LayerSpec, ...]:
     """arXiv 2505.09388. Norm of q and k per head, no shared expert."""
     norm, biased = read_norm(config, 1e-6), config.get("attention_bias", False)
-    window = config.get("sliding_window", None) if config.get("use_sliding_window", False) else None
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     mixer = _attention(config, norm, qk_norm="per_head", qkv_bias=biased, out_bias=biased, window=window)
     moe = _softmax_moe(config, _experts_key(config), config.integer("moe_intermediate_size"))
     return _layers(config, norm, mixer, moe)
@@ -68,19 +68,20 @@ def gpt_oss(config: HFConfig) -> tuple[LayerSpec, ...]:
             bias=True,
         ),
     )
-    alternating = ["sliding_attention", "full_attention"] * config.integer("num_hidden_layers")
-    kinds = config.get("layer_types", alternating)[: config.integer("num_hidden_layers")]
-    return tuple(
-        LayerSpec(mixer=windowed if kind == "sliding_attention" else full, feed_forward=moe, norm=norm)
-        for kind in kinds
-    )
+    mixers = {"sliding_attention": windowed, "full_attention": full}
+    num_layers = config.integer("num_hidden_layers")
+    kinds = config.get("layer_types", [*mixers] * num_layers)[:num_layers]
+    unknown = sorted({str(kind) for kind in kinds} - set(mixers))
+    config.refuse_if(bool(unknown), f"has layers of the types {', '.join(unknown)} (layer_types)")
+    config.refuse_if(len(kinds) < num_layers, f"has {num_layers} layers and {len(kinds)} layer_types")
+    return tuple(LayerSpec(mixer=mixers[kind], feed_forward=moe, norm=norm) for kind in kinds)
 
 
 def glm4_moe(config: HFConfig) -> tuple[LayerSpec, ...]:
     """arXiv 2508.06471 (GLM-4.5). Half of each head rotated, sigmoid router with expert bias, first layers dense."""
     norm = read_norm(config, 1e-5)
     qk_norm: Literal["per_head", "none"] = "per_head" if config.get("use_qk_norm", False) else "none"
-    mixer = _attention(config, norm, qk_norm=qk_norm, qkv_bias=config.get("attention_bias", False))
+    mixer = _attention(config, norm, qk_norm=qk_norm, qkv_bias=config.get("attention_bias", False), rotated_part=0.5)
     dense, num_dense = read_mlp(config, config.integer("intermediate_size")), config.integer("first_k_dense_replace")
     moe = read_sigmoid_moe(config)
     return tuple(
@@ -99,8 +100,9 @@ def _attention(
     out_bias: bool = False,
     sinks: bool = False,
     window: int | None = None,
+    rotated_part: float = 1.0,
 ) -> AttentionSpec:
-    """`window` counts the own token, ours only those beside it."""
+    """`window` counts the own token, ours only those beside it. `rotated_part` of a head where the file says none."""
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.get("head_dim", hidden // num_heads)
     core = CoreAttentionSpec(
@@ -115,7 +117,7 @@ def _attention(
         num_query_groups=config.get("num_key_value_heads", num_heads),
         head_dim=head_dim,
         core=core,
-        rope=read_rope(config, head_dim, default_base),
+        rope=read_rope(config, head_dim, default_base, default_part=rotated_part),
         qk_norm=qk_norm,
         norm=norm,
         qkv_bias=qkv_bias,

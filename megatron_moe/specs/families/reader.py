@@ -49,6 +49,11 @@ class HFConfig:
         if condition:
             raise CheckpointProblem(f"config.json of model type {self.model_type} {what}, which is not supported here.")
 
+    def refuse_other(self, key: str, *known: str) -> None:
+        """Raises CheckpointProblem for a value that is given and none of those."""
+        value = self.get(key, known[0])
+        self.refuse_if(value not in known, f"has {key} = {value!r}")
+
 
 def read_norm(config: HFConfig, default_eps: float) -> NormSpec:
     return NormSpec(kind="RMSNorm", eps=float(config.get("rms_norm_eps", default_eps)))
@@ -68,11 +73,13 @@ def read_mlp(config: HFConfig, ffn_hidden_size: int) -> MLPSpec:
     )
 
 
-def read_rope(config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False) -> RopeSpec:
+def read_rope(
+    config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False, default_part: float = 1.0
+) -> RopeSpec:
     """Rotation of the first `partial_rotary_factor` of a head."""
     rope = _rope_parameters(config)
     plain = RopeSpec(
-        dim=int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        dim=int(head_dim * rope.get("partial_rotary_factor", default_part)),
         base=float(rope.get("rope_theta", default_base)),
         interleaved=interleaved,
     )

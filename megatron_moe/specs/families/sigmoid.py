@@ -5,9 +5,12 @@ from megatron_moe.specs.moe import ExpertsSpec, MoESpec, RouterSpec, SharedExper
 
 
 def read_sigmoid_moe(config: HFConfig) -> MoESpec:
-    """Scores are always renormalised over the chosen experts here, and a group is scored by the sum of its best
-    topk // group_topk experts, where Hugging Face sums the best two."""
+    """Scores are renormalised over the chosen experts here if there are several, and a group is scored by the sum of
+    its best topk // group_topk experts, where Hugging Face renormalises even a single one and sums the best two."""
     topk = config.integer("num_experts_per_tok")
+    config.refuse_if(
+        topk == 1 and config.get("norm_topk_prob", True), "renormalises the score of a single expert (norm_topk_prob)"
+    )
     config.refuse_if(
         topk > 1 and not config.get("norm_topk_prob", True),
         "does not renormalise sigmoid scores (norm_topk_prob false)",
