@@ -12,10 +12,11 @@ took part in collectives would meet those of a training step in another order on
 import errno
 import json
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,9 @@ from megatron_moe.specs.exitcodes import SaveProblem
 
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
+_GOODBYE_SECONDS = 10.0
+"""How long the end of a run waits for a thread that still writes. One that computes with tensors while the interpreter
+ends would abort the process, and the exit code would be lost."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ class _Job:
     """Of the slowest rank."""
     writing: Future[_Written] | None = None
     committing: Future[_Committed] | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)
+    """Threads that write shall come to an end."""
 
     @property
     def num_bytes(self) -> int:
@@ -204,6 +210,9 @@ class Saver:
         """
         job, self._job = self._job, None
         committed = None
+        if job is not None and job.writing is not None:
+            job.given_up.set()
+            wait([job.writing], _GOODBYE_SECONDS)
         if job is not None and job.committing is not None and self._context.is_first:
             done = job.committing.exception() is None  # waits a moment
             committed = job.iteration if done and job.committing.result().error is None else None
@@ -389,7 +398,7 @@ class Saver:
         optim = _names("optim", [share.num_optim_files for share in job.shares], self._context.rank)
         parts = in_parts(_weights(job.tensors)) + in_parts(_optimizer(job.tensors))
         calls = [
-            partial(write_tensors, self._storage, job.aside / name, part)
+            partial(write_tensors, self._storage, job.aside / name, part, job.given_up.is_set)
             for name, part in zip(model + optim, parts, strict=True)
         ]
         try:

@@ -4,6 +4,7 @@ What a rank holds of a tensor is one or more boxes of the global tensor. The sam
 reads the boxes, loading fills them from whatever boxes the checkpoint has.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -205,11 +206,14 @@ class _Stored:
 
 
 def write_tensors(
-    storage: Storage, path: Path, tensors: Mapping[str, SavedTensor]
+    storage: Storage, path: Path, tensors: Mapping[str, SavedTensor], given_up: Callable[[], bool] = lambda: False
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Writes a safetensors file, one tensor at a time in host memory.
 
     Returns the file's entry by its name, and those of its tensors, with the pieces in this file only.
+
+    Raises:
+        OSError: it cannot be written, or was `given_up` before it was complete.
     """
     stored = [
         _Stored(key, tensor, box, _label(key, tensor, box)) for key, tensor in tensors.items() for box in tensor.boxes
@@ -222,6 +226,8 @@ def write_tensors(
     def chunks() -> Iterator[bytes | memoryview]:
         yield header
         for item in stored:
+            if given_up():
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             data = bytes_of(item.box.values())
             checksums.append(checksum(data))
             yield data

@@ -151,8 +151,8 @@ class Status:
         failures = self.failures() or [Failure(self._rank, self.report, 0.0)]
         known = [each.report.last_checkpoint for each in failures if each.report.last_checkpoint is not None]
         # the first rank may have completed one after the others had left
-        first = replace(min(failures, key=_blame).report, last_checkpoint=max(known, default=None))
-        self._write(STATUS, first)
+        newest = max(known) if known else None
+        self._write(STATUS, replace(min(failures, key=_blame).report, last_checkpoint=newest))
 
     def failures(self) -> list[Failure]:
         """What ranks of this start have left in crash/. This one must have failed: the others' files are judged by the

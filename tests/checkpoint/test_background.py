@@ -2,12 +2,14 @@
 
 import errno
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_moe.checkpoint import save as save_module
 from megatron_moe.checkpoint.background import HostCopies, started
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import Box, SavedTensor
@@ -139,7 +141,9 @@ def test_too_little_space_is_told_before_anything_is_copied(tmp_path: Path) -> N
     assert "100 are free" in said[0]
 
 
-def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(tmp_path: Path) -> None:
+def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fault 2, from within: the end of a process in the middle of a save."""
     saver = Saver(tmp_path, ONE, storage=(storage := Gated()))
     save_some_after(saver, storage, 10)
@@ -147,6 +151,7 @@ def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(tmp_p
     start_some(saver, 20)
     thread = next(thread for thread in threading.enumerate() if thread.name == "checkpoint")
     assert thread.daemon, "the process would wait for it"
+    monkeypatch.setattr(save_module, "_GOODBYE_SECONDS", 0.1)
     saver.close()
     said: list[str] = []
     again = Saver(tmp_path, ONE, say=said.append)
@@ -155,6 +160,33 @@ def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(tmp_p
     thread.join()
     assert load_some(tmp_path)[0].iteration == 10
     again.close()
+
+
+class Slow(Storage):
+    """Takes its time for each tensor."""
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        for _ in chunks:
+            self.num_chunks += 1
+            time.sleep(0.2)
+
+
+def test_no_thread_writes_any_more_behind_the_end(tmp_path: Path) -> None:
+    """Fault 2: one that computes with tensors while the interpreter ends aborts the process."""
+    saver = Saver(tmp_path, ONE, storage=(storage := Slow()))
+    tensors = {f"model.{number}": torch.zeros(2) for number in range(1000)}
+    saver.start(20, whole(tensors), {"iteration": 20})
+    while not storage.num_chunks:
+        time.sleep(0.01)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
+    saver.close()
+    written = storage.num_chunks
+    thread.join(10.0)  # its last lines
+    assert not thread.is_alive() and storage.num_chunks == written < 100
+    assert not list(tmp_path.glob("iter_*"))
 
 
 def test_closing_completes_what_is_being_committed_and_tells_the_first_rank(tmp_path: Path) -> None:
