@@ -32,7 +32,8 @@ class Ranks:
         # One server imports everything once; ranks are forks of it, which cost milliseconds and share no thread.
         host = get_context("forkserver")
         host.set_forkserver_preload([__name__])
-        port = _free_port()
+        self._port = _reserved_port()
+        port = self._port.getsockname()[1]
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         for rank in range(plan.parallel.world_size):
@@ -68,6 +69,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        self._port.close()
 
 
 def _received(rank: int, pipe: Connection) -> RankRecord:
@@ -91,7 +93,10 @@ def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, uneven: bool, pla
     context.stop()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserved_port() -> socket.socket:
+    """Holds a port for the ranks, which may need seconds until one of them listens there: a socket that never listens
+    keeps others away, but not a server that reuses addresses, as torch's does."""
+    holder = socket.socket()
+    holder.bind(("", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder

@@ -36,7 +36,7 @@ from tests.checkpoint_files import FaultyStorage, disk_full
 
 NUM_RANKS = 4
 WIDTH = 1 << 14
-PEERS_LEAVE_SECONDS = 20.0
+PEERS_LEAVE_SECONDS = 60.0
 HARM = ("damaged", "steps_back", "stuck", "wrong_values")
 FAILED, WRONG_VALUES = 1, 3
 
@@ -162,7 +162,8 @@ class Starts:
         os.close(writing)
         with os.fdopen(reading) as news:
             if kill_at is None:
-                self._listen(news.readline())  # they are under way
+                for _ in range(self._chance.randint(1, 5)):  # they are under way, some for more than three saves
+                    self._listen(news.readline())
                 time.sleep(self._chance.uniform(0.0, 0.25))
                 every = self._chance.random() < 0.5
                 for child in children if every else [self._chance.choice(children)]:

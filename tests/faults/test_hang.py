@@ -13,7 +13,7 @@ from tests.ranks import free_port
 def test_a_stopped_rank_is_named_by_its_peer(data: str, tmp_path: Path) -> None:
     """P7, fault 30: exit code 10 within the deadline, the last collective, and the rank that left no stacks."""
     run, port = tmp_path / "run", free_port()
-    argv = arguments(data, run, "--train-iters", "100000", "--eval-iters", "0", "--step-deadline", "4")
+    argv = arguments(data, run, "--train-iters", "100000", "--eval-iters", "0", "--step-deadline", "12")
     ranks = [start(argv, rank, 2, port) for rank in range(2)]
     try:
         read_until(ranks[1], " iteration        3/")
