@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
-from megatron_moe import build  # noqa: E402
 from megatron_moe.checkpoint.convert import Report, from_hf, to_hf  # noqa: E402
 from megatron_moe.checkpoint.folder import as_checkpoint  # noqa: E402
 from megatron_moe.checkpoint.hf_export import SHARD_BYTES  # noqa: E402
@@ -30,10 +29,11 @@ from megatron_moe.checkpoint.hf_folder import CONFIG, prediction_layers, read_co
 from megatron_moe.checkpoint.load import HUGGING_FACE  # noqa: E402
 from megatron_moe.data.batch import TokenMeta  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.kernels.reference import bundle  # noqa: E402
 from megatron_moe.model.gpt import GPT  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext, torch_dtype  # noqa: E402
 from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
-from megatron_moe.specs.run import RunPlan  # noqa: E402
+from megatron_moe.specs.run import KernelSpec, RunPlan  # noqa: E402
 from megatron_moe.train.state import TrainState  # noqa: E402
 from tools.generate import load_model, newest, plan_of  # noqa: E402
 
@@ -136,7 +136,7 @@ def _to_hugging_face(options: argparse.Namespace, words: Sequence[str]) -> Outco
 def skeleton(plan: RunPlan) -> GPT:
     """The whole model without values, in the element types of the run."""
     context = ParallelContext.single(dtype=torch_dtype(plan.precision.params), device="meta")
-    return GPT(plan.model, context, build.build_kernels(plan, ParallelContext.single()))
+    return GPT(plan.model, context, bundle())
 
 
 def _template(plan: RunPlan) -> Path:
@@ -177,7 +177,8 @@ def compared_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
     del theirs
     candidate = as_checkpoint(outcome.ours)
     assert candidate is not None, f"{outcome.ours} is no checkpoint"
-    wide = replace(outcome.plan, precision=replace(outcome.plan.precision, params="fp32"), device="cpu")
+    precision = replace(outcome.plan.precision, params="fp32")
+    wide = replace(outcome.plan, precision=precision, device="cpu", kernels=KernelSpec())
     model = load_model(candidate, wide)
     meta = TokenMeta(positions_BS=torch.arange(num_positions)[None], training=False)
     ours_SV = model.logits(tokens_BS, meta)[:, 0, :vocab]

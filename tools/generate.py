@@ -31,7 +31,7 @@ from megatron_moe.parallel import rng
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.specs.parallel import Launch, ParallelSpec
 from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.run import KernelSpec, RunPlan
 
 
 def newest(folder: Path) -> Candidate:
@@ -43,13 +43,16 @@ def newest(folder: Path) -> Candidate:
 
 
 def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> RunPlan:
-    """The plan the checkpoint was trained with, on one rank of this machine. `changes`: flags that win over it."""
+    """The plan the checkpoint was trained with, on one rank of this machine and with the kernels that suit it.
+
+    `changes`: flags that win over those of the run.
+    """
     arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
     ranks = OpenCheckpoint(candidate.path).manifest.ranks
     world_size = str(ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
     launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     plan = read_plan(arguments, launch, vocab_size_of=vocab_size_of)
-    return replace(plan, launch=Launch(), parallel=ParallelSpec(), pipeline=PipelineSpec())
+    return replace(plan, launch=Launch(), parallel=ParallelSpec(), pipeline=PipelineSpec(), kernels=KernelSpec())
 
 
 def load_model(candidate: Candidate, plan: RunPlan) -> GPT:

@@ -9,6 +9,7 @@ from megatron_moe.specs.exitcodes import ExitCode
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.checkpoint.test_huggingface import change_config, tensors_in
 from tests.tolerances import EXACT
+from tools import generate
 from tools.convert_checkpoint import main
 
 MODEL = "qwen3_moe"
@@ -44,6 +45,18 @@ def test_latent_norms_with_the_epsilon_of_the_flags_are_told_and_no_obstacle(tmp
     EXACT.check_all(tensors_in(tmp_path / "back"), tensors_in(folder), "tensors")
     line = "layers 0-2 mixer norm eps: 0.0001, published 1e-06: transformers norms compressed q and kv with the latter"
     assert line in capsys.readouterr().out and line in (tmp_path / "back" / "conversion.md").read_text()
+
+
+def test_a_run_with_kernels_of_a_gpu_is_converted_and_sampled_on_a_cpu(folder: Path, tmp_path: Path, capsys):
+    words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--compare-logits", "5"]
+    assert main([*words, "--kernel-backend", "hopper"]) == ExitCode.OK
+    assert "kernel-backend: hopper" in (tmp_path / "ours" / "iter_0000000" / "run.yaml").read_text()
+    back = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/back", "--hf-config", str(folder)]
+    assert main([*back, "--compare-logits", "5"]) == ExitCode.OK
+    capsys.readouterr()
+    words = ["--load", str(tmp_path / "ours"), "--prompt", "1 2", "--max-new-tokens", "2", "--device", "cpu"]
+    assert generate.main(words) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 2 ")
 
 
 def test_a_family_that_transformers_cannot_compare_is_converted_and_told(tmp_path: Path, capsys):
