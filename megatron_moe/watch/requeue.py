@@ -113,12 +113,14 @@ def _without_report(exit_code: int) -> Decision:
 
 
 def read_report(run_dir: Path, since: float = 0.0) -> Report | None:
-    """status.json, unless it cannot be read or is older than `since` (seconds since the epoch): of an earlier start."""
+    """status.json, unless it cannot be read or is older than `since` (seconds since the epoch, by the clock that stamps
+    the folder's files): of an earlier start."""
+    path = run_dir / STATUS
     try:
-        report = Report(**json.loads((run_dir / STATUS).read_text()))
+        report, written = Report(**json.loads(path.read_text())), path.stat().st_mtime
     except (OSError, ValueError, TypeError):
         return None
-    return report if report.time >= since else None
+    return report if written >= since else None
 
 
 def read_history(run_dir: Path) -> tuple[Ending, ...]:
@@ -135,11 +137,18 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
 
 def judge(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
     """Decides about the run of this folder and writes the end into its history, which is left alone while another job
-    writes into the folder: that job is the run, and this start was refused."""
+    writes into the folder: that job is the run, and this start was refused.
+
+    `since`, `now`: when this start began, and now, by one clock. The clock of the host that wrote status.json may be
+    another one.
+    """
     holder = held_by(run_dir)
     if holder is not None:
         return Decision(restart=False, reason=f"another job writes into the run folder {run_dir}: {holder}")
-    report = read_report(run_dir, since)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / HISTORY).touch()
+    begun = (run_dir / HISTORY).stat().st_mtime - (now - since)
+    report = read_report(run_dir, begun)
     decision = decide(report, exit_code, read_history(run_dir), patience)
     ending = Ending(
         time=now,
@@ -149,7 +158,6 @@ def judge(run_dir: Path, exit_code: int, *, since: float, now: float, patience: 
         restart=decision.restart,
         reason=decision.reason,
     )
-    run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / HISTORY, "a") as history:
         history.write(json.dumps(asdict(ending)) + "\n")
     return decision

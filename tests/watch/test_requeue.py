@@ -1,6 +1,8 @@
 """Which ends are started again, which are left to people, and when patience is over."""
 
 import json
+import os
+import time
 from dataclasses import asdict
 
 import pytest
@@ -77,10 +79,20 @@ def test_three_starts_that_never_saved_are_enough():
 
 
 def test_an_old_report_says_nothing_about_this_start(tmp_path):
-    (tmp_path / STATUS).write_text(json.dumps(asdict(Report(state="running", time=100.0))))
+    (tmp_path / STATUS).write_text(json.dumps(asdict(Report(state="running"))))
+    os.utime(tmp_path / STATUS, (0.0, 100.0))
     assert read_report(tmp_path, since=99.0) is not None
     assert read_report(tmp_path, since=101.0) is None
-    assert not judge(tmp_path, 2, since=101.0, now=102.0).restart
+    assert not judge(tmp_path, 2, since=time.time() - 5, now=time.time()).restart
+
+
+@pytest.mark.parametrize("behind", [-7200.0, 0.0, 7200.0])
+def test_a_report_of_this_start_counts_whatever_the_clock_of_its_host_says(tmp_path, behind):
+    report = Report(state="failed", code=int(ExitCode.HANG), time=time.time() - behind)
+    (tmp_path / STATUS).write_text(json.dumps(asdict(report)))
+    assert judge(tmp_path, 1, since=time.time() - 60, now=time.time()).reason == "the run hung"
+    os.utime(tmp_path / STATUS, (0.0, time.time() - 90))
+    assert not judge(tmp_path, 1, since=time.time() - 60, now=time.time()).restart
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "running", "unknown": 1}'])
@@ -91,7 +103,7 @@ def test_a_torn_report_is_none(tmp_path, text):
 
 def test_every_end_is_written_down_and_counts_next_time(tmp_path):
     (tmp_path / STATUS).write_text(json.dumps(asdict(Report(state="running", iteration=4, time=5.0))))
-    answers = [judge(tmp_path, 1, since=0.0, now=float(now)).restart for now in (6, 7, 8)]
+    answers = [judge(tmp_path, 1, since=-600.0, now=float(now)).restart for now in (6, 7, 8)]
     assert answers == [True, True, False]
     assert [(entry.time, entry.restart) for entry in read_history(tmp_path)] == [(6, True), (7, True), (8, False)]
     with open(tmp_path / HISTORY, "a") as history:
@@ -103,11 +115,11 @@ def test_a_start_that_another_job_kept_out_is_left_and_that_job_loses_nothing(tm
     """Its status.json is the other job's: no code yet, as if this start had died without a word."""
     lock = FolderLock(tmp_path, does="writes into", option="--run-dir")
     (tmp_path / STATUS).write_text(json.dumps(asdict(Report(state="running", iteration=4, time=5.0))))
-    decision = judge(tmp_path, 1, since=0.0, now=6.0)
+    decision = judge(tmp_path, 1, since=-600.0, now=6.0)
     assert not decision.restart and f"another job writes into the run folder {tmp_path}: process " in decision.reason
     assert not (tmp_path / HISTORY).exists()
     lock.release()
-    assert judge(tmp_path, 1, since=0.0, now=7.0).restart
+    assert judge(tmp_path, 1, since=-600.0, now=7.0).restart
 
 
 def test_without_a_history_that_can_be_written_a_run_is_left(tmp_path, capsys):
