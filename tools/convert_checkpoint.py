@@ -167,7 +167,9 @@ def compared_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
     vocab = int(read_config(outcome.huggingface)["vocab_size"])
     tokens_BS = torch.randint(0, vocab, (1, num_positions), generator=torch.Generator().manual_seed(1))
     try:
-        theirs = AutoModelForCausalLM.from_pretrained(outcome.huggingface, dtype=torch.float32).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(
+            outcome.huggingface, dtype=torch.float32, experts_implementation="eager"
+        ).eval()
     except (ValueError, OSError, ImportError, RuntimeError, LookupError) as error:
         reason = str(error).strip().split("\n")[0]
         raise EnvironmentProblem(

@@ -59,6 +59,13 @@ def test_a_run_with_kernels_of_a_gpu_is_converted_and_sampled_on_a_cpu(folder: P
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 2 ")
 
 
+def test_logits_of_experts_of_an_odd_width_are_compared(tmp_path: Path):
+    """Rows of 44 bytes: the grouped product, which transformers takes unless told otherwise, refuses them."""
+    config = configs()[MODEL]
+    odd = saved(hf_model(type(config)(**{**config.to_dict(), "moe_intermediate_size": 11})), tmp_path / "odd")
+    assert main(["--load", f"hf:{odd}", "--save", str(tmp_path / "ours"), "--compare-logits", "9"]) == ExitCode.OK
+
+
 def test_a_family_that_transformers_cannot_compare_is_converted_and_told(tmp_path: Path, capsys):
     folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
     change_config(folder, model_type="kimi_k2")
