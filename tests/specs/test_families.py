@@ -99,6 +99,7 @@ def test_yarn_without_a_factor_stretches_to_the_longest_position():
         ("DeepSeek-V2-Lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
         ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("GPT-OSS-20B", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "each of full_attention"),
         ("Mixtral-8x7B", {"num_hidden_layers": 10**30}, "has num_hidden_layers = 1000"),
         ("Mixtral-8x7B", {"num_hidden_layers": "32"}, "describes no model"),
         ("Mixtral-8x7B", {"rms_norm_eps": "small"}, "describes no model: could not convert string to float"),

@@ -78,6 +78,8 @@ def read_rope(
 ) -> RopeSpec:
     """Rotation of the first `partial_rotary_factor` of a head."""
     rope = _rope_parameters(config)
+    per_kind = [key for key, value in rope.values.items() if isinstance(value, Mapping)]
+    config.refuse_if(bool(per_kind), f"has a rotation for each of {', '.join(per_kind)} (rope_parameters)")
     plain = RopeSpec(
         dim=int(head_dim * rope.get("partial_rotary_factor", default_part)),
         base=float(rope.get("rope_theta", default_base)),
