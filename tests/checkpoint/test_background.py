@@ -23,6 +23,7 @@ from tests.ranks import on_threads
 from tests.tolerances import EXACT
 
 ONE = ParallelContext.single()
+PATIENCE = 120.0
 
 
 class Gated(Storage):
@@ -38,6 +39,11 @@ class Gated(Storage):
 
 def silent(line: str) -> None:
     pass
+
+
+def writers() -> set[threading.Thread]:
+    """Those of an earlier test may still be at their last lines."""
+    return {thread for thread in threading.enumerate() if thread.name == "checkpoint"}
 
 
 def start_some(saver: Saver, iteration: int) -> None:
@@ -148,18 +154,26 @@ def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(
     saver = Saver(tmp_path, ONE, storage=(storage := Gated()))
     save_some_after(saver, storage, 10)
     storage.gate.clear()
+    before = writers()
     start_some(saver, 20)
-    thread = next(thread for thread in threading.enumerate() if thread.name == "checkpoint")
-    assert thread.daemon, "the process would wait for it"
+    threads = writers() - before
+    assert threads and all(thread.daemon for thread in threads), "the process would wait for it"
     monkeypatch.setattr(save_module, "_GOODBYE_SECONDS", 0.1)
     saver.close()
     said: list[str] = []
     again = Saver(tmp_path, ONE, say=said.append)
     assert len(said) == 1 and said[0].startswith("removed stale .tmp-iter_0000020")
     storage.gate.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
     assert load_some(tmp_path)[0].iteration == 10
     again.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for some seconds takes longer than the end of a run waits."""
+    monkeypatch.setattr(save_module, "_GOODBYE_SECONDS", PATIENCE)
 
 
 class Slow(Storage):
@@ -174,22 +188,23 @@ class Slow(Storage):
             time.sleep(0.2)
 
 
-def test_no_thread_writes_any_more_behind_the_end(tmp_path: Path) -> None:
+def test_no_thread_writes_any_more_behind_the_end(tmp_path: Path, patient: None) -> None:
     """Fault 2: one that computes with tensors while the interpreter ends aborts the process."""
+    before = writers()
     saver = Saver(tmp_path, ONE, storage=(storage := Slow()))
     tensors = {f"model.{number}": torch.zeros(2) for number in range(1000)}
     saver.start(20, whole(tensors), {"iteration": 20})
     while not storage.num_chunks:
         time.sleep(0.01)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
+    (thread,) = writers() - before
     saver.close()
     written = storage.num_chunks
-    thread.join(10.0)  # its last lines
+    thread.join(PATIENCE)  # its last lines
     assert not thread.is_alive() and storage.num_chunks == written < 100
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_closing_completes_what_is_being_committed_and_tells_the_first_rank(tmp_path: Path) -> None:
+def test_closing_completes_what_is_being_committed_and_tells_the_first_rank(tmp_path: Path, patient: None) -> None:
     saver = Saver(tmp_path, ONE, storage=(storage := GatedCommit()))
     start_some(saver, 20)
     while not storage.reached.is_set():

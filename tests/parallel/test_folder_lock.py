@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -50,14 +50,19 @@ def test_a_released_folder_is_free_though_a_child_still_has_the_file(tmp_path: P
     os.close(copy)
 
 
-def test_who_asks_for_the_holder_keeps_no_job_out(tmp_path: Path) -> None:
+def test_who_asks_for_the_holder_keeps_no_job_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / LOCK).write_text("")
     with open(tmp_path / LOCK) as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
-        end = threading.Timer(0.05, fcntl.flock, (asking, fcntl.LOCK_UN))
-        end.start()
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            fcntl.flock(asking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", pause)
         lock(tmp_path).release()
-        end.join()
+    assert len(pauses) == 1
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
