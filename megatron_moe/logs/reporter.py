@@ -23,7 +23,7 @@ from megatron_moe.logs.line import (
 from megatron_moe.logs.memory import memory_line, memory_tags
 from megatron_moe.logs.metrics import truncate_metrics
 from megatron_moe.logs.plots import draw_plots
-from megatron_moe.logs.run_folder import lock_run_folder, prepare_run_folder, write_provenance
+from megatron_moe.logs.run_folder import prepare_run_folder, write_provenance
 from megatron_moe.logs.sinks import Entry, Guard, JsonLines, LogFile, Sink, TensorBoard, WandB
 from megatron_moe.logs.tags import layer_tags, step_record, step_tags, validation_record, validation_tags, wanted_tags
 from megatron_moe.logs.tally import Metric
@@ -88,7 +88,7 @@ class Reporter:
         prepare_run_folder(folder, self.context.rank)
         if not self.context.is_first:
             return
-        self._lock = lock_run_folder(folder)
+        self._lock = FolderLock(folder, does="writes into the run folder", option="--run-dir")
         write_provenance(
             folder,
             run_yaml=self._plan.resolved_yaml,

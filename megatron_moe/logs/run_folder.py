@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_moe.parallel.folder_lock import FolderLock
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 
 _PACKAGES = (
@@ -41,14 +40,6 @@ def prepare_run_folder(folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("can be written\n")
         probe.unlink()
-
-
-def lock_run_folder(folder: Path) -> FolderLock:
-    """Keeps other jobs out of the folder.
-
-    Raises EnvironmentProblem when another one has it, or the lock cannot be written.
-    """
-    return FolderLock(folder, does="writes into the run folder", option="--run-dir")
 
 
 @contextmanager
