@@ -68,7 +68,7 @@ class CheckpointFlags:
     )
     """Format of checkpoints."""
     auto_detect_ckpt_format: bool = flag(False, status="no effect", note=_OWN_FORMAT)
-    """Find the format out."""
+    """Find out the format of a checkpoint."""
     dist_ckpt_strictness: Literal[
         "assume_ok_unexpected",
         "log_unexpected",
@@ -109,7 +109,7 @@ class CheckpointFlags:
     async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", status="no effect", note="a thread of each rank does")
     """Who writes in the background."""
     async_ckpt_use_cpu_shm: bool = flag(False, status="no effect", note="a thread writes, so none is needed")
-    """Shared memory for that."""
+    """Shared memory for writing in the background."""
     use_persistent_ckpt_worker: bool = flag(False, status="no effect", note="starting a thread costs nothing")
     """One writer for all checkpoints."""
     verify_integrity: bool = flag(False, status="no effect", note="every byte always is verified")

@@ -39,7 +39,7 @@ class LoggingFlags:
     log_memory_interval: int | None = flag(None, least=1)
     """Iterations between memory lines. Not set: one line, after the first report."""
     log_device_memory_used: bool = flag(False)
-    """In that line also what all processes occupy on the device, by its driver's count."""
+    """In the memory line also what all processes occupy on the device, by its driver's count."""
     log_world_size_to_tensorboard: bool = flag(False)
     """World size to TensorBoard."""
     log_progress: bool = flag(False)

@@ -20,13 +20,13 @@ class MoEFlags:
     moe_router_topk: int = flag(2, least=1, essential=True)
     """Experts that every token visits."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag("softmax")
-    """From logits to scores."""
+    """How the router's logits become scores."""
     moe_router_pre_softmax: bool = flag(False)
     """Softmax over all experts before the choice; the chosen probabilities are not normalised again."""
     moe_router_num_groups: int | None = flag(None, least=1)
     """Groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, least=1)
-    """Groups that a token may use."""
+    """Of `--moe-router-num-groups`: groups of experts that a token may choose from."""
     moe_router_topk_scaling_factor: float | None = flag(None, least=0)
     """Factor on the final probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
@@ -63,14 +63,15 @@ class MoEFlags:
     moe_router_enable_expert_bias: bool = flag(False)
     """Balance by a bias per expert on the choice, moved once per global batch."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
-    """Step of that bias."""
+    """How far the bias of `--moe-router-enable-expert-bias` moves at once: up for experts with fewer rows than the
+    mean, down for those with more."""
     moe_router_quantile_balancing_ema: float = flag(0.0, least=0, below=1)
     """Weight of the old thresholds in quantile balancing."""
 
     moe_expert_capacity_factor: float | None = flag(None)
     """Rows an expert takes at most, as a multiple of its fair share. Not set or negative: no token is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs")
-    """Which rows are dropped: the least probable or the last."""
+    """Which rows an expert drops that is full: the least probable or the last."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Every expert gets exactly its capacity, filled with empty rows."""
     moe_expert_rank_capacity_factor: float | None = flag(
@@ -104,9 +105,13 @@ class MoEFlags:
     """Log balancing losses of every layer."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", status="close", note="where one rank has all experts, all kinds are the same local permutation"
+        "allgather",
+        status="close",
+        note="flex over several ranks is not available yet; where one rank has all experts, all kinds are the same "
+        "local permutation",
     )
-    """How rows travel between expert-parallel ranks."""
+    """How rows travel between expert-parallel ranks: every rank gets all tokens, rows go to the ranks of their experts,
+    or a library does it (`--moe-flex-dispatcher-backend`)."""
     moe_flex_dispatcher_backend: Literal["deepep", "deepepv2", "hybridep", "ncclep"] = flag(
         "deepep", status="no effect", note="names a kernel"
     )

@@ -40,7 +40,7 @@ class ParallelFlags:
     tp_comm_overlap: bool = flag(False, status="no effect", note="concerns speed")
     """Overlap tensor-parallel communication with matrix products."""
     tp_comm_overlap_cfg: str | None = flag(None, status="no effect", note="concerns speed")
-    """File with settings for that."""
+    """File with settings for `--tp-comm-overlap`."""
     overlap_moe_expert_parallel_comm: bool = flag(
         False, status="close", note="any precision, no change of numbers; on one expert-parallel rank the plain order"
     )

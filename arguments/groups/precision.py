@@ -46,7 +46,7 @@ class PrecisionFlags:
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
         "most_recent", status="no effect", note="belongs to --fp8-format"
     )
-    """Which of the remembered maxima counts."""
+    """Which of the maxima that delayed scaling remembers counts."""
     fp8_wgrad: bool = flag(True, off=("--disable-fp8-wgrad",), status="no effect", note="belongs to --fp8-format")
     """Weight gradients in FP8 too."""
     fp8_param_gather: bool = flag(False, status="no effect", note="belongs to --fp8-format")
@@ -54,9 +54,9 @@ class PrecisionFlags:
     first_last_layers_bf16: bool = flag(False, status="no effect", note="belongs to --fp8-format")
     """The first and last layers stay in bf16."""
     num_layers_at_start_in_bf16: int = flag(1, status="no effect", note="belongs to --fp8-format")
-    """How many first layers."""
+    """First layers that `--first-last-layers-bf16` keeps in bf16."""
     num_layers_at_end_in_bf16: int = flag(1, status="no effect", note="belongs to --fp8-format")
-    """How many last layers."""
+    """Last layers that `--first-last-layers-bf16` keeps in bf16."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = flag(False, status="no effect", note="belongs to --fp8-format")
     """Gather parameters through the gradient buffer."""
     fp4_format: Literal["e2m1"] | None = flag(None, status="not yet", note="use --bf16")

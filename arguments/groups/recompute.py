@@ -11,14 +11,16 @@ class RecomputeFlags:
     """Activation recomputation: saves memory, changes no number."""
 
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
-    """Recompute whole layers, or chosen modules."""
+    """Recompute whole layers, or those modules that `--recompute-modules` names."""
     recompute_method: Literal["uniform", "block"] | None = flag(None)
-    """Whole layers: in chunks, or the first ones of every stage."""
+    """Of `--recompute-granularity full`: all layers in chunks, or the first ones of every virtual stage alone."""
     recompute_num_layers: int | None = flag(None, least=1)
-    """Layers in a chunk, or layers of a stage."""
+    """Of `--recompute-granularity full`: layers in a chunk, which keeps its input alone (uniform), or recomputed
+    layers of a virtual stage (block)."""
     recompute_modules: tuple[str, ...] | None = flag(
         None, status="close", note="layernorm covers both norms of every layer; gated delta attention has no modules"
     )
-    """Chosen modules: core_attn (if none is given), moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts."""
+    """Modules that `--recompute-granularity selective` recomputes: core_attn (if none is given), moe_act, layernorm,
+    mla_up_proj, mlp, moe, shared_experts."""
     distribute_saved_activations: bool = flag(False)
     """Spread the inputs of recomputed layers over tensor-parallel ranks."""

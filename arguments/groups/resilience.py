@@ -21,7 +21,8 @@ class ResilienceFlags:
     check_for_large_grads: bool = flag(False, status="close", note="of the whole norm; what follows is --on-spike")
     """Report a gradient norm above ten times the largest of the last 100 iterations."""
     on_spike: Literal["report", "skip", "stop"] = flag("report", status="ours")
-    """After such a loss or norm: say so and go on, leave out the step, or stop."""
+    """After a loss of `--check-for-spiky-loss` or a norm of `--check-for-large-grads`: say so and go on, leave out
+    the step, or stop."""
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, least=1, status="close", note="expert weights too; copies that differ end the run with code 12"
     )
