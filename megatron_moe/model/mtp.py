@@ -134,6 +134,7 @@ class MTP(nn.Module):
             # A repeated layer adds its balancing losses once per depth; together they weigh as one layer's.
             aux_scale=meta.aux_scale / (self.spec.num_layers if self.spec.repeated_layer else 1),
             random_key=None if key is None else (*key, "mtp", depth),
+            forced=None,  # drawn for the decoder's layers, which may be replayed; these are computed
         )
 
 

@@ -15,6 +15,7 @@ from megatron_moe.model.captured import check_recordable
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.memory import GraphSpec
+from megatron_moe.specs.model import MTPSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.actions import Action, parts
 from megatron_moe.specs.pipeline.schedule import build_schedule
@@ -90,6 +91,12 @@ def test_other_models_too(model):
     expected = figures(the_plan(model=model), steps=2)
     for spec in (parts_of("attn", "mlp", "moe"), WHOLE):
         EXACT.check_all(figures(the_plan(model=model, graphs=spec), steps=2), expected, str(spec))
+
+
+def test_prediction_layers_draw_what_benchmarks_force_as_they_are_computed():
+    model = replace(MODELS["forced balance"], mtp=MTPSpec(num_layers=2))
+    spec = parts_of("attn", "mlp", "moe")
+    EXACT.check_all(figures(the_plan(model=model, graphs=spec)), figures(the_plan(model=model)), str(spec))
 
 
 def test_every_microbatch_in_flight_has_memory_of_its_own():
