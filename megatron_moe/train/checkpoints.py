@@ -287,8 +287,8 @@ def _divides(interval: int | None, iteration: int) -> bool:
 
 
 def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
-    """What this rank holds of a checkpoint, by key: weights, buffers, and the optimizer's state. Views, nothing is
-    copied."""
+    """What this rank holds of a checkpoint, by key: weights, buffers, and the optimizer's state. Views, but for state
+    in narrow formats, which is copied to host memory in a wide one (`Optimizer.named_state`)."""
     trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)
     if optimizer:

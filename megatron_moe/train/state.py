@@ -19,7 +19,7 @@ class TrainState:
     """Those of them that no step was trained on (`--iterations-to-skip`); the learning rate does not count them."""
     consumed_tokens: int = 0
     flops: float = 0.0
-    """Model FLOPs spent so far, by the formula of `specs/count.py`."""
+    """Model FLOPs spent so far, by the formula of `specs/count_flops.py`."""
 
     validation_loss: float | None = None
     """Of an evaluation after this very iteration, the mean over its data sets; None without one, or not finite."""

@@ -57,8 +57,8 @@ class Dispatcher(Protocol, Generic[Ticket]):
     """Takes tokens to their experts and back."""
 
     host_reads: int
-    """Host-device synchronisations of one dispatch at most: 0 local, all-gather and symmetric, 1 for all-to-all, which
-    needs splits."""
+    """Host-device synchronisations of one dispatch at most: 0 local and all-gather, 1 for all-to-all, which needs
+    splits."""
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Any: ...
     def finish_dispatch(self, pending: Any) -> tuple[Rows, Ticket]: ...
