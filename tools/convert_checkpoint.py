@@ -36,6 +36,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, 
 from megatron_moe.specs.run import KernelSpec, RunPlan  # noqa: E402
 from megatron_moe.train.state import TrainState  # noqa: E402
 from tools.generate import load_model, newest, plan_of  # noqa: E402
+from tools.words import positive  # noqa: E402
 
 REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
@@ -206,12 +207,6 @@ def _bytes(text: str) -> int:
     raise EnvironmentProblem(f"--shard-size {text} is not a size such as 5GB or 500MB")
 
 
-def _positions(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no number of positions")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
@@ -220,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hf-config", type=Path, help="folder with the config.json and the tokenizer of the export")
     parser.add_argument("--shard-size", default=f"{SHARD_BYTES // 10**9}GB", help="of one exported file (5GB)")
     parser.add_argument("--dtype", choices=("keep", "bf16", "fp32"), default="keep", help="of exported weights (keep)")
-    parser.add_argument("--compare-logits", type=_positions, metavar="N", help="compare both models on N positions")
+    parser.add_argument("--compare-logits", type=positive, metavar="N", help="compare both models on N positions")
     return parser
 
 
