@@ -88,6 +88,8 @@ def _functions(block: Block, wanted: frozenset[str]) -> list[Function]:
     if isinstance(block, DenseBlock):
         return [attend, part("mlp", block.feed_forward, block.mlp)]
     assert isinstance(block, MoEBlock), f"a layer is a {type(block).__name__}"
+    if block.keeping.twice("moe"):  # in one go; the flags allow no recorded part of it then
+        return [attend, block.feed_forward]
     behind: list[Function] = [
         part("moe_router", partial(_route, block), block.mlp.router, block.mlp.fc1_latent_proj),
         part("moe_preprocess", partial(_dispatch, block)),

@@ -14,7 +14,7 @@ from megatron_moe.memory.structure import put_together, take_apart
 from megatron_moe.model.captured import check_recordable
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.memory import GraphSpec
+from megatron_moe.specs.memory import GraphSpec, MemorySpec, RecomputeSpec
 from megatron_moe.specs.model import MTPSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.actions import Action, parts
@@ -91,6 +91,15 @@ def test_other_models_too(model):
     expected = figures(the_plan(model=model), steps=2)
     for spec in (parts_of("attn", "mlp", "moe"), WHOLE):
         EXACT.check_all(figures(the_plan(model=model, graphs=spec), steps=2), expected, str(spec))
+
+
+def test_experts_beside_recorded_attention_are_computed_again(computed):
+    """What the flags of recompute ask for happens in layers that are recorded in part, too."""
+    again = MemorySpec(recompute=RecomputeSpec(granularity="selective", modules=("moe",)))
+    trainer, runs = make_trainer(the_plan(graphs=parts_of("attn"), memory=again)), []
+    trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
+    EXACT.check_all(run_steps(trainer.plan, trainer, TrainState(), 3), computed, "experts again")
+    assert len(runs) == 3 * 2 * 2, "steps, microbatches, forwards"
 
 
 def test_prediction_layers_draw_what_benchmarks_force_as_they_are_computed():
