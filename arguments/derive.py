@@ -10,6 +10,8 @@ from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout, pars
 
 AUTO: Final = "auto"
 """The layout that balances what stages cost."""
+YARN_LENGTH: Final = 4096
+"""Context length that YaRN extends where nobody gives one."""
 
 
 def ffn_hidden_size(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> int:

@@ -149,7 +149,8 @@ def _rope(flags: Flags, head_dim: int) -> RopeSpec:
     model = flags.model
     dim = int(head_dim * model.rotary_percent)
     if model.position_embedding_type == "yarn":
-        return _yarn(flags, dim, model.rotary_interleaved, model.yarn_original_max_position_embeddings or 4096)
+        length = model.yarn_original_max_position_embeddings or derive.YARN_LENGTH
+        return _yarn(flags, dim, model.rotary_interleaved, length)
     plain = RopeSpec(dim=dim, base=model.rotary_base, interleaved=model.rotary_interleaved)
     if model.use_rope_scaling:
         return replace(

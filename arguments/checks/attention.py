@@ -69,17 +69,57 @@ def latent_attention_rotates_its_own_way(
     rotary_interleaved: bool,
     rotary_percent: float,
     use_rope_scaling: bool,
+    rotary_seq_len_interpolation_factor: int | None,
     no_rope_freq: LayerPattern | None,
 ) -> Complaint:
     """Multi-latent attention rotates its own part of a head, in all layers, by rope or YaRN."""
     if not multi_latent_attention:
         return None
-    if rotary_interleaved or rotary_percent != 1.0 or use_rope_scaling or no_rope_freq is not None:
+    evenly = rotary_seq_len_interpolation_factor not in (None, 1)
+    if rotary_interleaved or rotary_percent != 1.0 or use_rope_scaling or evenly or no_rope_freq is not None:
         return (
             "these options of rotation do not exist in multi-latent attention",
             "leave them out; --qk-pos-emb-head-dim says how much of a head is rotated, --rope-type how",
         )
     return None
+
+
+def rotation_has_one_kind(
+    multi_latent_attention: bool, rope_type: str | None, position_embedding_type: str
+) -> Complaint:
+    """--rope-type chooses the rotation of multi-latent attention; other attention has that of its positions."""
+    if multi_latent_attention or rope_type is None or "yarn" not in (rope_type, position_embedding_type):
+        return None
+    if rope_type == position_embedding_type:
+        return None
+    return (
+        f"--rope-type {rope_type} does not go with {position_embedding_type} positions",
+        f"leave out --rope-type, or give --position-embedding-type {rope_type}",
+    )
+
+
+def yarn_starts_from_one_length(
+    multi_latent_attention: bool,
+    rope_type: str | None,
+    position_embedding_type: str,
+    yarn_original_max_position_embeddings: int | None,
+    original_max_position_embeddings: int,
+) -> Complaint:
+    """The length that YaRN extends has one name in multi-latent attention and another in all other."""
+    latent, other = original_max_position_embeddings, yarn_original_max_position_embeddings
+    if multi_latent_attention:
+        if rope_type == "rope" or other in (None, latent):
+            return None
+        return (
+            f"--yarn-original-max-position-embeddings {other} is not of multi-latent attention",
+            f"--original-max-position-embeddings {other}",
+        )
+    if position_embedding_type != "yarn" or latent in (derive.YARN_LENGTH, other):
+        return None
+    return (
+        f"--original-max-position-embeddings {latent} is of multi-latent attention alone",
+        f"--yarn-original-max-position-embeddings {latent}",
+    )
 
 
 def latent_attention_is_plain(
@@ -114,6 +154,8 @@ RULES = (
     latent_rotated_width_is_even,
     latent_attention_has_no_groups,
     latent_attention_rotates_its_own_way,
+    rotation_has_one_kind,
+    yarn_starts_from_one_length,
     latent_attention_is_plain,
     windowed_layers_fit,
 )

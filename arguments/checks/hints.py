@@ -29,8 +29,10 @@ def nothing_balances(
     moe_router_enable_expert_bias: bool,
 ) -> str | None:
     """A loss with weight 0 is no loss."""
-    losses = all(kind == "none" or kind.endswith("aux_loss") for kind in moe_router_load_balancing_type)
-    if not num_experts or not losses or any(moe_aux_loss_coeff) or moe_router_enable_expert_bias:
+    kinds = moe_router_load_balancing_type
+    losses = all(kind == "none" or kind.endswith("aux_loss") for kind in kinds)
+    weighed = any(coeff for kind, coeff in zip(kinds, moe_aux_loss_coeff, strict=False) if kind != "none")
+    if not num_experts or not losses or weighed or moe_router_enable_expert_bias:
         return None
     return "nothing keeps the experts equally busy: no balancing loss has a coefficient and there is no expert bias"
 
@@ -40,6 +42,28 @@ def groups_without_a_limit(moe_router_num_groups: int | None, moe_router_group_t
     if not moe_router_num_groups or moe_router_group_topk:
         return None
     return f"--moe-router-num-groups {moe_router_num_groups} has no effect without --moe-router-group-topk"
+
+
+def rotations_that_nothing_stretches(
+    position_embedding_type: str,
+    multi_latent_attention: bool,
+    rope_type: str | None,
+    rotary_scaling_factor: float,
+    use_rope_scaling: bool,
+    rotary_seq_len_interpolation_factor: int | None,
+) -> str | None:
+    """A factor belongs to a kind of rotation, and where there is no rotation no factor does anything."""
+    yarn = rope_type != "rope" if multi_latent_attention else position_embedding_type == "yarn"
+    idle = []
+    if rotary_scaling_factor != 1 and not yarn:
+        idle.append(f"--rotary-scaling-factor {rotary_scaling_factor:g}")
+    if not multi_latent_attention and position_embedding_type not in ("rope", "yarn"):
+        idle += ["--use-rope-scaling"] if use_rope_scaling else []
+        if rotary_seq_len_interpolation_factor not in (None, 1):
+            idle.append(f"--rotary-seq-len-interpolation-factor {rotary_seq_len_interpolation_factor}")
+    if not idle:
+        return None
+    return f"{' and '.join(idle)} without effect: no rotation of this model is stretched that way"
 
 
 def pages_without_unused_rows(
@@ -76,6 +100,7 @@ HINTS = (
     many_experts_in_low_precision,
     nothing_balances,
     groups_without_a_limit,
+    rotations_that_nothing_stretches,
     pages_without_unused_rows,
     saving_to_nowhere,
     mock_data_wins,

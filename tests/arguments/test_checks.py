@@ -11,6 +11,7 @@ from tests.command_lines import plan_of, problems_of, texts_of
 from tests.rules_of_graphs import GRAPH_CASES
 from tests.rules_of_memory import MEMORY_CASES
 from tests.rules_of_ranks import EIGHT_RANKS, FOLD_CASES, RANK_CASES, Case
+from tests.rules_of_rotations import ROTATION_CASES
 from tests.rules_of_state import STATE_CASES
 
 MLA = "--multi-latent-attention --rope-type rope"
@@ -488,7 +489,7 @@ CASES = (
 )
 
 
-ALL_CASES = (*MEMORY_CASES, *CASES, *RANK_CASES, *FOLD_CASES, *GRAPH_CASES, *STATE_CASES)
+ALL_CASES = (*MEMORY_CASES, *CASES, *RANK_CASES, *FOLD_CASES, *GRAPH_CASES, *STATE_CASES, *ROTATION_CASES)
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.rule)
@@ -543,7 +544,10 @@ HINT_CASES = (
     ("", "--moe-ffn-hidden-size", "as wide as dense"),
     ("--bf16 --num-experts 32", "", "--moe-router-dtype fp32 is better for 32 experts"),
     ("--moe-aux-loss-coeff 0", "", "nothing keeps the experts equally busy"),
+    (f"{KINDS} none --moe-aux-loss-coeff 0.01", "", "nothing keeps the experts equally busy"),
     ("--moe-router-num-groups 2", "", "no effect without --moe-router-group-topk"),
+    ("--rotary-scaling-factor 4", "", "--rotary-scaling-factor 4 without effect"),
+    ("--position-embedding-type none --use-rope-scaling", "", "--use-rope-scaling without effect"),
     ("--moe-paged-stash", "", "saves nothing where all experts are on one rank"),
     ("", "--run-dir", "no checkpoint is saved"),
     ("--mock-data", "", "the data files are not read"),
