@@ -114,11 +114,11 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskSpec, loss
     """
     text = np.stack([samples.tokens(int(index)) for index in indices])
     padding = (text == PADDING) | (text == masks.pad)
+    ends = ((text == masks.eod) & ~padding)[:, :-1]  # padding gets the id 0, which may be that of the end
     text[padding] = 0
     _check_ids(text, samples, indices, masks.vocab_size)
     tokens = text[:, :-1]
     loss_mask = ~padding[:, 1:]
-    ends = tokens == masks.eod
     if masks.eod_mask_loss:
         loss_mask &= ~ends
     starts = np.zeros_like(ends)

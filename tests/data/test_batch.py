@@ -78,6 +78,17 @@ def test_pad_id_in_the_data_is_padding() -> None:
     assert made.meta.valid_BS.tolist() == [[True, False, True]]
 
 
+def test_padding_is_no_end_of_a_document_where_the_end_has_the_id_0() -> None:
+    made = batch(
+        [1, 7, 3, 0, 4, PADDING], pad=7, eod=0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
+    )
+    assert made.tokens_BS.tolist() == [[1, 0, 3, 0, 4]]
+    assert made.loss_mask_BS.tolist() == [[0, 1, 1, 0, 0]]
+    assert made.meta.positions_BS.tolist() == [[0, 1, 2, 3, 0]]
+    assert made.meta.segments_BS is not None
+    assert made.meta.segments_BS.tolist() == [[0, 0, 0, 0, 1]]
+
+
 def test_eod_mask_takes_the_loss_where_the_input_ends_a_document() -> None:
     made = batch([1, EOD, 3, 4, EOD], eod_mask_loss=True)
     assert made.loss_mask_BS.tolist() == [[1, 0, 1, 1]]
