@@ -285,15 +285,14 @@ def _lr(flags: Flags, batch: BatchSpec, loop: LoopSpec) -> LRSpec:
         length, wsd = loop.train_iters * size, _times(optimizer.lr_wsd_decay_iters, size)
         decay, warmup = _times(optimizer.lr_decay_iters, size), optimizer.lr_warmup_iters * size
     decay = length if decay is None else decay
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = int(optimizer.lr_warmup_fraction * decay)
+    share = optimizer.lr_warmup_fraction
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     return LRSpec(
         max_lr=optimizer.lr,
         min_lr=optimizer.min_lr,
         init_lr=optimizer.lr_warmup_init,
         style=optimizer.lr_decay_style,
-        warmup_samples=warmup,
+        warmup_samples=warmup if share is None else share * decay,
         decay_samples=decay,
         wsd_style=optimizer.lr_wsd_decay_style,
         wsd_decay_samples=wsd,

@@ -30,8 +30,8 @@ class DataFlags:
     """Folder for indices. Not set: beside the data."""
     mmap_bin_files: bool = flag(True)
     """Map token files into memory."""
-    num_workers: int = flag(2, least=0)
-    """Loader processes per rank."""
+    num_workers: int = flag(2, least=0, status="close", note="any number above 0 is one thread of every rank")
+    """Who makes the microbatches of the next step ahead; 0: nobody."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
         None, status="refused", works=("single", "cyclic"), note="data comes from .bin/.idx files; use single or cyclic"
     )
@@ -41,7 +41,7 @@ class DataFlags:
     reset_attention_mask: bool = flag(False)
     """Attention stays inside of a document."""
     eod_mask_loss: bool = flag(False)
-    """No loss on end-of-document tokens."""
+    """No loss where the input is the end of a document, whose next token is another document's."""
     create_attention_mask_in_dataloader: bool = flag(
         True, status="no effect", note="masks are made where they are used"
     )

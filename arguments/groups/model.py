@@ -102,7 +102,8 @@ class ModelFlags:
     """unit_gain: standard deviation 1/sqrt(inputs) and random norm weights and biases, so that every part matters when
     layouts are compared."""
     init_method_xavier_uniform: bool = flag(False)
-    """Matrices start uniform within sqrt(6 / (inputs + outputs)), whatever `--init-method-std` says."""
+    """Matrices start uniform within sqrt(6 / (inputs + outputs)), whatever `--init-method-std` says; not the embedding
+    where `--embedding-init-method-std` is given."""
 
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
     """Depths of multi-token prediction."""

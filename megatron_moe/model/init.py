@@ -39,7 +39,8 @@ def _initial_part(parameter: Parameter, name: str, seed: int, spec: InitSpec) ->
 
 
 def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, spec: InitSpec) -> Tensor:
-    if spec.method == "xavier_uniform" and len(shape) == 2:
+    own = meta.init == "embedding" and spec.embedding_std is not None
+    if spec.method == "xavier_uniform" and len(shape) == 2 and not own:
         bound = math.sqrt(6 / sum(shape))
         return bound * (2 * torch.rand(shape, generator=rng.generator(key), dtype=torch.float32) - 1)
     mean, std = 1.0 if meta.init == "ones" else 0.0, standard_deviation(meta, spec)

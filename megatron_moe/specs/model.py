@@ -44,7 +44,8 @@ class InitSpec:
     embedding_std: float | None = None
     method: Literal["normal", "unit_gain", "xavier_uniform"] = "normal"
     """unit_gain: std = 1 / sqrt(fan-in) everywhere and random norm weights, biases and expert biases; for proofs.
-    xavier_uniform: matrices are uniform within sqrt(6 / (inputs + outputs)) (Glorot, Bengio 2010), whatever `std`."""
+    xavier_uniform: matrices are uniform within sqrt(6 / (inputs + outputs)) (Glorot, Bengio 2010), whatever `std`; an
+    embedding with an `embedding_std` is normal."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,8 @@ class LRSpec:
     min_lr: float = 0.0
     init_lr: float = 0.0
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    warmup_samples: int = 0
+    warmup_samples: float = 0
+    """A share of `decay_samples` need not be whole."""
     decay_samples: int
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     wsd_decay_samples: int | None = None

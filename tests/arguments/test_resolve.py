@@ -302,6 +302,7 @@ def test_lengths_in_iterations_become_samples():
     assert (lr.warmup_samples, lr.decay_samples, lr.weight_decay_samples) == (320, 1600, 3200)
     lr = plan_of("--lr-warmup-fraction 0.25 --lr-decay-iters 100", "--lr-warmup-iters").lr
     assert lr.warmup_samples == 400
+    assert plan_of("--lr-warmup-fraction 0.001 --lr-decay-iters 100", "--lr-warmup-iters").lr.warmup_samples == 1.6
     lr = plan_of("--lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-wsd-decay-style minus_sqrt").lr
     assert (lr.decay_samples, lr.wsd_decay_samples, lr.wsd_style) == (3200, 800, "minus_sqrt")
 

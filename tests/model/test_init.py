@@ -142,3 +142,9 @@ def test_xavier_matrices_are_uniform_within_their_bound_and_nothing_else_changes
         (4, 100, 50), ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=50), "e", 7, spec
     )
     assert 0.99 * bound < stack.abs().max() <= bound
+
+
+def test_an_embedding_with_a_std_of_its_own_is_normal_beside_xavier_matrices():
+    spec, table = InitSpec(embedding_std=2.0, method="xavier_uniform"), ParamMeta(role="embedding", init="embedding")
+    drawn = initial_values((100, 50), table, "w", 7, spec)
+    assert drawn.std().item() == pytest.approx(2.0, rel=0.03)
