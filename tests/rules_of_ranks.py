@@ -256,6 +256,13 @@ RANK_CASES = (
         environ=EIGHT_RANKS,
     ),
     Case(
+        "ranks_share_the_experts",
+        "--expert-model-parallel-size 4 --num-experts 0 --global-batch-size 32",
+        "4 ranks have no experts to share",
+        "--expert-model-parallel-size 1 --num-experts 0 --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
         "expert_width_divides_among_tensor_ranks",
         f"{TP2} --moe-ffn-hidden-size 127",
         "127 channels of an expert do not divide among 2",

@@ -99,6 +99,8 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
 
 def ranks_share_the_experts(num_experts: int | None, expert_model_parallel_size: int) -> Complaint:
     """Every expert-parallel rank holds the same number of experts."""
+    if not num_experts and expert_model_parallel_size > 1:
+        return f"{expert_model_parallel_size} ranks have no experts to share", "give --num-experts"
     if not num_experts or num_experts % expert_model_parallel_size == 0:
         return None
     return (

@@ -11,6 +11,16 @@ def saving_has_a_rhythm(save: str | None, save_interval: int | None) -> Complain
     return None
 
 
+def retained_checkpoints_are_saved(save_retain_interval: int | None, save_interval: int | None) -> Complaint:
+    """A checkpoint that is to be kept must have been saved."""
+    if save_retain_interval is None or save_interval is None or save_retain_interval % save_interval == 0:
+        return None
+    return (
+        f"checkpoints of every {save_retain_interval} iterations shall stay, but they are saved every {save_interval}",
+        f"--save-retain-interval {-(-save_retain_interval // save_interval) * save_interval}",
+    )
+
+
 def step_belongs_to_a_folder(
     ckpt_step: int | None, load: str | None, save: str | None, run_dir: str | None
 ) -> Complaint:
@@ -104,6 +114,7 @@ RULES = (
     profiles_have_a_folder,
     faults_are_known,
     saving_has_a_rhythm,
+    retained_checkpoints_are_saved,
     step_belongs_to_a_folder,
     missing_means_a_folder,
     exports_have_a_place,

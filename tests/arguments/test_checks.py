@@ -456,6 +456,12 @@ CASES = (
         "--data-path --split",
     ),
     Case("saving_has_a_rhythm", "--save x", "does not say how often", "--save x --save-interval 1", "--save-interval"),
+    Case(
+        "retained_checkpoints_are_saved",
+        "--save-retain-interval 150",
+        "every 150 iterations shall stay, but they are saved every 100",
+        "--save-retain-interval 200",
+    ),
     Case("step_belongs_to_a_folder", "--ckpt-step 3", "no folder", "--ckpt-step 3 --load x", "--run-dir"),
     Case(
         "exports_have_a_place",
