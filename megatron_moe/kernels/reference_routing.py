@@ -133,7 +133,10 @@ def score(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
         case "sigmoid":
             return logits_TE.sigmoid()
         case "sqrtsoftplus":
-            return torch.logaddexp(logits_TE, torch.zeros_like(logits_TE)).sqrt()
+            softplus_TE = torch.logaddexp(logits_TE, torch.zeros_like(logits_TE))
+            # the root has an infinite slope at 0, which times a gradient of 0 is not a number
+            underflows_TE = softplus_TE == 0
+            return softplus_TE.masked_fill(underflows_TE, 1).sqrt().masked_fill(underflows_TE, 0)
 
 
 def limit_to_groups(ranking_TE: Tensor, spec: RouterSpec) -> Tensor:

@@ -143,6 +143,17 @@ def test_given_ids_are_kept_and_none_gets_weight_zero_and_a_finite_gradient(func
     assert logits.grad.isfinite().all() and not logits.grad[1].any()
 
 
+@pytest.mark.parametrize("score_function, pre_softmax", SCORES)
+def test_a_score_that_underflows_has_a_gradient_of_zero(score_function: str, pre_softmax: bool) -> None:
+    """Of an expert that is not chosen, too."""
+    logits = draw(3, EXPERTS).index_fill(1, torch.tensor([0, 5]), -800.0).requires_grad_()
+    spec = spec_of(score_function=score_function, pre_softmax=pre_softmax)
+    routed = KERNELS.route(logits, None, spec, balance_sets=1)
+    assert routed.balance is not None
+    (routed.probs_TK.square().sum() + routed.balance.scores_GE.square().sum()).backward()
+    assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[:, [0, 5]].any()
+
+
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_balance_scores_sum_to_one_and_rank_without_groups(function: str) -> None:
     spec = spec_of(score_function=function, num_groups=4, group_topk=2)
