@@ -38,8 +38,8 @@ class TokenMeta:
     max_seqlen: int | None = None
     """Longest document in whose bounds attention stays, known to the host; None: nothing bounds it."""
     aux_scale: Tensor | float = 1.0
-    """Weight with which balancing losses of this microbatch enter the gradient: 1 / number of microbatches, or the
-    number of valid tokens of the microbatch when the loss is divided once by the tokens of the global batch."""
+    """Weight with which balancing losses of this microbatch enter the gradient: context-parallel ranks / microbatches,
+    or the tokens in the loss of the whole microbatch when that is divided once by those of the global batch."""
     random_key: Key | None = None
     """(seed, iteration, place of the microbatch in the global batch): key of dropout and jitter; a site appends its own
     name. None: evaluation."""

@@ -1,8 +1,8 @@
 """One training step: microbatches through the schedule, gradients finished, clipped, applied, routers updated.
 
 Nothing here waits for the device. The step's results stay on the device in a `StepOutcome`; the loop reads them one
-step later. The verdict (is everything finite?) masks the update on the device and stays bad once it is bad, so a
-non-finite number never reaches the weights however late the host learns of it.
+step later. The verdict (is everything finite?) masks the update on the device, so a non-finite number never reaches the
+weights however late the host learns of it. Where a bad step ends the run, the verdict stays bad from then on.
 """
 
 from collections import deque
