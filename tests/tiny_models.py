@@ -67,6 +67,22 @@ def model_spec(*layers: LayerSpec, **changes: Any) -> ModelSpec:
     return tiny.model(layers=layers or (layer_spec(), layer_spec()), **changes)
 
 
+def dense_ancestor(spec: ModelSpec, granularity: int) -> ModelSpec:
+    """The dense model that an MoE is upcycled from: one MLP of `granularity` experts' width in the place of experts."""
+
+    def dense(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.feed_forward, MoESpec):
+            return layer
+        experts = layer.feed_forward.experts
+        width = experts.ffn_hidden_size * granularity
+        mlp = mlp_spec(
+            hidden_size=experts.hidden_size, ffn_hidden_size=width, activation=experts.activation, bias=experts.bias
+        )
+        return replace(layer, feed_forward=mlp)
+
+    return replace(spec, layers=tuple(map(dense, spec.layers)))
+
+
 def build(spec: ModelSpec, *, seed: int = 7, **stage: Any) -> GPT:
     """A model in fp64 on the reference kernels, with the initial values of its spec."""
     model = GPT(spec, ParallelContext.single(), reference.bundle(), **stage)

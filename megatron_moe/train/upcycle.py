@@ -14,20 +14,8 @@ from megatron_moe.moe.upcycle import upcycle
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, local_part, named_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem
-from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.moe import MLPSpec, MoESpec
 from megatron_moe.specs.params import sharded_dim
-
-
-def dense_ancestor(spec: ModelSpec, granularity: int) -> ModelSpec:
-    """The dense model an MoE is upcycled from: every MoE layer has one MLP of `granularity` experts' width instead."""
-    layers = tuple(
-        replace(layer, feed_forward=_dense_mlp(layer.feed_forward, granularity))
-        if isinstance(layer.feed_forward, MoESpec)
-        else layer
-        for layer in spec.layers
-    )
-    return replace(spec, layers=layers)
 
 
 @torch.no_grad()

@@ -22,9 +22,9 @@ from megatron_moe.train import checkpoints as checkpoints_module
 from megatron_moe.train.checkpoints import Checkpoints
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
-from megatron_moe.train.upcycle import dense_ancestor
 from megatron_moe.watch.status import Status
 from tests import tiny
+from tests.tiny_models import dense_ancestor
 from tests.tolerances import EXACT
 
 BF16 = PrecisionSpec(params="bf16", grads="fp32")

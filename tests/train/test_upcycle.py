@@ -15,9 +15,10 @@ from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.train import CheckpointSpec
 from megatron_moe.train.evaluate import evaluate
 from megatron_moe.train.stage import Pipeline
-from megatron_moe.train.upcycle import dense_ancestor, load_upcycled
+from megatron_moe.train.upcycle import load_upcycled
 from tests import tiny
 from tests.ranks import on_threads
+from tests.tiny_models import dense_ancestor
 from tests.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
