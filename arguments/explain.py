@@ -61,6 +61,8 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
         if word in ("--help", "-h"):
             return _help(following, registry)
         if word == "--find":
+            if not following:
+                raise FlagErrors([Problem(what="--find needs a word", remedy="--find aux, or --help all")])
             return _find(following, registry)
     return None
 
@@ -160,7 +162,7 @@ def _find(word: str, registry: Registry) -> str:
     ]
     hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if wanted in old]
     hits += [f"  {name:<{_NAME_COLUMN}} is refused: {rare.reason}" for name, rare in rare_names() if wanted in name]
-    return "\n".join(hits) if word and hits else f"No flag has {word!r} in its name, text, choices or default."
+    return "\n".join(hits) if hits else f"No flag has {word!r} in its name, text, choices or default."
 
 
 def _searched(flag: Flag, text: str) -> list[str]:

@@ -67,20 +67,26 @@ def read_files(
     if path.resolve() in above:
         problem = Problem(what=f"{shown(path)} builds on itself", remedy="take it out of its `base`")
         return [FlagFile(path, problems=[problem])]
-    file = read_file(path, registry, environ, needless)
+    file = read_file(
+        path, registry, environ, needless, named_in=f"`base` of {shown(above[-1])}" if above else "--config"
+    )
     below = (*above, path.resolve())
     return [*(found for base in file.bases for found in read_files(base, registry, environ, below, needless)), file]
 
 
 def read_file(
-    path: Path, registry: Registry, environ: Mapping[str, str], needless: frozenset[str] = frozenset()
+    path: Path,
+    registry: Registry,
+    environ: Mapping[str, str],
+    needless: frozenset[str] = frozenset(),
+    named_in: str = "--config",
 ) -> FlagFile:
-    """The flags of one file. What is wrong with it stands in `problems`."""
+    """The flags of one file, which a flag or another file named. What is wrong with it stands in `problems`."""
     file = FlagFile(path)
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)
     except OSError as trouble:
-        problem = Problem(what=f"{path} cannot be read: {trouble.strerror}", remedy="correct --config")
+        problem = Problem(what=f"{path} cannot be read: {trouble.strerror}", remedy=f"correct {named_in}")
         return FlagFile(path, readable=False, problems=[problem])
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as trouble:
         problem = Problem(what=f"{shown(path)}{_not_yaml(trouble)}", remedy="correct the file")

@@ -1,6 +1,7 @@
 """From words to settings: what was given, in layers that win over each other, becomes one value per flag."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,6 +17,9 @@ COMMAND_LINE = "command line"
 _MAX_NEAR = 3
 _ALIKE = 0.7
 """Names with a smaller share of letters in common have nothing to do with each other: learning-rate, te-rng-tracker."""
+_DASHES = "\u2010-\u2015\u2212"
+"""What texts and web pages have in place of hyphens, as a range of a regular expression."""
+_LONGEST_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
     """The command line as flags with their words. A word that begins with two dashes is a flag."""
     found: list[Given] = []
     problems: list[Problem] = []
+    spoilt, words = _mended(words)
     for word in words:
         if not _is_text(word):
             problems.append(Problem(what=f"{ascii(word)} is not UTF-8 text", remedy="write names of files in UTF-8"))
@@ -78,7 +83,43 @@ def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
             found[-1] = Given(last.option, (*(last.words or ()), word), last.origin)
         else:
             problems.append(Problem(what=f"{word!r} stands before any flag", remedy="begin flags with two dashes"))
-    return found, problems
+    return found, [*spoilt, *problems]
+
+
+def _mended(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
+    """The first of every kind of words that a shell or a clipboard has spoilt, and the words that were meant, so that
+    nothing else is said of what only follows from that."""
+    problems: dict[str, Problem] = {}
+    mended: list[str] = []
+    for word in words:
+        problem, meant = _spoilt(word)
+        if problem:
+            problems.setdefault(problem.remedy, problem)
+        mended += meant
+    return list(problems.values()), mended
+
+
+def _spoilt(word: str) -> tuple[Problem | None, list[str]]:
+    """What a shell or a clipboard has done to a word, if anything, and the words that were meant."""
+    shown = repr(word) if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]!r}..."
+    option = word.partition("=")[0]
+    if word.endswith("\r"):
+        what = f"{shown} ends with a carriage return: the script has the line ends of Windows"
+        return Problem(what=what, remedy="sed -i 's/\\r$//' SCRIPT"), [word.rstrip("\r")] if word.strip() else []
+    if word and word.strip() in ("", "\\"):
+        what = f"{shown} is a word: a backslash has a blank behind it, or stands in single quotes"
+        return Problem(what=what, remedy="end lines that go on with a backslash, outside of single quotes"), []
+    if re.match(rf"-?[{_DASHES}][{_DASHES}-]*[A-Za-z]", word):
+        rest = re.sub(rf"^[{_DASHES}-]+", "", word)
+        what = f"{shown} begins with the dash U+{ord(word.lstrip('-')[0]):04X} in place of two hyphens"
+        return Problem(what=what, remedy=f"type --{rest}"), [f"--{rest}"]
+    if option.lstrip().startswith("--") and option.split() != [option]:
+        remedy = 'take the quotes away: $ARGS in place of "$ARGS"; an array is "${ARGS[@]}"'
+        return Problem(what=f"{shown} is one word with blanks in it", remedy=remedy), word.split()
+    if re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):
+        what = f"{shown} is not what it stands for: a shell puts nothing into single quotes"
+        return Problem(what=what, remedy="write it in double quotes"), []
+    return None, [word]
 
 
 def _is_text(word: str) -> bool:

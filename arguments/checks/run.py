@@ -98,7 +98,8 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
 
 
 def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
-    facts = {"world_size": Fact(launch.world_size, "ranks", launch.launcher)}
+    told_by = "no launcher" if launch.launcher == "none" else launch.launcher
+    facts = {"world_size": Fact(launch.world_size, "ranks", told_by)}
     if all(settings.known(name) for name in MODEL_PARALLEL):
         size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
         if launch.world_size % size == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments.errors import Finished
+from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry, normal
 from arguments.names.deprecated import old_names
 from arguments.names.rare import is_rare_switch_off, rare_name, rare_names
@@ -100,4 +100,7 @@ def test_help_and_search_know_rare_names():
         (("--find", "otel"), "--otel-span-groups"),
     ):
         with pytest.raises(Finished, match=text):
+            read_plan(words, {})
+    for words in (("--find",), ("--find", "")):
+        with pytest.raises(FlagErrors, match="--find needs a word"):
             read_plan(words, {})

@@ -11,7 +11,7 @@ from arguments.flags import Registry
 from arguments.parser import settle
 from arguments.read import read_plan
 from arguments.recipes import find
-from tests.command_lines import plan_of, texts_of
+from tests.command_lines import plan_of, problems_of, texts_of
 
 REGISTRY = Registry.declared()
 
@@ -256,7 +256,8 @@ def test_a_file_that_builds_on_itself_or_on_nothing_is_refused(tmp_path):
     second.write_text("base: a.yaml\n")
     third.write_text("base: nowhere.yaml\n")
     assert any("a.yaml builds on itself" in text for text in texts_of(f"--config {first}"))
-    assert any("nowhere.yaml cannot be read" in text for text in texts_of(f"--config {third}"))
+    (missing,) = problems_of(f"--config {third}")
+    assert "nowhere.yaml cannot be read" in missing.what and missing.remedy == f"correct `base` of {third}"
 
 
 def test_a_recipe_says_what_it_is_for(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 
 from arguments.launch import LaunchProblem, allocation_note, launch_of
 from megatron_moe.specs.parallel import Launch
-from tests.command_lines import plan_of, texts_of
+from tests.command_lines import plan_of, problems_of, texts_of
+from tests.rules_of_ranks import EIGHT_RANKS
 
 TORCHRUN = {
     "RANK": "5",
@@ -206,3 +207,11 @@ def test_ranks_become_data_parallel_ranks():
 
 def test_a_step_that_is_no_number_is_no_special_step():
     assert launch_of({**SRUN, "SLURM_STEP_ID": "²"}).launcher == "slurm"
+
+
+@pytest.mark.parametrize(("environ", "teller"), [({}, "no launcher"), (EIGHT_RANKS, "torchrun")])
+def test_a_problem_with_ranks_says_who_told_their_number(environ, teller):
+    (fold,) = [
+        text for text in problems_of("--expert-model-parallel-size 16", environ=environ) if "folded" in text.what
+    ]
+    assert ("ranks", environ.get("WORLD_SIZE", "1"), teller) in fold.given

@@ -55,6 +55,47 @@ def test_every_spelling_sets_its_flag(name, words, value):
 
 
 @pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("--bf16 --lr 1", "'--bf16 --lr 1' is one word with blanks in it"),
+        ("--bf16 ", "'--bf16 ' is one word with blanks in it"),
+        (" --bf16", "' --bf16' is one word with blanks in it"),
+        ("--bf16\r", "'--bf16\\r' ends with a carriage return"),
+        ("\u2013bf16", "begins with the dash U+2013 in place of two hyphens"),
+        ("-\u2014bf16", "begins with the dash U+2014 in place of two hyphens"),
+    ],
+)
+def test_a_flag_that_a_shell_or_a_clipboard_has_spoilt_is_told_and_meant(word, problem):
+    given, problems = split(["--num-layers", "4", word])
+    assert len(problems) == 1, problems
+    assert problem in problems[0].what
+    assert settle(REGISTRY, [given]).setting("bf16").value is True
+    assert settle(REGISTRY, [given]).setting("num_layers").value == 4
+
+
+@pytest.mark.parametrize("word", [" ", "\\", "\r", "${GPT_ARGS[@]}"])
+def test_what_is_left_of_a_line_is_told_and_no_value(word):
+    given, problems = split(["--num-layers", "4", word, word])
+    assert len(problems) == 1, problems
+    assert settle(REGISTRY, [given]).setting("num_layers").value == 4
+
+
+def test_blanks_and_dashes_in_values_are_meant():
+    words = [
+        "--wandb-exp-name=my run",
+        "--wandb-project",
+        "a \u2013 b",
+        "--run-dir",
+        "runs/\u2013x",
+        "--eval-iters",
+        "\u22121",
+    ]
+    given, problems = split(words)
+    assert problems == []
+    assert [each.words for each in given] == [("my run",), ("a \u2013 b",), ("runs/\u2013x",), ("\u22121",)]
+
+
+@pytest.mark.parametrize(
     ("name", "words", "value"),
     [
         ("position_embedding_type", "--use-rotary-position-embeddings", "rope"),
