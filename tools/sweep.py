@@ -5,6 +5,9 @@
 
 The same command again goes on: finished runs are skipped, others resume from their checkpoints. Combinations that the
 checks refuse are told and left out. All other words are flags of pretrain_moe.py.
+
+Exit code 0: all that is legal has finished or was submitted; 2: the checks refuse every combination; else that of the
+first run that failed.
 """
 
 import argparse
@@ -48,30 +51,30 @@ def state_of(run_dir: Path) -> str:
     return "submitted" if (run_dir / SUBMITTED).exists() else "new"
 
 
-def start(point: Point, options: argparse.Namespace, flags: list[str]) -> str:
-    """Runs or submits one combination unless that was done; returns a line about it."""
+def start(point: Point, options: argparse.Namespace, flags: list[str]) -> tuple[str, int]:
+    """Runs or submits one combination unless that was done; returns a line about it and its exit code.
+
+    Raises FlagErrors: the checks refuse it.
+    """
     run_dir = options.output / point.name
     state = state_of(run_dir)
     waits = options.launcher == "slurm" and state in ("submitted", "starting", "running", "saving")
     if state == "finished" or waits:
-        return f"skipped, {state}"
-    try:
-        words = [*flags, *point.flags, "--run-dir", str(run_dir)]
-        options.name = point.name
-        job = launch.job_of(options, words, os.environ)
-    except FlagErrors as problems:
-        return "refused: " + "; ".join(problem.what for problem in problems.problems)
+        return f"skipped, {state}", 0
+    options.name = point.name
+    job = launch.job_of(options, [*flags, *point.flags, "--run-dir", str(run_dir)], os.environ)
     if options.dry_run:
-        return f"would be started: {' '.join(point.flags)}"
+        return f"would be started: {' '.join(point.flags)}", 0
     path = launch.write(job, launch.script_of(job, options.launcher), options.launcher)
     if options.launcher == "slurm":
-        if launch.submit(path, job, "slurm") != 0:
-            return "sbatch failed"
+        code = launch.submit(path, job, "slurm")
+        if code != 0:
+            return "sbatch failed", code
         (run_dir / SUBMITTED).touch()
-        return "submitted"
+        return "submitted", 0
     with open(run_dir / "output.txt", "a") as output:
         code = subprocess.run(["bash", str(path)], stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-    return "finished" if code == 0 else f"ended with exit code {code}, see {run_dir / 'output.txt'}"
+    return "finished" if code == 0 else f"ended with exit code {code}, see {run_dir / 'output.txt'}", code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,17 +82,24 @@ def main(argv: Sequence[str]) -> int:
     registry = Registry.declared()
     try:
         combinations = points([axis_of(words, registry) for words in options.axes], registry)
+        codes: list[int] = []
         for number, point in enumerate(combinations, 1):
-            print(f"[{number}/{len(combinations)}] {point.name}: {start(point, options, flags)}", flush=True)
+            try:
+                line, code = start(point, options, flags)
+                codes.append(code)
+            except FlagErrors as problems:
+                line = "refused: " + "; ".join(problem.what for problem in problems.problems)
+            print(f"[{number}/{len(combinations)}] {point.name}: {line}", flush=True)
         runs = [point.name for point in combinations if (options.output / point.name / METRICS).exists()]
         if runs:
             print(as_text([summarize(options.output / name, name) for name in runs]))
     except Finished as answer:
         print(answer.text)
+        return int(ExitCode.OK)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
-    return int(ExitCode.OK)
+    return next((code for code in codes if code), 0) if codes else int(ExitCode.CONFIG)
 
 
 if __name__ == "__main__":

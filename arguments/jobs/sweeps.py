@@ -7,6 +7,7 @@ from itertools import product
 
 from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
+from arguments.parser import unknown_flag
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 _ON, _OFF = ("on", "true"), ("off", "false")
@@ -31,9 +32,14 @@ class Point:
 
 def axis_of(words: Sequence[str], registry: Registry) -> Axis:
     """From `lr 1e-3 3e-4`. Raises FlagErrors: no such flag, or no value."""
-    option = "--" + words[0].lstrip("-").replace("_", "-")
+    name, equals, value = words[0].partition("=")
+    option = "--" + name.lstrip("-").replace("_", "-")
     if registry.find(option) is None:
-        raise FlagErrors([Problem(what=f"--set {words[0]}: there is no flag {option}", remedy=f"--find {words[0]}")])
+        remedy = unknown_flag(option, registry).remedy
+        raise FlagErrors([Problem(what=f"--set {words[0]}: there is no flag {option}", remedy=remedy)])
+    if equals:
+        remedy = " ".join(("--set", name, *value.split(","), *words[1:]))
+        raise FlagErrors([Problem(what=f"--set {words[0]}: values stand behind the flag, apart", remedy=remedy)])
     if len(words) == 1:
         raise FlagErrors([Problem(what=f"--set {words[0]} has no values", remedy=f"--set {words[0]} VALUE VALUE ...")])
     return Axis(option, tuple(dict.fromkeys(words[1:])))

@@ -28,9 +28,9 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def sweep(capsys: pytest.CaptureFixture[str], here: Path, *more: str) -> list[str]:
+def sweep(capsys: pytest.CaptureFixture[str], here: Path, *more: str, code: int = ExitCode.OK) -> list[str]:
     argv = ["--output", "sweep", "--python", str(here / "stub_python"), *more, *FLAGS]
-    assert main(argv) == ExitCode.OK
+    assert main(argv) == code
     return capsys.readouterr().out.splitlines()
 
 
@@ -59,9 +59,14 @@ def test_an_illegal_combination_is_told_and_the_others_run(here, capsys):
     assert out[0].endswith(": finished") and "refused: " in out[1] and len(starts(here)) == 1
 
 
+def test_a_sweep_of_illegal_combinations_alone_is_a_mistake(here, capsys):
+    out = sweep(capsys, here, "--set", "lr", "x", "y", "--dry-run", code=ExitCode.CONFIG)
+    assert [line.split(": ")[1] for line in out] == ["refused", "refused"]
+
+
 def test_a_run_that_fails_does_not_end_the_sweep(here, capsys, monkeypatch):
     monkeypatch.setenv("STUB_CODE", "4")
-    out = sweep(capsys, here, "--set", "lr", "1e-3", "2e-3")
+    out = sweep(capsys, here, "--set", "lr", "1e-3", "2e-3", code=4)
     assert [line.split(": ")[1].split(",")[0] for line in out] == ["ended with exit code 4"] * 2
     assert len(starts(here)) == 2
 
@@ -91,7 +96,7 @@ def test_a_job_that_slurm_did_not_take_is_submitted_again(here, capsys):
     taken = (here / "sbatch").read_text()
     (here / "sbatch").write_text(taken + "exit 1\n")
     slurm = ("--set", "lr", "1e-3", "--launcher", "slurm")
-    assert sweep(capsys, here, *slurm) == ["[1/1] lr=1e-3: sbatch failed"]
+    assert sweep(capsys, here, *slurm, code=1) == ["[1/1] lr=1e-3: sbatch failed"]
     (here / "sbatch").write_text(taken)
     assert sweep(capsys, here, *slurm) == ["[1/1] lr=1e-3: submitted"]
     assert sweep(capsys, here, *slurm) == ["[1/1] lr=1e-3: skipped, submitted"]

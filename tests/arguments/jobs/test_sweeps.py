@@ -52,7 +52,15 @@ def test_a_value_of_several_words_is_several():
     assert grid("rampup-batch-size|2 2 8")[0].flags == ("--rampup-batch-size", "2", "2", "8")
 
 
-@pytest.mark.parametrize(("setting", "message"), [("no-such|1", "there is no flag --no-such"), ("lr", "has no values")])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("no-such|1", "there is no flag --no-such"),
+        ("lrr|1", "Try: did you mean --lr"),
+        ("lr", "has no values"),
+        ("lr=1,2", "Try: --set lr 1 2"),
+    ],
+)
 def test_what_is_no_axis_is_refused(setting, message):
     with pytest.raises(FlagErrors, match=message):
         grid(setting)
