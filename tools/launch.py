@@ -26,6 +26,7 @@ from arguments.errors import Finished  # noqa: E402
 from arguments.explain import derived  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
 from arguments.jobs.scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
+from arguments.parser import split  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from arguments.recipes.find import about, find_recipe  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
@@ -75,16 +76,20 @@ def plan_of(
 
 def name_of(flags: Sequence[str]) -> str:
     """After the recipe, or the first file."""
-    for option in ("--recipe", "--config"):
-        if option in flags[:-1]:
-            return Path(flags[flags.index(option) + 1]).stem
-    return "megatron-moe"
+    asked = asked_for(flags, "--recipe") or asked_for(flags, "--config")
+    return Path(asked).stem if asked else "megatron-moe"
+
+
+def asked_for(flags: Sequence[str], option: str) -> str:
+    """The first word behind an option, also behind its `=`; empty where it is not given."""
+    words = [given.words for given in split(flags)[0] if given.option == option]
+    return words[-1][0] if words and words[-1] else ""
 
 
 def size_of(options: argparse.Namespace, flags: Sequence[str]) -> tuple[int, int]:
     """(machines, ranks on each): as asked, else what the recipe says about itself, else one node of a cluster or one
     rank here."""
-    recipe = flags[flags.index("--recipe") + 1] if "--recipe" in flags[:-1] else ""
+    recipe = asked_for(flags, "--recipe")
     if find_recipe(recipe):
         told = about(recipe, Registry.declared())
         kind = GPUS.get(told.gpu)

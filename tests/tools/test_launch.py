@@ -98,6 +98,8 @@ def test_a_recipe_names_its_job_and_its_folder(here, capsys):
     ("argv", "size"),
     [
         ("--recipe m27", (1, 4)),
+        ("--recipe=m27", (1, 4)),
+        ("--recipe q6 --recipe=m27", (1, 4)),
         ("--recipe mixtral-8x22b-h100-128", (16, 8)),
         ("--recipe deepseek-v3-gb200-256", (64, 4)),
         ("--recipe mixtral-8x22b-h100-128 --nodes 32", (32, 8)),
