@@ -72,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="the tested set of versions")
     options = parser.parse_args(argv)
+    if options.constraints != CONSTRAINTS and not options.constraints.is_file():
+        parser.error(f"--constraints {options.constraints} is no file")
     found, tried = find_all(options.constraints), probes(device_of(options.device))
     backends = discover(BACKENDS)
     lines = [f"packages, against {options.constraints.name}"]

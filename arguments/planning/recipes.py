@@ -201,7 +201,7 @@ def reasons(found: Found, gpu: Gpu) -> list[str]:
         f"memory: {memory.total / GIB:.1f} of {gpu.memory_gib:.1f} GiB on pipeline rank {memory.rank} (weights and "
         f"gradients {(state.weights + state.gradients) / GIB:.1f}, optimizer "
         f"{(state.master + state.moments) / GIB:.1f}, activations {memory.kept / GIB:.1f}){without}",
-        f"parallelism: of the step go to {', '.join(lost) or 'nothing that another layout would save'}",
+        f"overhead: {', '.join(lost)} of the step" if lost else "overhead: none",
         f"time: {total * 1e3:,.0f} ms a step, {step.tflops:,.0f} TFLOP/s per GPU by the cost model; most of it "
         f"{longest}",
     ]

@@ -68,3 +68,9 @@ def test_a_wrong_package_brings_the_steps_that_build_the_right_one():
     lines = doctor.build_lines([wrong])
     assert any("APEX_CUDA_EXT=1" in line for line in lines) and any("pip uninstall apex" in line for line in lines)
     assert doctor.build_lines([replace(wrong, trouble="")]) == []
+
+
+def test_a_file_of_versions_that_is_not_there_is_not_taken_for_an_empty_one(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--constraints", "nowhere.txt"])
+    assert "--constraints nowhere.txt is no file" in capsys.readouterr().err
