@@ -127,9 +127,9 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
         "--decoder-num-layers": "there is one stack of layers; use --num-layers",
         "--decoder-seq-length": "there is one stack of layers; use --seq-length",
         "--loss-scale": "it belongs to fp16; use --bf16",
-        "--enable-gpt-oss": "write its parts out: --position-embedding-type yarn --softmax-type learnable "
-        "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 --window-size 127,0 "
-        "--window-attn-skip-freq 2",
+        "--enable-gpt-oss": "write its parts out: --position-embedding-type yarn --rotary-scaling-factor 32 "
+        "--no-yarn-correction-range-round-to-int --softmax-type learnable --quick-geglu --glu-linear-offset 1 "
+        "--activation-func-clamp-value 7 --window-size 127,0 --window-attn-skip-freq 2",
         "--extra-vocab-size": "use --padded-vocab-size",
         "--max-padding-length": "use --seq-length",
         "--patch-tokenizer-type": "use --tokenizer-type HuggingFaceTokenizer",
