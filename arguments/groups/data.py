@@ -24,7 +24,9 @@ class DataFlags:
     """JSON file with the words of `--train-data-path` and its kin, under train, valid and test."""
     split: str | None = flag(None, essential=True)
     """Shares of training, validation and test, such as 99,1,0. Not set: 969, 30, 1."""
-    mock_data: bool = flag(False, essential=True)
+    mock_data: bool = flag(
+        False, status="close", essential=True, note="--split holds; Megatron-LM always takes thirds of these documents"
+    )
     """Random documents instead of files."""
     data_cache_path: str | None = flag(None)
     """Folder for indices. Not set: beside the data."""
