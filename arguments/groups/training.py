@@ -52,7 +52,9 @@ class TrainingFlags:
     """Collect around evaluations."""
     empty_unused_memory_level: Literal[0, 1, 2] = flag(0, status="no effect", note="concerns memory")
     """Give unused device memory back in every step."""
-    iterations_to_skip: tuple[int, ...] = flag((), least=1)
+    iterations_to_skip: tuple[int, ...] = flag(
+        (), least=1, status="close", note="numbers are those of the log; Megatron-LM's are smaller by one"
+    )
     """Iterations, counted from 1, whose samples are passed over without a step."""
     train_sync_interval: int | None = flag(None, status="no effect", note="concerns speed")
     """Wait for the device every so many iterations."""
