@@ -10,6 +10,7 @@ What lies between is computed as ever.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -30,17 +31,13 @@ _OFFSETS_STAY_ON_THE_DEVICE = ("hopper", "torch_native", "triton")
 """Backends of the grouped products."""
 
 
-def capture_parts(model: GPT, modules: Iterable[str]) -> int:
-    """From now on the layers of the decoder replay these parts, for microbatches in flight. Returns how many parts that
-    are. Multi-token prediction computes."""
+def capture_parts(model: GPT, modules: Iterable[str]) -> None:
+    """From now on the layers of the decoder replay these parts, for microbatches in flight. Multi-token prediction
+    computes."""
     wanted = frozenset(modules)
-    num_parts = 0
     for block in model.decoder.layers.values():
         assert isinstance(block, Block), f"a layer is a {type(block).__name__}"
-        functions = _functions(block, wanted)
-        num_parts += sum(isinstance(function, Part) for function in functions)
-        block.forward = partial(_run, functions)  # type: ignore[method-assign]
-    return num_parts
+        block.forward = partial(_run, _functions(block, wanted))  # type: ignore[method-assign]
 
 
 def check_recordable(spec: GraphSpec, kernels: Bundle) -> None:
@@ -79,10 +76,10 @@ def _run(functions: Sequence[Function], hidden_SBH: Tensor, meta: TokenMeta) -> 
 def _functions(block: Block, wanted: frozenset[str]) -> list[Function]:
     """The layer in pieces, those that are wanted as parts."""
 
-    def part(name: str, function: Function, *modules: nn.Module | None) -> Function:
+    def part(name: str, function: Function, *modules: nn.Module | None, kind: type[Part] = Part) -> Function:
         if name not in wanted:
             return function
-        return Part(f"{name} of {block.site}", function, tuple(_parameters(modules)))
+        return kind(f"{name} of {block.site}", function, tuple(_parameters(modules)))
 
     attend = part("attn", block.attend, block.input_layernorm, block.self_attention, block.pre_mlp_layernorm)
     if isinstance(block, DenseBlock):
@@ -91,8 +88,8 @@ def _functions(block: Block, wanted: frozenset[str]) -> list[Function]:
     if block.keeping.twice("moe"):  # in one go; the flags allow no recorded part of it then
         return [attend, block.feed_forward]
     behind: list[Function] = [
-        part("moe_router", partial(_route, block), block.mlp.router, block.mlp.fc1_latent_proj),
-        part("moe_preprocess", partial(_dispatch, block)),
+        part("moe_router", partial(_route, block), block.mlp.router, block.mlp.fc1_latent_proj, kind=_Between),
+        part("moe_preprocess", partial(_dispatch, block), kind=_Between),
         block.experts,
         block.start_combine,
         block.finish_combine,
@@ -101,6 +98,15 @@ def _functions(block: Block, wanted: frozenset[str]) -> list[Function]:
     if "moe" not in wanted:
         return [attend, *behind]
     return [attend, part("moe", partial(_run, behind), block.mlp)]
+
+
+class _Between(Part):
+    """A part with others before and behind it. A recording outlives the microbatch that it was made with, so the scope
+    of those who take its norm passes by."""
+
+    def __call__(self, state: Attended, meta: TokenMeta) -> Attended:
+        left: Attended = super().__call__(replace(state, forget=nullcontext()), meta)
+        return replace(left, forget=state.forget)
 
 
 def _route(block: MoEBlock, state: Attended, meta: TokenMeta) -> Routed:

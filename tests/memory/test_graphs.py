@@ -1,6 +1,7 @@
 """Recorded parts of layers and whole steps: a replay is the computation, bit for bit, in memory that never moves."""
 
 import gc
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.kernels import reference
+from megatron_moe.memory.forgotten import Forgotten
 from megatron_moe.memory.recorder import RecordingReport, Repeater, no_garbage_collected
 from megatron_moe.memory.structure import put_together, take_apart
 from megatron_moe.model.captured import check_recordable
@@ -16,6 +18,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.memory import GraphSpec, MemorySpec, RecomputeSpec
 from megatron_moe.specs.model import MTPSpec
+from megatron_moe.specs.moe import SharedExpertsSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.pipeline.actions import Action, parts
 from megatron_moe.specs.pipeline.schedule import build_schedule
@@ -100,6 +103,26 @@ def test_experts_beside_recorded_attention_are_computed_again(computed):
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
     EXACT.check_all(run_steps(trainer.plan, trainer, TrainState(), 3), computed, "experts again")
     assert len(runs) == 3 * 2 * 2, "steps, microbatches, forwards"
+
+
+def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch):
+    """Each microbatch has a scope of its own for those who take its norm; a recording knows that of its first one."""
+    notes, pack = Counter(), Forgotten.pack
+
+    def count(self, tensor):
+        note = pack(self, tensor)
+        notes[len(trainer.recent)] += note is not None
+        return note
+
+    shared = SharedExpertsSpec(mlp=tiny_models.mlp_spec(ffn_hidden_size=16))
+    model = tiny.model(moe_spec=tiny.moe(tiny.router(**ROUTER), shared=shared))
+    again = MemorySpec(recompute=RecomputeSpec(granularity="selective", modules=("layernorm",)))
+    trainer = make_trainer(the_plan(model=model, memory=again, graphs=parts_of("moe_router", "moe_preprocess")))
+    trainer.recent = deque()
+    monkeypatch.setattr(Forgotten, "pack", count)
+    found = run_steps(trainer.plan, trainer, TrainState(), 4)
+    assert notes[0] and notes == dict.fromkeys(range(4), notes[0]), "tensors that are forgotten, by step"
+    EXACT.check_all(found, figures(the_plan(model=model), steps=4), "layernorm")
 
 
 def test_prediction_layers_draw_what_benchmarks_force_as_they_are_computed():
