@@ -372,9 +372,7 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
         finetune=checkpoint.finetune,
         weights_only=flags.training.skip_train,
         load_optim=checkpoint.load_optim and not moe.moe_use_upcycling,
-        load_rng=checkpoint.load_rng and not moe.moe_use_upcycling,
         save_optim=checkpoint.save_optim,
-        save_rng=checkpoint.save_rng,
         override_iteration=checkpoint.override_ckpt_iteration,
         exit_on_missing=checkpoint.exit_on_missing_checkpoint,
         fresh=checkpoint.fresh,
@@ -498,8 +496,9 @@ def _all_graph_modules(flags: Flags, model: ModelSpec) -> tuple[GraphModule, ...
     if not all(layer.is_moe for layer in model.layers):
         wanted.append("mlp")
     if any(layer.is_moe for layer in model.layers):
-        # the grouped products of fp32 read the rows of every expert on the host
-        wanted.append("moe" if alone and flags.precision.bf16 else "moe_router")
+        # the grouped products of fp32 read the rows of every expert on the host, and so do single products
+        recordable = alone and flags.precision.bf16 and flags.moe.moe_grouped_gemm
+        wanted.append("moe" if recordable else "moe_router")
     return tuple(wanted)
 
 

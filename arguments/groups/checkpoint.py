@@ -7,6 +7,7 @@ from arguments.flag import flag
 
 _ONE_KIND = "there is one kind of checkpoint, written every --save-interval iterations"
 _OWN_FORMAT = "checkpoints have one format of their own"
+_KEYED = "random numbers have no state: each draw is keyed by seed, iteration and use"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,11 @@ class CheckpointFlags:
     """Leave when `--load` holds nothing."""
     load_optim: bool = flag(True)
     """Load the optimizer's state."""
-    load_rng: bool = flag(True)
+    load_rng: bool = flag(True, status="no effect", note=_KEYED)
     """Load the state of random numbers."""
     save_optim: bool = flag(True)
     """Save the optimizer's state."""
-    save_rng: bool = flag(True)
+    save_rng: bool = flag(True, status="no effect", note=_KEYED)
     """Save the state of random numbers."""
     load_main_params_from_ckpt: bool = flag(
         False, status="not yet", note="master weights come with the optimizer's state, or are made from the weights"

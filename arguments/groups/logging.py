@@ -20,7 +20,9 @@ class LoggingFlags:
     """A progress bar, on a terminal only."""
     plots: bool = flag(True, status="ours")
     """Draw plots into the run folder at the end."""
-    log_throughput: bool = flag(False)
+    log_throughput: bool = flag(
+        False, status="close", note="keys outside of a sliding window are no work (docs/decisions/0060)"
+    )
     """TFLOP/s per GPU in the log line."""
     log_params_norm: bool = flag(False)
     """Norm of the parameters in the log line."""

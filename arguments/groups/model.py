@@ -6,6 +6,8 @@ from typing import Literal
 from arguments.flag import REQUIRED, flag
 from arguments.values import LayerPattern
 
+_GATED = "of every gated block, dense ones too"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
@@ -75,9 +77,9 @@ class ModelFlags:
     """Feed-forward blocks with the square of ReLU, without a gate."""
     openai_gelu: bool = flag(False)
     """The tanh form of GELU."""
-    glu_linear_offset: float = flag(0.0)
+    glu_linear_offset: float = flag(0.0, status="close", note=_GATED)
     """Added to the linear half of a gated block (GPT-OSS: 1)."""
-    activation_func_clamp_value: float | None = flag(None, least=0)
+    activation_func_clamp_value: float | None = flag(None, least=0, status="close", note=_GATED)
     """Limit of the inputs of a gated activation: the gate from above, the linear half on both sides."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Biases in linear layers, experts and router."""
@@ -111,7 +113,7 @@ class ModelFlags:
     """Weight of the mean loss of multi-token prediction."""
     mtp_use_repeated_layer: bool = flag(False)
     """One layer serves all depths."""
-    mtp_detach_heads: bool = flag(False)
+    mtp_detach_heads: bool = flag(False, status="close", note="one norm clips all gradients")
     """Multi-token prediction does not train the trunk, the embedding or the head."""
     calculate_per_token_loss: bool = flag(False)
     """Divide the loss once by the tokens of the global batch, instead of averaging microbatches."""

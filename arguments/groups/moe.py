@@ -31,11 +31,13 @@ class MoEFlags:
     """Factor on the final probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
     """Format of the router's matrix product. Not set: that of the activations."""
-    moe_input_jitter_eps: float | None = flag(None, least=0, below=1)
+    moe_input_jitter_eps: float | None = flag(None, least=0, below=1, status="close", note="in training alone")
     """Multiply the router's input by a random factor between 1 - eps and 1 + eps."""
     moe_router_force_load_balancing: bool = flag(False)
     """Random logits, for measuring speed with balanced experts."""
-    moe_router_force_biased: float | None = flag(None)
+    moe_router_force_biased: float | None = flag(
+        None, status="close", note="a positive one is drawn once per step, not in every forward"
+    )
     """Random logits with a random bias of this standard deviation per expert, for measuring speed with unbalanced
     experts; negative: drawn once per layer."""
     moe_enable_routing_replay: bool = flag(
@@ -60,7 +62,9 @@ class MoEFlags:
     """Weight of every balancing loss, in the order of the types."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
     """Weight of the loss that keeps logits small."""
-    moe_router_enable_expert_bias: bool = flag(False)
+    moe_router_enable_expert_bias: bool = flag(
+        False, status="close", note="it does not move in a step that is left out"
+    )
     """Balance by a bias per expert on the choice, moved once per global batch."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
     """How far the bias of `--moe-router-enable-expert-bias` moves at once: up for experts with fewer rows than the
@@ -97,7 +101,9 @@ class MoEFlags:
     moe_memory_efficient_permutation: bool = flag(True, status="ours", note="Megatron-LM always has the first form")
     """Multiply rows by their probability before the second matrix of an expert, so that its results are not kept for
     the backward. Without: after it, as the standard permutation does; to compare the two."""
-    moe_use_upcycling: bool = flag(False)
+    moe_use_upcycling: bool = flag(
+        False, status="close", note="the second matrix takes the whole scale (docs/decisions/0046)"
+    )
     """Turn the dense checkpoint of `--load` into experts and train on."""
     moe_upcycling_granularity: int = flag(1, least=1)
     """How many experts a dense feed-forward block is cut into."""

@@ -34,7 +34,9 @@ class TrainingFlags:
     """Save and leave when the iteration is a multiple of this."""
     exit_duration_in_mins: int | None = flag(None, least=1)
     """Save and leave after so many minutes."""
-    seed: int = flag(1234, least=0, below=2**32)
+    seed: int = flag(
+        1234, least=0, below=2**32, status="close", note="the same order of data, but other weights and dropout"
+    )
     """Start of all random numbers."""
     data_parallel_random_init: bool = flag(
         False, status="refused", note="all data-parallel ranks hold the same weights"

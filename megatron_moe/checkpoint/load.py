@@ -60,7 +60,6 @@ class Source:
     """Load optimizer state; else weights only."""
     train_state: bool = True
     """Go on from the checkpoint's iteration; else start at 0 (`--finetune`)."""
-    rng: bool = True
 
     @property
     def is_hugging_face(self) -> bool:
@@ -152,8 +151,8 @@ def _choose(spec: CheckpointSpec, say: Callable[[str], None]) -> Source | None:
     if own:
         assert spec.save is not None
         _mention_tracker(spec.save, own, say)
-        # --finetune and --no-load-* speak of --load: a restart of the same command line must resume in full.
-        resume = CheckpointSpec(load_optim=spec.save_optim, load_rng=spec.save_rng, weights_only=spec.weights_only)
+        # --finetune and --no-load-optim speak of --load: a restart of the same command line must resume in full.
+        resume = CheckpointSpec(load_optim=spec.save_optim, weights_only=spec.weights_only)
         return _source("--save", str(spec.save), own, spec if same_folder else resume)
     if spec.load is not None and not (same_folder and spec.fresh):
         source = _given_folder(spec.load, spec, say)
@@ -243,7 +242,6 @@ def _source(origin: Any, location: str, candidates: tuple[Candidate, ...], spec:
         candidates,
         optimizer=spec.load_optim and not spec.finetune and not spec.weights_only,
         train_state=not spec.finetune,
-        rng=spec.load_rng and not spec.finetune,
     )
 
 

@@ -183,9 +183,7 @@ class CheckpointSpec:
     weights_only: bool = False
     """The run only evaluates: the optimizer's state is not needed, and weights are cast to the run's type."""
     load_optim: bool = True
-    load_rng: bool = True
     save_optim: bool = True
-    save_rng: bool = True
     exit_on_missing: bool = False
     override_iteration: int | None = None
     """What the iteration of a checkpoint counts as that is not of this run's own folder; None: itself."""

@@ -16,7 +16,7 @@ from megatron_moe.specs.parallel import DataParallelSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import BatchSpec, TokenizerSpec
 from tests.command_lines import SMALL, plan_of, problems_of, texts_of, words
-from tests.rules_of_graphs import OVERLAPPED
+from tests.rules_of_graphs import GRAPHS, OVERLAPPED
 from tests.zoo import command_line, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
@@ -358,16 +358,10 @@ def test_format_flags_choose_parameters_gradients_and_master_weights(more, spec)
 
 def test_checkpoints_go_into_the_run_folder_unless_told():
     assert plan_of().checkpoint.save == Path("runs/a/checkpoints")
-    checkpoint = plan_of(
-        "--save x --load hf:y --no-load-optim --no-save-rng --ckpt-step 3 --fresh --finetune"
-    ).checkpoint
+    checkpoint = plan_of("--save x --load hf:y --no-load-optim --ckpt-step 3 --fresh --finetune").checkpoint
     assert (checkpoint.save, checkpoint.load, checkpoint.save_interval) == (Path("x"), "hf:y", 100)
-    assert (checkpoint.load_optim, checkpoint.load_rng, checkpoint.save_optim, checkpoint.save_rng) == (
-        False,
-        True,
-        True,
-        False,
-    )
+    assert (checkpoint.load_optim, checkpoint.save_optim) == (False, True)
+    assert not plan_of("--no-save-optim").checkpoint.save_optim
     assert (checkpoint.ckpt_step, checkpoint.fresh, checkpoint.finetune) == (3, True, True)
     assert plan_of(without="--run-dir").checkpoint.save is None
     assert plan_of("--skip-train").checkpoint.weights_only and not plan_of().checkpoint.weights_only
@@ -376,7 +370,7 @@ def test_checkpoints_go_into_the_run_folder_unless_told():
 def test_upcycling_loads_weights_only():
     checkpoint = plan_of("--moe-use-upcycling --moe-upcycling-granularity 4 --load dense").checkpoint
     assert (checkpoint.upcycle, checkpoint.upcycle_granularity) == (True, 4)
-    assert (checkpoint.load_optim, checkpoint.load_rng) == (False, False)
+    assert not checkpoint.load_optim
 
 
 def test_data_and_logging():
@@ -518,3 +512,17 @@ def test_numbers_that_a_machine_cannot_count_to_never_reach_it():
 def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
     (text,) = texts_of(f"--fake-init-process-group {more}")
     assert sentence in text
+
+
+@pytest.mark.parametrize(
+    "more, experts",
+    [
+        ("--bf16", "moe"),
+        ("--bf16 --no-moe-grouped-gemm", "moe_router"),
+        ("", "moe_router"),
+    ],
+)
+def test_experts_are_recorded_where_no_product_reads_the_host(more, experts):
+    assert plan_of(f"{GRAPHS} {more}").graphs.modules == ("attn", experts)
+    dense_too = plan_of(f"{GRAPHS} {more} --moe-layer-freq 2").graphs
+    assert dense_too.modules == ("attn", "mlp", experts)
