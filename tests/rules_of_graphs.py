@@ -44,6 +44,18 @@ GRAPH_CASES = (
         f"{PARTS} attn --recompute-granularity selective --recompute-modules moe_act",
     ),
     Case(
+        "recorded_experts_are_one_product",
+        f"{WHOLE} --no-moe-grouped-gemm",
+        "full_iteration without --moe-grouped-gemm",
+        f"{GRAPHS} --no-moe-grouped-gemm {LATE} --bf16",
+    ),
+    Case(
+        "recorded_experts_are_one_product",
+        f"{PARTS} attn moe --no-moe-grouped-gemm",
+        "modules moe without --moe-grouped-gemm",
+        f"{PARTS} attn moe_router --no-moe-grouped-gemm",
+    ),
+    Case(
         "recorded_rows_do_not_wait",
         f"{GRAPHS} {LATE} --bf16",
         "with recorded moe (--cuda-graph-impl local)",

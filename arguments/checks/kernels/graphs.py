@@ -109,11 +109,26 @@ def _touched(recorded: Sequence[str]) -> set[str]:
     return {module for part in recorded for module in _RECOMPUTED_IN[part]}
 
 
+def recorded_experts_are_one_product(
+    cuda_graph_impl: str, cuda_graph_modules: tuple[str, ...], num_experts: int | None, moe_grouped_gemm: bool
+) -> Complaint:
+    """Where experts are multiplied one by one, the host asks how many rows each of them has."""
+    whole = cuda_graph_impl == "full_iteration" or "moe" in cuda_graph_modules
+    if cuda_graph_impl == "none" or not whole or not num_experts or moe_grouped_gemm:
+        return None
+    what = _WHOLE_STEP if cuda_graph_impl == "full_iteration" else "--cuda-graph-modules moe"
+    return (
+        f"{what} without --moe-grouped-gemm: experts are multiplied one by one, and the host reads the rows of each",
+        "give --moe-grouped-gemm, or record attn and moe_router",
+    )
+
+
 def recorded_rows_do_not_wait(
     moe_expert_wgrad_interval: int,
     cuda_graph_impl: str,
     cuda_graph_modules: tuple[str, ...],
     bf16: bool,
+    moe_grouped_gemm: bool,
     tensor_model_parallel_size: int,
     expert_model_parallel_size: int,
     expert_tensor_parallel_size: int | None,
@@ -122,7 +137,7 @@ def recorded_rows_do_not_wait(
     if moe_expert_wgrad_interval == 1 or cuda_graph_impl in ("none", "full_iteration"):
         return None
     alone = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size) == 1
-    recorded = cuda_graph_modules or (("moe",) if alone and bf16 else ())
+    recorded = cuda_graph_modules or (("moe",) if alone and bf16 and moe_grouped_gemm else ())
     rows = [name for name in recorded if name in ("moe", "moe_preprocess")]
     if not rows:
         return None
@@ -214,6 +229,7 @@ RULES = (
 WAITING = (
     replays_draw_nothing,
     recorded_parts_run_once,
+    recorded_experts_are_one_product,
     recorded_rows_do_not_wait,
     recorded_parts_exchange_nothing,
     recorded_steps_are_whole,
