@@ -46,7 +46,7 @@ class ModelFlags:
     no_rope_freq: LayerPattern | None = flag(None)
     """Layers without rotation: every n-th, or a list with 1 for no rotation."""
     yarn_original_max_position_embeddings: int | None = flag(None, least=1)
-    """YaRN: context length before extension. Not set: 4096."""
+    """YaRN, but not in multi-latent attention: context length before extension. Not set: 4096."""
     yarn_beta_fast: float | None = flag(None, least=0)
     """YaRN: dims that turn more often than this over the original length keep their frequency. Not set: 32."""
     yarn_beta_slow: float | None = flag(None, least=0)
