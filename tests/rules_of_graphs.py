@@ -115,6 +115,18 @@ GRAPH_CASES = (
         "--delay-wgrad-compute",
     ),
     Case(
+        "timed_attention_is_computed",
+        f"{GRAPHS} --log-straggler",
+        "it times an attention, which is recorded",
+        f"{PARTS} moe_router --log-straggler",
+    ),
+    Case(
+        "timed_attention_is_computed",
+        f"{WHOLE} --log-straggler",
+        "--log-straggler with --cuda-graph-impl full_iteration",
+        WHOLE,
+    ),
+    Case(
         "profiles_have_an_end",
         "--profile --profile-step-start 12",
         "behind iteration 12 to 12 profiles nothing",

@@ -220,6 +220,19 @@ def recorded_parts_wait_for_nothing(
     return f"{_IMPL} {cuda_graph_impl} with {' and '.join(given)}", "leave one of them out"
 
 
+def timed_attention_is_computed(
+    cuda_graph_impl: str, cuda_graph_modules: tuple[str, ...], log_straggler: bool
+) -> Complaint:
+    """A replay has no point inside that could be timed, and events of its recording may not be asked for."""
+    recorded = cuda_graph_impl == "full_iteration" or not cuda_graph_modules or "attn" in cuda_graph_modules
+    if cuda_graph_impl == "none" or not recorded or not log_straggler:
+        return None
+    return (
+        f"--log-straggler with {_IMPL} {cuda_graph_impl}: it times an attention, which is recorded",
+        "leave out --log-straggler, or record other parts: --cuda-graph-modules moe_router",
+    )
+
+
 RULES = (
     whole_steps_have_no_parts,
     parts_are_recorded_once,
@@ -234,5 +247,6 @@ WAITING = (
     recorded_parts_exchange_nothing,
     recorded_steps_are_whole,
     recorded_parts_wait_for_nothing,
+    timed_attention_is_computed,
 )
 """Rules of this program that concern speed alone."""
