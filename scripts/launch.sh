@@ -43,7 +43,8 @@ stop() { # a signal goes on to torchrun, which gives its ranks time to save
 trap stop TERM INT HUP
 
 run() { # one start, until torchrun has ended; a signal ends the first wait early
-    "$python" -m torch.distributed.run "${where[@]}" "$root/pretrain_moe.py" "$@" &
+    # in a session of its own: a Ctrl-C that reaches torchrun beside the signal of stop() would end it before its ranks
+    setsid "$python" -m torch.distributed.run "${where[@]}" "$root/pretrain_moe.py" "$@" &
     child=$!
     wait "$child"
     code=$?

@@ -15,6 +15,7 @@ from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkp
 from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
 from megatron_moe.checkpoint.verify import Examined, examine
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
+from tools.output import leave
 
 _HEADINGS = ("checkpoint", "tensors", "files", "GB", "seconds", "state")
 _MAX_SHOWN = 20
@@ -74,4 +75,4 @@ def _print_details(examined: Examined) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

@@ -16,6 +16,7 @@ from megatron_moe.data.examine import Examined, examine
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
 from megatron_moe.specs.train import OTHER_TOKENIZER_NAMES, TokenizerSpec
+from tools.output import leave
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,4 +87,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

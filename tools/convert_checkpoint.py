@@ -36,6 +36,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, 
 from megatron_moe.specs.run import KernelSpec, RunPlan  # noqa: E402
 from megatron_moe.train.state import TrainState  # noqa: E402
 from tools.generate import load_model, newest, plan_of  # noqa: E402
+from tools.output import leave  # noqa: E402
 from tools.words import positive  # noqa: E402
 
 REPORT = "conversion.md"
@@ -220,4 +221,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

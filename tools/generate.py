@@ -32,6 +32,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.specs.parallel import Launch, ParallelSpec
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import KernelSpec, RunPlan
+from tools.output import leave
 
 
 def newest(folder: Path) -> Candidate:
@@ -144,4 +145,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

@@ -27,6 +27,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, 
 from megatron_moe.train.state import TrainState  # noqa: E402
 from tools.convert_checkpoint import skeleton  # noqa: E402
 from tools.megatron.source import imported  # noqa: E402
+from tools.output import leave  # noqa: E402
 from tools.words import words_around_dashes  # noqa: E402
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -85,4 +86,4 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

@@ -13,7 +13,6 @@ it waits for as comments, and exits with 0 as pretrain_moe.py --dry-run does.
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.specs.costs.hardware import GPUS  # noqa: E402
 from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
-from tools.output import writing  # noqa: E402
+from tools.output import leave, wait_for, writing  # noqa: E402
 from tools.words import positive  # noqa: E402
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
@@ -150,13 +149,13 @@ def submit(path: Path, job: Job, launcher: str) -> int:
             raise EnvironmentProblem(
                 f"sbatch is not on this machine; submit {path} where it is, or use --launcher torchrun"
             )
-        return subprocess.run(["sbatch", str(path)], check=False).returncode
+        return wait_for(["sbatch", str(path)])
     if job.nodes > 1:
         raise EnvironmentProblem(
             f"torchrun cannot reach {job.nodes} machines from here; start it on each of them: "
             f"NODE_RANK=0..{job.nodes - 1} MASTER_ADDR=HOST bash {path}"
         )
-    return subprocess.run(["bash", str(path)], check=False).returncode
+    return wait_for(["bash", str(path)])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -181,4 +180,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

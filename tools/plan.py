@@ -25,7 +25,7 @@ from arguments.recipes.find import About, about, find_recipe
 from megatron_moe.specs.costs.hardware import GIB, GPUS, Gpu
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.planning.search import Found
-from tools.output import writing
+from tools.output import leave, writing
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,4 +123,4 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

@@ -12,7 +12,6 @@ first run that failed.
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
 from megatron_moe.watch.requeue import read_report  # noqa: E402
 from megatron_moe.watch.summary import METRICS, as_text, summarize  # noqa: E402
 from tools import launch  # noqa: E402
+from tools.output import leave, wait_for  # noqa: E402
 
 SUBMITTED = "job.submitted"
 """In a run folder: SLURM has taken the job."""
@@ -73,7 +73,7 @@ def start(point: Point, options: argparse.Namespace, flags: list[str]) -> tuple[
         (run_dir / SUBMITTED).touch()
         return "submitted", 0
     with open(run_dir / "output.txt", "a") as output:
-        code = subprocess.run(["bash", str(path)], stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        code = wait_for(["bash", str(path)], output)
     return "finished" if code == 0 else f"ended with exit code {code}, see {run_dir / 'output.txt'}", code
 
 
@@ -103,4 +103,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main)

@@ -25,6 +25,7 @@ from megatron_moe.compare.record import STEADY_EPS
 from megatron_moe.compare.verify import summary, verify_layout
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
+from tools.output import leave
 from tools.words import positive
 
 MOST_RANKS = 8
@@ -122,4 +123,4 @@ def _question(argv: Sequence[str]) -> Question:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    leave(lambda argv: main(argv, os.environ))

@@ -1,6 +1,8 @@
 """The scripts around a run: when it is started again, and when not. The program and SLURM are stand-ins."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -124,3 +126,31 @@ def test_a_signal_ends_torchrun_for_good(tmp_path):
     done = start(tmp_path, script, report, STUB_CODE="1", STUB_SIGNAL="yes")
     assert sum("torch.distributed.run" in line for line in asked(tmp_path)) == 1
     assert done.returncode != 0
+
+
+def test_torchrun_hears_of_ctrl_c_once(tmp_path):
+    """A second signal would end it while it still waits for its ranks."""
+    heard = tmp_path / "heard"
+    stand_in = tmp_path / "stub_python"
+    stand_in.write_text(
+        f"#!{sys.executable}\n"
+        "import signal, sys, time\n"
+        "heard = []\n"
+        "for name in ('SIGINT', 'SIGTERM'):\n"
+        "    signal.signal(getattr(signal, name), lambda number, frame: heard.append(signal.Signals(number).name))\n"
+        "print('ready', flush=True)\n"
+        "while not heard:\n"
+        "    time.sleep(0.05)\n"
+        "time.sleep(0.5)\n"
+        f"open({str(heard)!r}, 'w').write(' '.join(heard))\n"
+        "sys.exit(75)\n"
+    )
+    stand_in.chmod(0o755)
+    script = ["bash", str(REPOSITORY / "scripts" / "launch.sh"), "--recipe", "mine"]
+    environment = {**os.environ, "PYTHON": str(stand_in), "RANKS_PER_NODE": "1"}
+    process = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert heard.read_text() == "SIGTERM"
