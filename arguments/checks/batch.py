@@ -238,16 +238,19 @@ def learning_rates_are_in_order(lr: float, min_lr: float, lr_warmup_init: float)
     return None
 
 
-def decoupled_rates_are_in_order(decoupled_lr: float | None, decoupled_min_lr: float | None) -> Complaint:
-    """Embedding and head have a largest and a smallest learning rate of their own."""
-    if decoupled_min_lr is None:
-        return None
+def decoupled_rates_are_in_order(
+    decoupled_lr: float | None, decoupled_min_lr: float | None, min_lr: float
+) -> Complaint:
+    """Embedding and head have a largest and a smallest learning rate of their own; without the latter that of all."""
     if decoupled_lr is None:
+        if decoupled_min_lr is None:
+            return None
         return "--decoupled-min-lr has no largest learning rate beside it", "give --decoupled-lr"
-    if decoupled_min_lr > decoupled_lr:
+    smallest = min_lr if decoupled_min_lr is None else decoupled_min_lr
+    if smallest > decoupled_lr:
         return (
-            f"the smallest decoupled learning rate {decoupled_min_lr:g} is above the largest {decoupled_lr:g}",
-            "lower --decoupled-min-lr",
+            f"the smallest decoupled learning rate {smallest:g} is above the largest {decoupled_lr:g}",
+            f"--decoupled-min-lr {decoupled_lr:g} or less",
         )
     return None
 

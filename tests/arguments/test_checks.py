@@ -376,6 +376,7 @@ CASES = (
         "0.2 is above the largest 0.1",
         "--decoupled-lr 0.2 --decoupled-min-lr 0.1",
     ),
+    Case("decoupled_rates_are_in_order", "--decoupled-lr 5e-5", "0.0001 is above", "--decoupled-lr 1e-4"),
     Case(
         "annealing_has_a_length",
         "--lr-decay-style WSD",
