@@ -3,12 +3,14 @@
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 from pathlib import Path
 
 from arguments import environment, explain
 from arguments.checks import data as data_checks
 from arguments.checks.kernels.sizes import slow_sizes
 from arguments.checks.run import (
+    MODEL_PARALLEL,
     RULES,
     Rule,
     broken_rules,
@@ -136,6 +138,17 @@ def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> Wish:
     wish = _told(argv, environ, Registry.declared()).wish
     assert wish is not None, f"no --proxy in {argv}"
     return wish
+
+
+def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The fewest ranks that the layout of a command line is possible on, for who computes on one, whatever the run did.
+
+    Raises FlagErrors.
+    """
+    told = _told(argv, environ, Registry.declared()).settings.setting
+    tp, cp, pp = (told(name).value for name in MODEL_PARALLEL)
+    ep, etp = told("expert_model_parallel_size").value, told("expert_tensor_parallel_size").value or tp
+    return lcm(tp * cp, ep * etp) * pp
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:

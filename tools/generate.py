@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from arguments.errors import FlagErrors
-from arguments.read import read_plan
+from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
 from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkpoints
 from megatron_moe.checkpoint.load import Source, load
@@ -50,10 +50,17 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
     """
     arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
     ranks = OpenCheckpoint(candidate.path).manifest.ranks
-    world_size = str(ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
-    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    plan = read_plan(arguments, launch, vocab_size_of=vocab_size_of)
+    plan = plan_of_run(arguments, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
     return replace(plan, launch=Launch(), parallel=ParallelSpec(), pipeline=PipelineSpec(), kernels=KernelSpec())
+
+
+def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
+    """The plan of a run that one process looks at: on its ranks, or on the fewest that its layout is possible on (a
+    checkpoint that was imported has been written by one). Raises FlagErrors."""
+    fewest = fewest_ranks(words, {})
+    world_size = str(fewest if num_ranks % fewest else num_ranks)
+    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    return read_plan(words, launch, vocab_size_of=vocab_size_of)
 
 
 def load_model(candidate: Candidate, plan: RunPlan) -> GPT:

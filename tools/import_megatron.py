@@ -18,14 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors  # noqa: E402
-from arguments.read import read_plan  # noqa: E402
 from megatron_moe.checkpoint.folder import list_checkpoints  # noqa: E402
 from megatron_moe.checkpoint.save import Saver  # noqa: E402
-from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.train.state import TrainState  # noqa: E402
 from tools.convert_checkpoint import skeleton  # noqa: E402
+from tools.generate import plan_of_run  # noqa: E402
 from tools.megatron.source import imported  # noqa: E402
 from tools.output import leave  # noqa: E402
 from tools.words import words_around_dashes  # noqa: E402
@@ -70,7 +69,7 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
     """Writes the checkpoint; returns a sentence about it."""
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
-    plan = read_plan(words, {}, vocab_size_of=vocab_size_of)
+    plan = plan_of_run(words)
     source = imported(folder, skeleton(plan).state_dict(), optimizer=optimizer)
     state = TrainState()
     if optimizer:

@@ -128,11 +128,21 @@ def test_a_run_in_single_precision_takes_the_masters_for_its_weights(kept: Path,
     assert pretrain_moe.main([*words, "--run-dir", str(tmp_path / "run")], {}) == ExitCode.OK
 
 
+def test_a_command_line_of_many_ranks_is_read_by_one(kept: Path, tmp_path: Path) -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    layout += "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"
+    alone = imported(kept / "0.19.2" / "alike", tmp_path / "alone", "alike")
+    found = imported(kept / "0.19.2" / "alike", tmp_path / "ours", "alike", flags=layout)
+    assert set(found) == set(alone)
+    candidate = newest(tmp_path / "ours")
+    assert plan_of(candidate, "cpu").parallel.world_size == 1, "and what is written can be looked into"
+
+
 def test_weights_in_single_precision_keep_every_bit(tmp_path: Path) -> None:
     """Of a checkpoint per rank, in a virtual pipeline of eleven chunks on one rank."""
     flags = "--num-layers 11 --moe-layer-freq 1 --no-bf16"
     words = [*MODELS["alike"].split(), *flags.split()]
-    shapes = import_megatron.skeleton(import_megatron.read_plan(words, {}, vocab_size_of=None)).state_dict()
+    shapes = import_megatron.skeleton(import_megatron.plan_of_run(words)).state_dict()
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
     chunks: dict[str, dict[str, Tensor]] = {f"model{chunk}": {} for chunk in range(11)}
