@@ -215,7 +215,6 @@ def test_weights_alone_are_cast_and_leave_the_optimizer_alone(tmp_path: Path) ->
         for key, saved in some_tensors(10).items():
             EXACT.check(tensors[key], saved if key.startswith("model.") else torch.zeros_like(saved), key)
         assert source.train_state == ("finetune" not in flags)
-        assert source.rng == ("finetune" not in flags)
 
 
 def test_weights_alone_do_not_need_whole_optimizer_files(tmp_path: Path) -> None:
