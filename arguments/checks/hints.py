@@ -80,6 +80,20 @@ def pages_without_unused_rows(
     return "--moe-paged-stash saves nothing where all experts are on one rank: every row is used"
 
 
+def sorting_for_an_exchange(
+    cuda_graph_impl: str,
+    cuda_graph_modules: tuple[str, ...],
+    expert_model_parallel_size: int,
+    expert_tensor_parallel_size: int | None,
+    tensor_model_parallel_size: int,
+) -> str | None:
+    """Where rows travel to other ranks, they are sorted for that."""
+    ranks = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    if cuda_graph_impl == "none" or "moe_preprocess" not in cuda_graph_modules or ranks == 1:
+        return None
+    return f"--cuda-graph-modules moe_preprocess records nothing: experts are on {ranks} ranks, and rows are exchanged"
+
+
 def saving_to_nowhere(save: str | None, run_dir: str | None, save_interval: int | None) -> str | None:
     """Checkpoints need a folder."""
     if save or run_dir or save_interval is None:
@@ -102,6 +116,7 @@ HINTS = (
     groups_without_a_limit,
     rotations_that_nothing_stretches,
     pages_without_unused_rows,
+    sorting_for_an_exchange,
     saving_to_nowhere,
     mock_data_wins,
 )

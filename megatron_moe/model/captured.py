@@ -35,6 +35,8 @@ def capture_parts(model: GPT, modules: Iterable[str]) -> None:
     """From now on the layers of the decoder replay these parts, for microbatches in flight. Multi-token prediction
     computes."""
     wanted = frozenset(modules)
+    if model.ctx.group("etp_ep").size > 1:
+        wanted -= {"moe_preprocess"}  # rows are sorted for an exchange, and with its collectives
     for block in model.decoder.layers.values():
         assert isinstance(block, Block), f"a layer is a {type(block).__name__}"
         block.forward = partial(_run, _functions(block, wanted))  # type: ignore[method-assign]

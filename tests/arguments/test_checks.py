@@ -8,9 +8,9 @@ from arguments.checks.hints import HINTS
 from arguments.checks.run import FACTS, RULES, parameters
 from arguments.flags import Registry
 from tests.command_lines import plan_of, problems_of, texts_of
-from tests.rules_of_graphs import GRAPH_CASES
+from tests.rules_of_graphs import GRAPH_CASES, PARTS
 from tests.rules_of_memory import MEMORY_CASES
-from tests.rules_of_ranks import EIGHT_RANKS, FOLD_CASES, RANK_CASES, Case
+from tests.rules_of_ranks import EIGHT_RANKS, EP2, FOLD_CASES, RANK_CASES, Case
 from tests.rules_of_rotations import ROTATION_CASES
 from tests.rules_of_state import STATE_CASES
 
@@ -556,14 +556,20 @@ HINT_CASES = (
     ("--rotary-scaling-factor 4", "", "--rotary-scaling-factor 4 without effect"),
     ("--position-embedding-type none --use-rope-scaling", "", "--use-rope-scaling without effect"),
     ("--moe-paged-stash", "", "saves nothing where all experts are on one rank"),
+    (f"{PARTS} moe_router moe_preprocess {EP2}", "", "moe_preprocess records nothing: experts are on 2 ranks"),
     ("", "--run-dir", "no checkpoint is saved"),
     ("--mock-data", "", "the data files are not read"),
 )
 
 
+def notes_of(more, without):
+    """Of a command line, on several ranks where its experts are."""
+    return plan_of(more, without, EIGHT_RANKS if EP2 in more else None).notes
+
+
 @pytest.mark.parametrize(("more", "without", "hint"), HINT_CASES)
 def test_what_may_not_be_meant_is_noted(more, without, hint):
-    assert any(hint in note for note in plan_of(more, without).notes)
+    assert any(hint in note for note in notes_of(more, without))
 
 
 def test_an_ordinary_command_line_has_no_notes():

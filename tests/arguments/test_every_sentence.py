@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from arguments.checks import hints
-from tests.arguments.test_checks import ALL_CASES, HINT_CASES
-from tests.command_lines import plan_of, texts_of
+from tests.arguments.test_checks import ALL_CASES, HINT_CASES, notes_of
+from tests.command_lines import texts_of
 
 CHECKS = Path(hints.__file__).parent
 NOT_RULES = ("run.py", "hints.py")
@@ -92,7 +92,7 @@ def rule(x):
 
 @pytest.mark.parametrize("hint", hints.HINTS, ids=lambda hint: hint.__name__)
 def test_every_hint_is_given_by_a_case(hint):
-    notes = [note for more, without, _ in HINT_CASES for note in plan_of(more, without).notes]
+    notes = [note for more, without, _ in HINT_CASES for note in notes_of(more, without)]
     patterns = [
         pattern_of(node.value)
         for function in ast.parse((CHECKS / "hints.py").read_text(encoding="utf-8")).body

@@ -105,6 +105,28 @@ def test_experts_beside_recorded_attention_are_computed_again(computed):
     assert len(runs) == 3 * 2 * 2, "steps, microbatches, forwards"
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_what_travels_between_ranks_is_in_no_recording(dispatcher):
+    """Neither its collectives nor what the host reads for them."""
+    model = tiny.model(num_layers=2, moe_spec=tiny.moe(dispatcher=dispatcher))
+    spec = ParallelSpec(world_size=2, ep=2)
+
+    def train(context, plan):
+        trainer = make_trainer(plan, context)
+        found = run_steps(plan, trainer, TrainState(), 2)
+        names = {part.name.split()[0] for flight in trainer.pipeline.flights or () for part, *_ in flight._recorded}
+        return found, names
+
+    plan = the_plan(model=model, parallel=spec)
+    expected, found = (
+        on_threads(spec, lambda context, each=each: train(context, each))
+        for each in (plan, replace(plan, graphs=parts_of("attn", "moe_router", "moe_preprocess")))
+    )
+    for rank, ((figures, names), (computed, _)) in enumerate(zip(found, expected, strict=True)):
+        assert names == {"attn", "moe_router"}
+        EXACT.check_all(figures, computed, f"rank {rank}")
+
+
 def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch):
     """Each microbatch has a scope of its own for those who take its norm; a recording knows that of its first one."""
     notes, pack = Counter(), Forgotten.pack
