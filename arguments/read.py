@@ -148,7 +148,7 @@ def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     told = _told(argv, environ, Registry.declared()).settings.setting
     tp, cp, pp = (told(name).value for name in MODEL_PARALLEL)
     ep, etp = told("expert_model_parallel_size").value, told("expert_tensor_parallel_size").value or tp
-    return lcm(tp * cp, ep * etp) * pp
+    return lcm(tp * cp, ep * etp) * int(pp)
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:

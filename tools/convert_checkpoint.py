@@ -20,7 +20,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
-from arguments.errors import Finished, FlagErrors  # noqa: E402
+from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from megatron_moe.checkpoint.convert import Report, from_hf, to_hf  # noqa: E402
 from megatron_moe.checkpoint.folder import as_checkpoint  # noqa: E402
@@ -77,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
 def _convert(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     load, save = options.load, options.save
     if load.startswith(HUGGING_FACE) == save.startswith(HUGGING_FACE):
-        raise EnvironmentProblem("one of --load and --save must be hf:FOLDER, the other a folder of checkpoints")
+        what = f"one of --load {load} and --save {save} must be hf:FOLDER, the other a folder of checkpoints"
+        raise FlagErrors([Problem(what=what)])
     outcome = _to_ours(options, words) if load.startswith(HUGGING_FACE) else _to_hugging_face(options, words)
     code = ExitCode.OK
     try:
@@ -205,7 +206,7 @@ def _bytes(text: str) -> int:
         number = text.upper().removesuffix(unit)
         if text.upper().endswith(unit) and number.replace(".", "", 1).isdigit():
             return int(float(number) * factor)
-    raise EnvironmentProblem(f"--shard-size {text} is not a size such as 5GB or 500MB")
+    raise FlagErrors([Problem(what=f"--shard-size {text} is not a size such as 5GB or 500MB")])
 
 
 def _parser() -> argparse.ArgumentParser:

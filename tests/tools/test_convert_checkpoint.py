@@ -105,8 +105,8 @@ def test_an_unknown_family_is_refused(folder: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--load", "a", "--save", "b"], ExitCode.ENVIRONMENT, "one of --load and --save must be hf:FOLDER"),
-        (["--load", "hf:a", "--save", "hf:b"], ExitCode.ENVIRONMENT, "one of --load and --save must be hf:FOLDER"),
+        (["--load", "a", "--save", "b"], ExitCode.CONFIG, "one of --load a and --save b must be hf:FOLDER"),
+        (["--load", "hf:a", "--save", "hf:b"], ExitCode.CONFIG, "one of --load hf:a and --save hf:b must be hf:FOLDER"),
         (["--load", "nowhere", "--save", "hf:b"], ExitCode.CHECKPOINT, "nowhere holds no checkpoint"),
         (["--load", "hf:nowhere", "--save", "b"], ExitCode.CHECKPOINT, "nowhere/config.json does not exist"),
     ],
@@ -120,7 +120,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(words: list[str], code: ExitC
 def test_an_odd_shard_size_is_refused(size: str, folder: Path, tmp_path: Path, capsys):
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
     words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--hf-config", str(folder)]
-    assert main([*words, "--shard-size", size]) == ExitCode.ENVIRONMENT
+    assert main([*words, "--shard-size", size]) == ExitCode.CONFIG
     assert f"--shard-size {size} is not a size" in capsys.readouterr().err
 
 
