@@ -71,7 +71,6 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
         local_world_size=_number(known, "LOCAL_WORLD_SIZE"),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_port(environ),
-        restart_count=_number({"TORCHELASTIC_RESTART_COUNT": "0", **environ}, "TORCHELASTIC_RESTART_COUNT"),
         launcher="torchrun",
     )
 
@@ -97,7 +96,6 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         local_world_size=_slurm_tasks_here(environ, world_size),
         master_addr=environ.get("MASTER_ADDR") or _first_host(hosts) or _missing("SLURM_JOB_NODELIST"),
         master_port=_port(environ, 20000 + _number({"SLURM_JOB_ID": "0", **environ}, "SLURM_JOB_ID") % 20000),
-        restart_count=_number({"SLURM_RESTART_COUNT": "0", **environ}, "SLURM_RESTART_COUNT"),
         launcher="slurm",
     )
 

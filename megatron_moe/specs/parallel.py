@@ -14,7 +14,6 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
-    restart_count: int = 0
     launcher: Literal["none", "torchrun", "slurm", "openmpi", "dry run"] = "none"
 
 

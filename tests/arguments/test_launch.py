@@ -15,7 +15,6 @@ TORCHRUN = {
     "MASTER_ADDR": "node7",
     "MASTER_PORT": "1234",
     "TORCHELASTIC_RUN_ID": "x",
-    "TORCHELASTIC_RESTART_COUNT": "2",
 }
 SRUN = {
     "SLURM_JOB_ID": "123456",
@@ -59,7 +58,6 @@ def test_torchrun_tells_ranks_and_master():
         local_world_size=4,
         master_addr="node7",
         master_port=1234,
-        restart_count=2,
         launcher="torchrun",
     )
 
@@ -74,7 +72,6 @@ def test_srun_tells_ranks_and_the_first_host_is_the_master():
         master_port=20000 + 123456 % 20000,
         launcher="slurm",
     )
-    assert launch_of({**SRUN, "SLURM_RESTART_COUNT": "3"}).restart_count == 3
     assert launch_of({**SRUN, "MASTER_ADDR": "me", "MASTER_PORT": "7"}).master_port == 7
 
 
