@@ -175,7 +175,8 @@ def _given_folder(location: str, spec: CheckpointSpec, say: Callable[[str], None
         return None
     in_need = _flags_in_need(spec)
     if in_need:
-        raise CheckpointProblem(f"{missing}, and {' and '.join(in_need)} cannot do without; correct --load")
+        flags = " and ".join(in_need)
+        raise CheckpointProblem(f"{missing}, and {flags} cannot do without; correct --load, or leave out {flags}")
     say(f"{missing}: starting from random weights")
     return None
 

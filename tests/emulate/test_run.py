@@ -58,6 +58,8 @@ def test_the_rank_is_that_of_the_launcher_if_none_is_named(capsys: pytest.Captur
             "an emulation does not know what is dropped when experts have a capacity",
         ),
         ([*WORLD, "--emulate-rank", "all"], "--emulate-rank without --fake-init-process-group"),
+        ([*TINY, "--world-size", "8"], "--world-size 8 is of a dry run or an emulation"),
+        ([*TINY, "--gpu", "h200"], "--gpu h200 is of a dry run or an emulation"),
         ([*PLAYED, "--kernel-backend", "transformer_engine"], "is not known to the emulation on a CPU"),
         ([*PLAYED, "--emulate-json", "/no/such/folder/x.json"], "the emulation's results could not be written"),
     ],
