@@ -113,7 +113,7 @@ def _question(argv: Sequence[str]) -> Question:
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"training steps to compare ({STEPS})")
     parser.add_argument("--every", action="store_true", help="a line for every parameter, layer and step")
     parser.add_argument("--inject", metavar="ERROR", help="plant an error, such as scale-expert-grads:2")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take (300)")
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds that the ranks may take (300)")
     ours, words = parser.parse_known_args(argv)
     full, pinned = words, []
     if "--proxy" in words:

@@ -115,3 +115,10 @@ def test_the_summary_takes_layers_and_steps_together_and_shows_the_worst():
         "gradients of the first step are wrong in 1 parameters, and so is all that follows from them:",
         "  a.*.w (in some layers)  doubled",
     ]
+
+
+@pytest.mark.parametrize("number", ["--nproc 0", "--steps x", "--timeout -1"])
+def test_numbers_without_a_meaning_are_refused(number, capsys):
+    with pytest.raises(SystemExit):
+        main([*words(SMALL), *number.split()], {})
+    assert f"{number.split()[0]}: {number.split()[1]!r} is no whole number of at least 1" in capsys.readouterr().err
