@@ -12,8 +12,6 @@ from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.run import RunPlan
 
 _HELPERS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
-_IMAGINED = ("world_size", "gpu")
-"""Of a cluster that is not there. A run has the ranks that its launcher starts and the devices that it finds."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,6 @@ def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
         if given:
             what = f"{asked.registry.flags[given[0]].option} without --fake-init-process-group"
             raise FlagErrors([Problem(what=what, remedy="add --fake-init-process-group")])
-        if not any(asked.setting(name).value for name in ("dry_run", "print_config", "check_against_hf")):
-            _refuse_imagined(asked)
         return None
     if values["dry_run"]:
         return None
@@ -55,19 +51,6 @@ def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
         plot=plot,
     )
     return Emulation(spec, first)
-
-
-def _refuse_imagined(asked: Settings) -> None:
-    problems = [
-        Problem(
-            what=f"{asked.registry.flags[name].option} {asked.setting(name).value} is of a dry run or an emulation",
-            remedy="add --dry-run, or leave it out: torchrun or srun says how many ranks a run has, and on what",
-        )
-        for name in _IMAGINED
-        if asked.setting(name).value is not None
-    ]
-    if problems:
-        raise FlagErrors(problems)
 
 
 def _ranks(wish: str, world_size: int, environ: Mapping[str, str]) -> tuple[int, ...]:

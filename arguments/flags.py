@@ -41,7 +41,8 @@ class StartFlags:
     dry_run: Literal["text", "json"] | None = flag(None, status="ours", essential=True, bare="text")
     """Tell what the run would need and do, and leave: grids, stages, bytes, schedule, communication, time."""
     world_size: int | None = flag(None, status="ours", least=1)
-    """Of a dry run or an emulation: ranks. Not set: those of the recipe, or of the launcher."""
+    """Of a dry run or an emulation: ranks. Not set: those of the recipe, or of the launcher. A run that is started with
+    another number of ranks is refused."""
     gpu: Literal["h100", "h200", "b200", "b300", "gb200", "gb300"] | None = flag(None, status="ours")
     """Of a dry run or an emulation: the kind of every rank's device. Not set: that of the recipe, or h100."""
     fake_process_group: bool = flag(

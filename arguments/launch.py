@@ -60,6 +60,15 @@ def allocation_note(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def other_ranks(planned: int | None, launch: Launch) -> list[Problem]:
+    """A command line that was planned for some ranks (`--world-size`) is not trained on others by mistake."""
+    started = launch.world_size
+    if planned in (None, started):
+        return []
+    what = f"--world-size {planned}, but this run was started with {started} rank{'s' * (started != 1)}"
+    return [Problem(what=what, remedy=f"start {planned} by torchrun or srun, add --dry-run, or leave --world-size out")]
+
+
 def _torchrun(environ: Mapping[str, str]) -> Launch:
     world_size = _number(environ, "WORLD_SIZE")
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if world_size == 1 else {}

@@ -28,7 +28,7 @@ from arguments.export import export, yaml_text
 from arguments.files import read_files
 from arguments.flags import Flags, Registry, normal
 from arguments.huggingface.questions import compared_with, published_flags
-from arguments.launch import LaunchProblem, allocation_note, launch_of
+from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
 from arguments.names.data_lists import read_data_lists
 from arguments.parser import Given, Settings, near, settle, split
 from arguments.proxy.fold import Wish
@@ -216,6 +216,7 @@ def _checked(
     launch = Launch()
     try:
         launch = launch_of(environ)
+        problems += [] if only_dry or told.wish else other_ranks(settings.setting("world_size").value, launch)
     except LaunchProblem as trouble:
         problems.append(trouble.problem)
     if only_dry:

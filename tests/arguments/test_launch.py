@@ -2,7 +2,7 @@
 
 import pytest
 
-from arguments.launch import LaunchProblem, allocation_note, launch_of
+from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
 from megatron_moe.specs.parallel import Launch
 from tests.command_lines import plan_of, problems_of, texts_of
 from tests.rules_of_ranks import EIGHT_RANKS
@@ -212,3 +212,9 @@ def test_a_problem_with_ranks_says_who_told_their_number(environ, teller):
         text for text in problems_of("--expert-model-parallel-size 16", environ=environ) if "folded" in text.what
     ]
     assert ("ranks", environ.get("WORLD_SIZE", "1"), teller) in fold.given
+
+
+def test_a_run_planned_for_some_ranks_is_not_started_on_others():
+    assert other_ranks(None, Launch()) == other_ranks(1, Launch()) == other_ranks(8, launch_of(TORCHRUN)) == []
+    (problem,) = other_ranks(16, launch_of(TORCHRUN))
+    assert problem.what == "--world-size 16, but this run was started with 8 ranks"
