@@ -35,6 +35,19 @@ def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPa
     return tuple(entry == 1 for entry in moe_layer_freq)
 
 
+def expert_ranks(
+    expert_model_parallel_size: int, expert_tensor_parallel_size: int | None, tensor_model_parallel_size: int
+) -> int:
+    """Over how many ranks the experts of a layer are spread; split as attention is, if nothing else is said."""
+    return expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+
+
+def experts_are_recorded(num_expert_ranks: int, bf16: bool, moe_grouped_gemm: bool) -> bool:
+    """Whether CUDA graphs of parts record experts where no `--cuda-graph-modules` are named. The grouped products of
+    fp32 read the rows of every expert on the host, and so do single products."""
+    return num_expert_ranks == 1 and bf16 and moe_grouped_gemm
+
+
 def windowed_layers(
     num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
 ) -> tuple[bool, ...]:

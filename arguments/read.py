@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from pathlib import Path
 
-from arguments import environment, explain
+from arguments import derive, environment, explain
 from arguments.checks import data as data_checks
 from arguments.checks.kernels.sizes import slow_sizes
 from arguments.checks.run import (
@@ -147,8 +147,8 @@ def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """
     told = _told(argv, environ, Registry.declared()).settings.setting
     tp, cp, pp = (told(name).value for name in MODEL_PARALLEL)
-    ep, etp = told("expert_model_parallel_size").value, told("expert_tensor_parallel_size").value or tp
-    return lcm(tp * cp, ep * etp) * int(pp)
+    ep, etp = told("expert_model_parallel_size").value, told("expert_tensor_parallel_size").value
+    return lcm(tp * cp, derive.expert_ranks(ep, etp, tp)) * int(pp)
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:

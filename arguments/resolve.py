@@ -490,15 +490,15 @@ def _graphs(flags: Flags, model: ModelSpec) -> GraphSpec:
 def _all_graph_modules(flags: Flags, model: ModelSpec) -> tuple[GraphModule, ...]:
     """What can be recorded of the model's layers."""
     parallel = flags.parallel
-    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    alone = parallel.expert_model_parallel_size * etp == 1
+    ranks = derive.expert_ranks(
+        parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
+    )
     wanted: list[GraphModule] = ["attn"]
     if not all(layer.is_moe for layer in model.layers):
         wanted.append("mlp")
     if any(layer.is_moe for layer in model.layers):
-        # the grouped products of fp32 read the rows of every expert on the host, and so do single products
-        recordable = alone and flags.precision.bf16 and flags.moe.moe_grouped_gemm
-        wanted.append("moe" if recordable else "moe_router")
+        recorded = derive.experts_are_recorded(ranks, flags.precision.bf16, flags.moe.moe_grouped_gemm)
+        wanted.append("moe" if recorded else "moe_router")
     return tuple(wanted)
 
 

@@ -1,5 +1,7 @@
 """Things that are legal but perhaps not meant. They are noted, not refused."""
 
+from arguments import derive
+
 
 def groups_without_their_switch(group_query_attention: bool, num_query_groups: int) -> str | None:
     """Megatron ignores the number without the switch."""
@@ -74,7 +76,7 @@ def pages_without_unused_rows(
     tensor_model_parallel_size: int,
 ) -> str | None:
     """Where all experts are on one rank every choice of every token has its row."""
-    ranks = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    ranks = derive.expert_ranks(expert_model_parallel_size, expert_tensor_parallel_size, tensor_model_parallel_size)
     if not moe_paged_stash or ranks > 1 or (moe_expert_capacity_factor or 0) > 0:
         return None
     return "--moe-paged-stash saves nothing where all experts are on one rank: every row is used"
@@ -88,7 +90,7 @@ def sorting_for_an_exchange(
     tensor_model_parallel_size: int,
 ) -> str | None:
     """Where rows travel to other ranks, they are sorted for that."""
-    ranks = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    ranks = derive.expert_ranks(expert_model_parallel_size, expert_tensor_parallel_size, tensor_model_parallel_size)
     if cuda_graph_impl == "none" or "moe_preprocess" not in cuda_graph_modules or ranks == 1:
         return None
     return f"--cuda-graph-modules moe_preprocess records nothing: experts are on {ranks} ranks, and rows are exchanged"

@@ -1,5 +1,6 @@
 """Rules about what is kept between forward and backward, and where."""
 
+from arguments import derive
 from arguments.checks.complaint import Complaint
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -165,7 +166,7 @@ def pages_keep_unused_rows_out(
             f"{_PAGED} with --moe-pad-expert-input-to-capacity: all rows of every expert count as used",
             "leave out one of them",
         )
-    ranks = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    ranks = derive.expert_ranks(expert_model_parallel_size, expert_tensor_parallel_size, tensor_model_parallel_size)
     if ranks > 1 and moe_token_dispatcher_type == "alltoall":
         return (
             f"{_PAGED} with --moe-token-dispatcher-type alltoall, whose buffers have exactly the rows that come",

@@ -136,8 +136,8 @@ def recorded_rows_do_not_wait(
     """Rows that wait for weight gradients stand where the next replay writes, if a recording made them."""
     if moe_expert_wgrad_interval == 1 or cuda_graph_impl in ("none", "full_iteration"):
         return None
-    alone = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size) == 1
-    recorded = cuda_graph_modules or (("moe",) if alone and bf16 and moe_grouped_gemm else ())
+    ranks = derive.expert_ranks(expert_model_parallel_size, expert_tensor_parallel_size, tensor_model_parallel_size)
+    recorded = cuda_graph_modules or (("moe",) if derive.experts_are_recorded(ranks, bf16, moe_grouped_gemm) else ())
     rows = [name for name in recorded if name in ("moe", "moe_preprocess")]
     if not rows:
         return None
