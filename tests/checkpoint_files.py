@@ -3,18 +3,21 @@
 import errno
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_moe.checkpoint.format import MANIFEST, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.load import Loaded, Source, find, load
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.train import CheckpointSpec
+from megatron_moe.train.state import TrainState
 
 
 class Killed(BaseException):
@@ -101,7 +104,21 @@ def blank() -> dict[str, Tensor]:
 
 
 def save_some(saver: Saver, iteration: int) -> Path | None:
-    return saver.save(iteration, whole(some_tensors(iteration)), {"iteration": iteration}, texts={"run.yaml": "a: 1\n"})
+    return saver.save(iteration, whole(some_tensors(iteration)), some_state(iteration), texts={"run.yaml": "a: 1\n"})
+
+
+def some_state(iteration: int) -> dict[str, Any]:
+    """A valid train_state.json."""
+    state = TrainState(iteration=iteration, consumed_samples=8 * iteration, consumed_tokens=64 * iteration)
+    return {"state": asdict(state), "seed": 1, "data_seed": 1, "seq_length": 8, "global_batch_size": 8}
+
+
+def rewrite_text(checkpoint: Path, name: str, content: bytes) -> None:
+    """Replaces a text file of a checkpoint and updates the manifest, so that all checksums are correct."""
+    (checkpoint / name).write_bytes(content)
+    manifest = decode((checkpoint / MANIFEST).read_bytes())
+    entry = FileEntry(len(content), len(content), checksum(content))
+    (checkpoint / MANIFEST).write_bytes(encode(replace(manifest, files={**manifest.files, name: entry})))
 
 
 def saved_folder(folder: Path, *iterations: int, **settings: Any) -> Path:

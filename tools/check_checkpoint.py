@@ -15,6 +15,7 @@ from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkp
 from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
 from megatron_moe.checkpoint.verify import Examined, examine
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
+from megatron_moe.train.state import check_train_state
 from tools.output import leave
 
 _HEADINGS = ("checkpoint", "tensors", "files", "GB", "seconds", "state")
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     sound = True
     for candidate in found:
         started = time.monotonic()
-        examined = examine(candidate.path)
+        examined = examine(candidate.path, check_train_state)
         print(_line(_cells(examined, time.monotonic() - started), width))
         _print_details(examined)
         sound = sound and examined.sound

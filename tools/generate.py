@@ -48,8 +48,11 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
 
     `changes`: flags that win over those of the run.
     """
+    checkpoint = OpenCheckpoint(candidate.path)
+    if checkpoint.text("run.yaml") is None:
+        raise CheckpointProblem(f"checkpoint {candidate.path} has no run.yaml that describes its model")
     arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
-    ranks = OpenCheckpoint(candidate.path).manifest.ranks
+    ranks = checkpoint.manifest.ranks
     plan = plan_of_run(arguments, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
     return replace(plan, launch=Launch(), parallel=ParallelSpec(), pipeline=PipelineSpec(), kernels=KernelSpec())
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_moe.checkpoint.format import TRAIN_STATE
+from megatron_moe.checkpoint.bounded_read import open_regular, read_bounded
+from megatron_moe.checkpoint.format import MAX_HEADER_BYTES, TRAIN_STATE
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 
@@ -50,7 +51,8 @@ def as_checkpoint(path: Path) -> Candidate | None:
 def read_tracker(folder: Path) -> str | None:
     """The text of the tracker file, which is a hint for people and other tools; None when there is none."""
     try:
-        return (folder / TRACKER).read_bytes()[:64].decode(errors="replace").strip()
+        with open_regular(folder / TRACKER) as file:
+            return file.read(64).decode(errors="replace").strip()
     except OSError:
         return None
 
@@ -165,8 +167,8 @@ def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
 
 def _validation_loss(candidate: Candidate) -> float | None:
     try:
-        loss = json.loads((candidate.path / TRAIN_STATE).read_text())["state"]["validation_loss"]
-    except (OSError, ValueError, KeyError, TypeError):
+        loss = json.loads(read_bounded(candidate.path / TRAIN_STATE, MAX_HEADER_BYTES))["state"]["validation_loss"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return loss if isinstance(loss, float) else None
 

@@ -13,6 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_moe.checkpoint.bounded_read import read_bounded
+from megatron_moe.checkpoint.format import MAX_HEADER_BYTES
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 
 INDEX = "model.safetensors.index.json"
@@ -139,7 +141,7 @@ class HFFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file. Raises CheckpointProblem."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bounded(path, MAX_HEADER_BYTES))
     except FileNotFoundError as error:
         raise CheckpointProblem(f"{path} does not exist; give a local folder as written by save_pretrained.") from error
     except (OSError, ValueError, RecursionError) as error:

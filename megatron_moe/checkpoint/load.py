@@ -6,7 +6,6 @@ together, with one line, and the next older one is tried. A folder whose checkpo
 start from iteration 0 unasked would be the most expensive silent failure there is.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_moe.checkpoint.background import at_once
+from megatron_moe.checkpoint.bounded_read import read_bounded
 from megatron_moe.checkpoint.folder import TRACKER, Candidate, as_checkpoint, list_checkpoints, read_tracker
 from megatron_moe.checkpoint.format import (
     MANIFEST,
@@ -46,6 +46,8 @@ from megatron_moe.specs.train import CheckpointSpec
 
 HUGGING_FACE = "hf:"
 RUN_FOLDER_CHECKPOINTS = "checkpoints"
+CheckState = Callable[[Mapping[str, Any], int], None]
+"""Validates the content of train_state.json, given the manifest's iteration. Raises Corrupt."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,12 @@ def load(
     context: ParallelContext,
     *,
     say: Callable[[str], None] = print,
+    check_state: CheckState | None = None,
 ) -> Loaded:
     """Fills `tensors` (by `shards.tensor_key`) from the newest candidate that verifies on every rank.
 
     With `source.optimizer` False only weights and buffers are filled, and cast to the run's dtype where it differs.
+    `check_state` validates the content of train_state.json; a candidate that fails is not used.
 
     Raises:
         CheckpointProblem: no candidate verifies, or its tensors are not those of this run.
@@ -115,7 +119,7 @@ def load(
     known = set(split_digests(b"".join(gather_objects(b"".join(map(digest, wanted)), context.group("world")))))
     reasons = []
     for candidate in source.candidates:
-        outcome = _attempt(candidate, wanted, known, casting=not source.optimizer)
+        outcome = _attempt(candidate, wanted, known, check_state, casting=not source.optimizer)
         # world: some hundred bytes
         outcomes = gather_objects(outcome if isinstance(outcome, str | _Refusal) else None, context.group("world"))
         refusals = [refusal.sentence for refusal in outcomes if isinstance(refusal, _Refusal)]
@@ -253,7 +257,12 @@ def _mention_tracker(folder: Path, found: Sequence[Candidate], say: Callable[[st
 
 
 def _attempt(
-    candidate: Candidate, wanted: Mapping[str, SavedTensor], known: Set[bytes], *, casting: bool
+    candidate: Candidate,
+    wanted: Mapping[str, SavedTensor],
+    known: Set[bytes],
+    check_state: CheckState | None,
+    *,
+    casting: bool,
 ) -> "Loaded | _Refusal | str":
     """Loads one candidate; or why it is unusable (_Refusal) or damaged (text). `known`: what any rank wants."""
     try:
@@ -269,6 +278,8 @@ def _attempt(
             if name.endswith(SAFETENSORS):
                 check_header(name, head, places.get(name, ()))
         state = parse_json(reader.head(TRAIN_STATE), TRAIN_STATE)
+        if check_state is not None:
+            check_state(state, manifest.iteration)
         at_once([partial(_fill_all, candidate.path, manifest, part) for part in in_parts(wanted)])
     except TooNew as problem:
         return _Refusal(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
@@ -295,11 +306,7 @@ def _open(path: Path) -> tuple[Manifest, FileReader]:
 def read_manifest(path: Path) -> Manifest:
     """The checked manifest of a checkpoint folder. Raises Corrupt and TooNew."""
     try:
-        with open(path / MANIFEST, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_MANIFEST_BYTES:
-                raise Corrupt(f"{MANIFEST}: {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
-            data = file.read()
+        data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise Corrupt(f"{MANIFEST}: {error.strerror}") from error
     return decode(data)

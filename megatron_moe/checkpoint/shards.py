@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megatron_moe.checkpoint.bounded_read import open_regular
 from megatron_moe.checkpoint.format import Corrupt, FileEntry, Piece, TensorEntry, checksum
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.specs import params
@@ -326,7 +327,7 @@ class FileReader:
         """Verifies a range of a file without holding more than some megabytes of it. Raises Corrupt."""
         found, left = 0, size
         try:
-            with open(self._folder / name, "rb") as file:
+            with open_regular(self._folder / name) as file:
                 file.seek(start)
                 while chunk := file.read(min(left, _CHUNK_BYTES)):
                     found, left = zlib.crc32(chunk, found), left - len(chunk)
@@ -355,7 +356,7 @@ class FileReader:
         """Fills `data`; by parts, whose checksums are computed while they are in the cache."""
         num_read = found = 0
         try:
-            with open(self._folder / name, "rb", buffering=0) as file:
+            with open_regular(self._folder / name, buffering=0) as file:
                 file.seek(start)
                 while count := file.readinto(data[num_read : num_read + _READ_BYTES]):
                     found = zlib.crc32(data[num_read : num_read + count], found)

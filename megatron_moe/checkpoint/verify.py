@@ -18,7 +18,7 @@ from megatron_moe.checkpoint.format import (
     parse_json,
     places_by_file,
 )
-from megatron_moe.checkpoint.load import read_manifest
+from megatron_moe.checkpoint.load import CheckState, read_manifest
 from megatron_moe.checkpoint.shards import FileReader
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 
@@ -42,8 +42,11 @@ class Examined:
         return not self.problems
 
 
-def examine(path: Path) -> Examined:
-    """Verifies one checkpoint folder, to its last byte, and goes on after each problem to find all."""
+def examine(path: Path, check_state: CheckState | None = None) -> Examined:
+    """Verifies one checkpoint folder, to its last byte, and goes on after each problem to find all.
+
+    `check_state` validates the content of train_state.json.
+    """
     try:
         manifest = read_manifest(path)
     except (Corrupt, TooNew) as problem:
@@ -54,7 +57,7 @@ def examine(path: Path) -> Examined:
         problems.append(f"{MANIFEST}: of iteration {manifest.iteration}, in the folder {path.name}")
     reader = FileReader(path, manifest.files)
     _note(problems, reader.check_sizes)
-    num_bytes = _examine_files(reader, manifest, problems) + _examine_pieces(reader, manifest, problems)
+    num_bytes = _examine_files(reader, manifest, problems, check_state) + _examine_pieces(reader, manifest, problems)
     known = {MANIFEST, *manifest.files}
     remarks = tuple(f"{entry.name}: not in the manifest" for entry in sorted(path.iterdir()) if entry.name not in known)
     return Examined(path, manifest, tuple(dict.fromkeys(problems)), remarks, num_bytes)
@@ -76,7 +79,9 @@ def verified(path: Path) -> tuple[Manifest, FileReader]:
     return found.manifest, FileReader(path, found.manifest.files)
 
 
-def _examine_files(reader: FileReader, manifest: Manifest, problems: list[str]) -> int:
+def _examine_files(
+    reader: FileReader, manifest: Manifest, problems: list[str], check_state: CheckState | None
+) -> int:
     """Heads and texts. Returns the bytes read."""
     places = places_by_file(manifest)
     for name, entry in manifest.files.items():
@@ -85,7 +90,7 @@ def _examine_files(reader: FileReader, manifest: Manifest, problems: list[str]) 
         if name.endswith(SAFETENSORS):
             _note(problems, partial(_check_header, name, reader, places.get(name, [])))
         elif name == TRAIN_STATE:
-            _note(problems, partial(_check_text, name, reader))
+            _note(problems, partial(_check_text, name, reader, manifest.iteration, check_state))
     if TRAIN_STATE not in manifest.files:
         problems.append(f"{MANIFEST}: names no {TRAIN_STATE}")
     return sum(entry.head for entry in manifest.files.values())
@@ -106,8 +111,10 @@ def _check_header(name: str, reader: FileReader, places: Sequence[Place]) -> Non
     check_header(name, reader.head(name), places)
 
 
-def _check_text(name: str, reader: FileReader) -> None:
-    parse_json(reader.head(name), name)
+def _check_text(name: str, reader: FileReader, iteration: int, check_state: CheckState | None) -> None:
+    content = parse_json(reader.head(name), name)
+    if check_state is not None:
+        check_state(content, iteration)
 
 
 def _note(problems: list[str], look: Callable[[], object]) -> bool:

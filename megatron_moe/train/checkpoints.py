@@ -21,7 +21,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProbl
 from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.exports import Exports
-from megatron_moe.train.state import TrainState
+from megatron_moe.train.state import TrainState, check_train_state
 from megatron_moe.train.step import Trainer
 from megatron_moe.train.upcycle import load_upcycled
 from megatron_moe.watch.status import Status
@@ -209,7 +209,8 @@ class Checkpoints:
             trainer.restored(with_optimizer=False)
             say(f"loaded the weights of {folder}; training starts at iteration 0")
             return TrainState()
-        loaded = load(source, saved_tensors(trainer, optimizer=True), self._context, say=say)
+        tensors = saved_tensors(trainer, optimizer=True)
+        loaded = load(source, tensors, self._context, say=say, check_state=check_train_state)
         if self._saver is not None:
             self._saver.loaded_from = loaded.path
         trainer.restored(with_optimizer=source.optimizer)

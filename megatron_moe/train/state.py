@@ -1,10 +1,15 @@
 """What must survive a restart, apart from weights and optimizer state."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megatron_moe.checkpoint.format import TRAIN_STATE, Corrupt
 from megatron_moe.specs.count_flops import flops_per_step
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import LRSpec
 
 
 @dataclass
@@ -57,3 +62,61 @@ class TrainState:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "TrainState":
         return cls(**content["state"])
+
+
+_CONTENT: Mapping[str, Any] = MappingProxyType(
+    {"state": dict, "seed": int, "data_seed": int, "seq_length": int, "global_batch_size": int}
+)
+_OPTIONAL_CONTENT: Mapping[str, Any] = MappingProxyType({"learning_rate": dict, "data": dict})
+"""Imported and converted checkpoints have neither."""
+_DATA: Mapping[str, Any] = MappingProxyType({"consumed_samples": int, "fingerprint": str})
+_OPTIONAL_DATA: Mapping[str, Any] = MappingProxyType({"tokenizer": str, "end_of_document": int})
+
+
+def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
+    """Validates the content of train_state.json against the manifest's `iteration`.
+
+    Raises:
+        Corrupt: a key is missing or unknown, a value has another type than `TrainState.to_json` writes, a counter is
+            negative, or the iteration differs.
+    """
+    _check_table("the file", content, _CONTENT, _OPTIONAL_CONTENT)
+    state = content["state"]
+    _check_table("state", state, get_type_hints(TrainState), {})
+    _check_table(
+        "learning_rate", content.get("learning_rate", {}), {}, get_type_hints(LRSpec) | {"decoupled": list | None}
+    )
+    if "data" in content:
+        _check_table("data", content["data"], _DATA, _OPTIONAL_DATA)
+    counters = {**state, "seq_length": content["seq_length"], "global_batch_size": content["global_batch_size"]}
+    negative = [name for name, value in counters.items() if name != "validation_loss" and value < 0]
+    if negative:
+        raise Corrupt(f"{TRAIN_STATE}: {negative[0]!r} is {counters[negative[0]]!r:.80}, which is negative")
+    if state["iteration"] != iteration:
+        raise Corrupt(f"{TRAIN_STATE}: its iteration is {state['iteration']!r:.80}, the manifest's is {iteration}")
+
+
+def _check_table(what: str, table: Mapping[str, Any], required: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """Raises Corrupt unless `table` has all `required` keys and no others but `optional` ones, with values of their
+    types."""
+    missing = sorted(required.keys() - table.keys())
+    unknown = sorted(table.keys() - required.keys() - optional.keys())
+    if missing or unknown:
+        problems = [f"lacks the keys {missing}"] * bool(missing) + [f"has the unknown keys {unknown!s:.200}"] * bool(
+            unknown
+        )
+        raise Corrupt(f"{TRAIN_STATE}: {what} {' and '.join(problems)}")
+    for name, value in table.items():
+        if not _is_a(value, required.get(name, optional.get(name))):
+            raise Corrupt(f"{TRAIN_STATE}: {name!r} of {what} is {value!r:.80}, a value of another type")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """A value read from JSON has a type that dataclass fields use: a class, a Literal or a union of them."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_is_a(value, each) for each in get_args(kind))
+    if kind is float:
+        return type(value) is int or type(value) is float and math.isfinite(value)
+    return type(value) is kind

@@ -1,5 +1,6 @@
 """Loading: every damage is noticed, the newest whole checkpoint is used, and what does not fit is listed in full."""
 
+import os
 import pickle
 import random
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import shards
-from megatron_moe.checkpoint.format import FileEntry, Piece, TensorEntry, checksum, decode, encode
+from megatron_moe.checkpoint.format import Piece, TensorEntry, checksum, decode, encode
 from megatron_moe.checkpoint.load import Loaded, find, load
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import Box, SavedTensor
@@ -19,7 +20,16 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
 from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.train import CheckpointSpec
-from tests.checkpoint_files import blank, flip_bit, load_some, saved_folder, some_tensors, whole
+from tests.checkpoint_files import (
+    blank,
+    flip_bit,
+    load_some,
+    rewrite_text,
+    saved_folder,
+    some_state,
+    some_tensors,
+    whole,
+)
 from tests.ranks import on_threads
 from tests.tolerances import EXACT
 
@@ -41,7 +51,7 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
     expected = some_tensors(20)
     EXACT.check_all(tensors, expected)
     assert {key: t.dtype for key, t in tensors.items()} == {key: t.dtype for key, t in expected.items()}
-    assert loaded == Loaded(tmp_path / "iter_0000020", 20, {"iteration": 20})
+    assert loaded == Loaded(tmp_path / "iter_0000020", 20, some_state(20))
 
 
 def test_a_large_state_is_read_by_several_threads_and_every_bit_is_verified(
@@ -271,6 +281,37 @@ def test_a_manifest_that_claims_a_terabyte_is_refused_before_anything_is_allocat
         load_some(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "train_state.json", "model-00000-of-00001.safetensors", "run.yaml"])
+@pytest.mark.parametrize("kind", ["fifo", "endless device", "folder"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    folder = saved_folder(tmp_path, 10, 20)
+    path = folder / "iter_0000020" / name
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    said: list[str] = []
+    assert load_some(folder, said)[0].iteration == 10
+    assert len(said) == 1 and name in said[0]
+    assert any(name in problem for problem in verify(path.parent))
+
+
+def test_a_fifo_as_tracker_is_ignored(tmp_path: Path) -> None:
+    tracker = saved_folder(tmp_path, 10) / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    os.mkfifo(tracker)
+    assert load_some(tmp_path)[0].iteration == 10
+
+
+def test_a_manifest_beyond_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_moe.checkpoint.load.MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointProblem, match=r"manifest.json: \d+ bytes, at most 100 are read"):
+        load_some(saved_folder(tmp_path, 10))
+
+
 def test_a_later_format_version_is_refused_and_no_older_checkpoint_is_used_instead(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20)
     text = (tmp_path / "iter_0000020" / "manifest.json").read_bytes()
@@ -304,9 +345,7 @@ def test_a_manifest_that_lies_about_an_element_type_is_damage(tmp_path: Path) ->
 
 def test_a_train_state_that_is_no_object_is_damage(tmp_path: Path) -> None:
     path = saved_folder(tmp_path, 10) / "iter_0000010"
-    (path / "train_state.json").write_bytes(b"[1]")
-    files = dict(decode((path / "manifest.json").read_bytes()).files)
-    rewrite_manifest(path, files={**files, "train_state.json": FileEntry(3, 3, checksum(b"[1]"))})
+    rewrite_text(path, "train_state.json", b"[1]")
     with pytest.raises(CheckpointProblem, match="train_state.json: holds list, not an object"):
         load_some(tmp_path)
 

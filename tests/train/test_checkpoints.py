@@ -1,5 +1,7 @@
 """How a run goes on from a checkpoint: what is enforced, what is told, what is taken over."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
 from megatron_moe.checkpoint.folder import list_checkpoints
+from megatron_moe.checkpoint.format import Corrupt
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.verify import verify
 from megatron_moe.data.loader import TrainLoader
@@ -20,10 +23,11 @@ from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import CheckpointSpec
 from megatron_moe.train import checkpoints as checkpoints_module
 from megatron_moe.train.checkpoints import Checkpoints
-from megatron_moe.train.state import TrainState
+from megatron_moe.train.state import TrainState, check_train_state
 from megatron_moe.train.step import Trainer
 from megatron_moe.watch.status import Status
 from tests import tiny
+from tests.checkpoint_files import rewrite_text
 from tests.tiny_models import dense_ancestor
 from tests.tolerances import EXACT
 
@@ -161,6 +165,69 @@ def test_other_data_is_told(trained: tuple[Path, Run]) -> None:
     run = start(changed(plan_of(load=trained[0]), "data", seed=4321))
     assert "the data or its sample order is not that of the checkpoint" in run.said
     assert run.state.iteration == 2
+
+
+def put(*place: str, value: Any) -> Callable[[dict], None]:
+    """Sets one value of a table of tables."""
+
+    def change(content: dict) -> None:
+        for key in place[:-1]:
+            content = content[key]
+        content[place[-1]] = value
+
+    return change
+
+
+def drop(*place: str) -> Callable[[dict], None]:
+    def change(content: dict) -> None:
+        for key in place[:-1]:
+            content = content[key]
+        del content[place[-1]]
+
+    return change
+
+
+DAMAGED_STATES = {
+    "no state": (drop("state"), r"lacks the keys \['state'\]"),
+    "no counter": (drop("state", "consumed_samples"), r"state lacks the keys \['consumed_samples'\]"),
+    "no length": (drop("seq_length"), r"lacks the keys \['seq_length'\]"),
+    "unknown key": (put("other", value=1), r"the file has the unknown keys \['other'\]"),
+    "unknown counter": (put("state", "other", value=1), r"state has the unknown keys \['other'\]"),
+    "unknown curve": (put("learning_rate", "other", value=1), r"learning_rate has the unknown keys \['other'\]"),
+    "another iteration": (put("state", "iteration", value=1), "its iteration is 1, the manifest's is 2"),
+    "negative": (put("state", "consumed_samples", value=-1), "'consumed_samples' is -1, which is negative"),
+    "a fraction": (put("state", "consumed_samples", value=8.0), "'consumed_samples' of state is 8.0, a value of"),
+    "a truth": (put("state", "skipped_samples", value=True), "'skipped_samples' of state is True, a value of"),
+    "not finite": (put("state", "flops", value=float("nan")), "'flops' of state is nan, a value of"),
+    "text": (put("seed", value="1"), "'seed' of the file is '1', a value of"),
+    "a list": (put("state", value=[1]), "'state' of the file is \\[1\\], a value of"),
+    "a style": (put("learning_rate", "style", value="steep"), "'style' of learning_rate is 'steep', a value of"),
+    "no order": (drop("data", "fingerprint"), r"data lacks the keys \['fingerprint'\]"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_STATES)
+def test_a_train_state_that_is_not_as_written_is_damage(name: str, trained: tuple[Path, Run]) -> None:
+    content = json.loads((trained[0] / "iter_0000002" / "train_state.json").read_text())
+    check_train_state(content, 2)
+    change, sentence = DAMAGED_STATES[name]
+    change(content)
+    with pytest.raises(Corrupt, match=f"^train_state.json: .*{sentence}"):
+        check_train_state(content, 2)
+
+
+def test_a_damaged_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
+    run = start(plan_of(save=tmp_path))
+    for _ in range(2):
+        run.train(1)
+        run.checkpoints.save(run.state, run.loader)
+    path = tmp_path / "iter_0000002"
+    content = json.loads((path / "train_state.json").read_text())
+    del content["state"]["consumed_samples"]
+    rewrite_text(path, "train_state.json", json.dumps(content).encode())
+    again = start(plan_of(load=tmp_path))
+    assert again.state.iteration == 1
+    assert again.said.count("state lacks the keys ['consumed_samples']") == 1
 
 
 def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(trained: tuple[Path, Run]) -> None:
