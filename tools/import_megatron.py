@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors  # noqa: E402
-from megatron_moe.checkpoint.folder import list_checkpoints  # noqa: E402
+from megatron_moe.checkpoint.folder import TRACKER, list_checkpoints, read_tracker  # noqa: E402
 from megatron_moe.checkpoint.save import Saver  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
@@ -28,8 +28,6 @@ from tools.generate import plan_of_run  # noqa: E402
 from tools.megatron.source import imported  # noqa: E402
 from tools.output import leave  # noqa: E402
 from tools.words import words_around_dashes  # noqa: E402
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,13 +53,12 @@ def main(argv: Sequence[str]) -> int:
 
 def newest(folder: Path) -> Path:
     """The checkpoint itself, or the one that the tracker file of a folder names."""
-    tracker = folder / TRACKER
-    if not tracker.is_file():
+    text = read_tracker(folder)
+    if text is None:
         return folder
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     found = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
     if found.parent != folder or not found.is_dir():
-        raise CheckpointProblem(f"{tracker} names {text!r}, which is not in {folder}")
+        raise CheckpointProblem(f"{folder / TRACKER} names {text!r}, which is not in {folder}")
     return found
 
 

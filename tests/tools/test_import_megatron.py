@@ -4,6 +4,7 @@ The checkpoints in tests/data_files/megatron were written by Megatron-Core (make
 """
 
 import io
+import os
 import pickle
 import shutil
 import tarfile
@@ -25,6 +26,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
 from tests.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
 from tools.generate import load_model, newest, plan_of
+from tools.megatron import source
 from tools.megatron.per_rank import PerRank
 from tools.megatron.pickles import Inert, load_archive, load_pickle
 
@@ -327,11 +329,108 @@ def test_a_damaged_checkpoint_is_refused(damage: str, kept: Path, tmp_path: Path
     assert str(folder) in capsys.readouterr().err
 
 
+def test_a_norm_on_the_input_of_the_query_projection_is_named(kept: Path, tmp_path: Path, capsys) -> None:
+    """Megatron-Core since July 2026, with --qk-layernorm and without a query latent."""
+    whole = imported(kept / "0.19.2" / "gqa", tmp_path / "whole", "gqa", "--no-optimizer")
+    weights = {key.removeprefix("model."): value for key, value in whole.items()}
+    name = "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight"
+    save_rank(tmp_path / "ranks", {"model": {**weights, name: torch.ones(16)}, "args": Namespace()})
+    assert refused(tmp_path / "ranks", tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
+    message = capsys.readouterr().err
+    assert name in message and "train with --q-lora-rank, or without --qk-layernorm" in message
+    assert "left over" not in message
+
+
+def save_rank(folder: Path, content: object) -> None:
+    (folder / "mp_rank_00").mkdir(parents=True)
+    torch.save(content, folder / "mp_rank_00" / "model_optim_rng.pt")
+
+
+def refused(folder: Path, tmp_path: Path, *more: str) -> int:
+    """The exit code of an import that writes nothing."""
+    words = ["--load", str(folder), "--save", str(tmp_path / "ours"), *more]
+    code = import_megatron.main([*words, "--", *MODELS["gqa"].split()])
+    assert not any(tmp_path.glob("ours/iter_*"))
+    return code
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"model": [1, 2]}, "model is no table of tensors"),
+        ({"model0": {}, "model1": torch.zeros(3)}, "model1 is no table of tensors"),
+        ([1], "holds no table"),
+        ({"model": {3: torch.zeros(3)}}, "another form than Megatron writes"),
+        ({"model": {}, "args": Namespace(pipeline_model_parallel_size="many")}, "another form than Megatron writes"),
+        ({"model": {}, "args": Namespace(), 5: 1}, "does not fit this model"),
+    ],
+)
+def test_tables_of_another_form_are_refused(content: object, sentence: str, tmp_path: Path, capsys) -> None:
+    save_rank(tmp_path / "ranks", content)
+    assert refused(tmp_path / "ranks", tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
+    message = capsys.readouterr().err
+    assert sentence in message and str(tmp_path / "ranks") in message
+
+
+def nested(depth: int) -> list:
+    """A list in a list, and so on; the innermost contains the outermost."""
+    outermost: list = []
+    innermost = outermost
+    for _ in range(depth):
+        innermost.append([])
+        innermost = innermost[0]
+    innermost.append(outermost)
+    return outermost
+
+
+@pytest.mark.parametrize(
+    ("common", "sentence"),
+    [
+        ({"optimizer": {"step": float("inf")}}, "the number of updates is no count"),
+        ({"optimizer": [{"step": 3}, {"step": 4}]}, "2 different numbers of updates, expected one"),
+        ({"optimizer": nested(3)}, "0 different numbers of updates, expected one"),
+        ({"optimizer": {"step": 3}, "iteration": "3"}, "iteration is no count"),
+        ({"optimizer": {"step": 3}, "iteration": -1}, "iteration is no count"),
+        ({"optimizer": {"step": 3}, "args": Namespace(consumed_train_samples=1 << 70)}, "consumed_train_samples is no"),
+    ],
+)
+def test_counters_that_are_none_are_refused(common: object, sentence: str, kept: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
+    torch.save(common, folder / "common.pt")
+    assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_very_deep_common_state_is_read_without_recursion() -> None:
+    state: object = {"step": 3}
+    for _ in range(10_000):
+        state = [state]
+    assert source._steps(state) == {3}
+
+
+@pytest.mark.parametrize("name", ["metadata.json", ".metadata", "common.pt", "__0_0.distcp"])
+def test_only_regular_files_are_opened(name: str, kept: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
+
+
+def test_a_fifo_as_tracker_is_ignored(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / import_megatron.TRACKER)
+    assert import_megatron.newest(tmp_path) == tmp_path
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("metadata.json", b"{"),
         ("metadata.json", b"[]"),
+        ("metadata.json", b"[" * 1_000_000),
+        (import_megatron.TRACKER, b"1" * 1_000_000),
+        (import_megatron.TRACKER, b"../" * 20),
         (import_megatron.TRACKER, b"\xff"),
         (import_megatron.TRACKER, "²".encode()),
     ],

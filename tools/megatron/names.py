@@ -49,6 +49,10 @@ def places(ours: str) -> Iterator[Place]:
         yield Place(ours)
 
 
+QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
+"""End of the name of a norm that Megatron-Core adds to multi-latent attention without a query latent. Models here have
+no such parameter."""
+
 STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
 """Key of an optimizer's state of one parameter."""
 

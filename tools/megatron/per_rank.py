@@ -76,8 +76,14 @@ class PerRank:
         self.folder = folder
         names = sorted(path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name))
         files = {name: load_archive(folder / name / FILE, f"{folder / name / FILE}") for name in names}
-        if not all(isinstance(content, dict) for content in files.values()):
-            raise CheckpointProblem(f"{folder}: a file {FILE} holds no table")
+        for name, content in files.items():
+            if not isinstance(content, dict):
+                raise CheckpointProblem(f"{folder / name / FILE} holds no table")
+            for chunk in self._chunks(content):
+                if not isinstance(content[chunk], dict):
+                    raise CheckpointProblem(
+                        f"{folder / name / FILE}: {chunk} is no table of tensors; copy the file again"
+                    )
         self.common: dict[str, Any] = files[names[0]]
         args = self.common.get("args")
         self._pp = int(getattr(args, "pipeline_model_parallel_size", 1) or 1)
@@ -135,7 +141,7 @@ class PerRank:
         """Where the parts of the model are: one, or one for every virtual stage."""
         if "model" in content:
             return ["model"]
-        return sorted((key for key in content if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:]))
+        return sorted((key for key in content if re.fullmatch(r"model\d{1,4}", str(key))), key=lambda key: int(key[5:]))
 
     def _add(self, name: str, stored: Stored, tp: int, ep: int) -> None:
         expert, place = _EXPERT.fullmatch(name), (0, 0)

@@ -9,7 +9,8 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.checkpoint.bounded_read import open_regular
 from megatron_moe.specs.exitcodes import CheckpointProblem
 
-_MAX_PICKLE = 1 << 30
+MAX_PICKLE_BYTES = 1 << 30
 _STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "FloatStorage": torch.float32,
@@ -108,7 +110,7 @@ class Stored:
         last = self._offset + sum((size - 1) * step for size, step in zip(self.shape, self._stride, strict=True))
         if prod(self.shape) == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        if min((self._offset, *self._stride, *self.shape)) < 0 or last >= len(flat):
+        if min((self._offset, *self._stride, *self.shape)) < 0 or max(last + 1, prod(self.shape)) > len(flat):
             raise CheckpointProblem(f"a tensor of shape {self.shape} reaches beyond the {len(flat)} stored elements")
         return flat.as_strided(self.shape, self._stride, self._offset).clone()
 
@@ -177,8 +179,10 @@ def load_pickle(data: bytes, what: str) -> Any:
 def load_archive(source: Path | bytes, what: str) -> Any:
     """The content of what `torch.save` wrote; tensors are `Stored`. Raises CheckpointProblem."""
 
-    def open_it() -> zipfile.ZipFile:
-        return zipfile.ZipFile(source if isinstance(source, Path) else io.BytesIO(source))
+    @contextmanager
+    def open_it() -> Iterator[zipfile.ZipFile]:
+        with open_regular(source) if isinstance(source, Path) else io.BytesIO(source) as file:
+            yield zipfile.ZipFile(file)
 
     def entry(name: str) -> bytes:
         try:
@@ -192,12 +196,12 @@ def load_archive(source: Path | bytes, what: str) -> Any:
             names = archive.namelist()
             (pickled,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
             packed = any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist())
-            orders = {archive.read(name) for name in names if name.endswith("/byteorder")}
+            orders = {archive.read(name) for name in names if name.endswith("/byteorder") and not packed}
     except _NO_ARCHIVE as error:
         raise CheckpointProblem(f"{what} is not a file that torch.save wrote: {error}") from error
-    if packed or not orders <= {b"little"} or pickled.file_size > _MAX_PICKLE:
+    if packed or not orders <= {b"little"} or pickled.file_size > MAX_PICKLE_BYTES:
         raise CheckpointProblem(
-            f"{what} is compressed, of another byte order, or its pickle exceeds {_MAX_PICKLE} bytes"
+            f"{what} is compressed, of another byte order, or its pickle exceeds {MAX_PICKLE_BYTES} bytes"
         )
     root = pickled.filename.removesuffix("data.pkl")
     return _load(entry(pickled.filename), what, lambda key: lambda: entry(f"{root}data/{key}"))

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.shards import Box, LaterBox, SavedTensor, tensor_key
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
-from tools.megatron.names import KINDS, PASSED_OVER, STATE, Place, places
+from tools.megatron.names import KINDS, PASSED_OVER, QUERY_NORM, STATE, Place, places
 from tools.megatron.per_rank import FILE, PerRank
 from tools.megatron.torch_dist import TorchDist
 
 Source = TorchDist | PerRank
+_OTHER_FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError, OSError)
+"""Exceptions from reading tables that are not nested, typed or named as expected."""
+_MAX_COUNT = 1 << 48
 _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
 
 
@@ -34,6 +37,7 @@ def imported(folder: Path, model: Mapping[str, Tensor], *, optimizer: bool) -> I
     Raises CheckpointProblem with the full list of what is missing, left over or of another shape.
     """
     source = opened(folder)
+    _check_known(source)
     if optimizer and isinstance(source, PerRank):
         raise CheckpointProblem(
             f"{folder} has a folder per rank, whose optimizer state cannot be read; take its weights with "
@@ -64,11 +68,27 @@ def imported(folder: Path, model: Mapping[str, Tensor], *, optimizer: bool) -> I
 
 def opened(folder: Path) -> Source:
     """The checkpoint of a folder, of whichever kind."""
-    if (folder / "metadata.json").is_file():
-        return TorchDist(folder)
-    if any(folder.glob(f"mp_rank_*/{FILE}")):
-        return PerRank(folder)
+    try:
+        if (folder / "metadata.json").is_file():
+            return TorchDist(folder)
+        if any(folder.glob(f"mp_rank_*/{FILE}")):
+            return PerRank(folder)
+    except _OTHER_FORM as error:
+        raise CheckpointProblem(
+            f"{folder} has another form than Megatron writes ({type(error).__name__}: {error!s:.200}); copy it again"
+        ) from error
     raise CheckpointProblem(f"{folder} is no Megatron checkpoint: it has neither metadata.json nor mp_rank_*/{FILE}")
+
+
+def _check_known(source: Source) -> None:
+    """Raises CheckpointProblem for a model that differs from all models here by one kind of parameter."""
+    found = next((name for name in source.tensors if name.endswith(QUERY_NORM) and not STATE.fullmatch(name)), None)
+    if found is not None:
+        raise CheckpointProblem(
+            f"{source.folder} holds {found}: with --qk-layernorm and without --q-lora-rank, Megatron-Core since July "
+            "2026 normalises the input of linear_q_proj. Models here follow the Hugging Face definition, which has no "
+            "such norm, so this checkpoint cannot be imported; train with --q-lora-rank, or without --qk-layernorm"
+        )
 
 
 def _optimizer(
@@ -97,9 +117,9 @@ def _optimizer(
             wide = torch.promote_types(like.dtype, torch.float32)
             key = tensor_key("model" if kind == "master" and like.dtype == wide else kind, ours)
             tensors[key] = _later(source, place, ours, like, wide, problems, [])
-    steps = set(_steps(source.common.get("optimizer")))
+    steps = _steps(source.common.get("optimizer"))
     if len(steps) != 1:
-        raise CheckpointProblem(f"{source.folder}: the number of updates is not told once: {sorted(steps)}")
+        raise CheckpointProblem(f"{source.folder} has {len(steps)} different numbers of updates, expected one")
     tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(torch.tensor(steps.pop(), dtype=torch.int64))
     return tensors
 
@@ -137,15 +157,29 @@ def _later(
     return SavedTensor(shape, (block((0,) * len(shape), shape),))
 
 
-def _steps(state: Any) -> list[int]:
-    """Every `step` of an optimizer's groups."""
-    if isinstance(state, dict):
-        own = [int(state["step"])] if isinstance(state.get("step"), (int, float)) else []
-        return own + [step for value in state.values() for step in _steps(value)]
-    return [step for value in state for step in _steps(value)] if isinstance(state, (list, tuple)) else []
+def _steps(state: Any) -> set[int]:
+    """Every `step` of an optimizer's groups, which may be nested deeply or contain themselves."""
+    steps: set[int] = set()
+    seen: set[int] = set()
+    pending = [state]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or not isinstance(value, (dict, list, tuple)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict) and isinstance(value.get("step"), (int, float)):
+            steps.add(_count(value["step"], "the number of updates"))
+        pending += value.values() if isinstance(value, dict) else value
+    return steps
 
 
 def _standing(common: Mapping[str, Any]) -> tuple[int, int]:
     """Iterations done and samples read."""
     samples = getattr(common.get("args"), "consumed_train_samples", 0)
-    return int(common.get("iteration", 0)), int(samples or 0)
+    return _count(common.get("iteration", 0), "iteration"), _count(samples or 0, "consumed_train_samples")
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, (int, float)) or not 0 <= value <= _MAX_COUNT or value != int(value):
+        raise CheckpointProblem(f"the checkpoint's common state is damaged: {what} is no count up to {_MAX_COUNT}")
+    return int(value)

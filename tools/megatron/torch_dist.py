@@ -1,6 +1,7 @@
 """Megatron's `torch_dist` checkpoints: torch.distributed.checkpoint files, whose tables are pickles."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.checkpoint.bounded_read import open_regular, read_bounded
 from megatron_moe.checkpoint.shards import intersection
 from megatron_moe.specs.exitcodes import CheckpointProblem
-from tools.megatron.pickles import Record, Stored, load_archive, load_pickle
+from tools.megatron.pickles import MAX_PICKLE_BYTES, Record, Stored, load_archive, load_pickle
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TorchDist:
         self.folder = folder
         try:
             kind = json.loads(self._bytes("metadata.json"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointProblem(f"{folder / 'metadata.json'} is not JSON ({error}); copy it again") from error
         backend = kind.get("sharded_backend") if isinstance(kind, dict) else kind
         if backend != "torch_dist":
@@ -82,7 +84,12 @@ class TorchDist:
         return stored.load()
 
     def _stored(self, chunk: Chunk) -> bytes:
-        with open(self.folder / chunk.file, "rb") as file:
+        path = self.folder / chunk.file
+        with open_regular(path) as file:
+            if not 0 <= chunk.start <= chunk.start + chunk.size <= os.fstat(file.fileno()).st_size:
+                raise CheckpointProblem(
+                    f"{path} has no {chunk.size} bytes at byte {chunk.start}, where .metadata says; copy it again"
+                )
             file.seek(chunk.start)
             return file.read(chunk.size)
 
@@ -131,7 +138,10 @@ class TorchDist:
             if any(o < 0 or o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
                 raise CheckpointProblem(f"{self.folder}: {name} of shape {shape} has a chunk {offset} + {size}")
             chunks.append(Chunk(offset, size, file, int(info.offset), int(info.length)))
-        return Entry(described.properties.dtype, shape, tuple(chunks))
+        dtype = described.properties.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointProblem(f"{self.folder}: {name} has no element type in .metadata")
+        return Entry(dtype, shape, tuple(chunks))
 
     def _known_file(self, info: Record, name: str) -> str:
         """The plain file name of a stored piece."""
@@ -145,6 +155,6 @@ class TorchDist:
 
     def _bytes(self, name: str) -> bytes:
         try:
-            return (self.folder / name).read_bytes()
+            return read_bounded(self.folder / name, MAX_PICKLE_BYTES)
         except OSError as error:
             raise CheckpointProblem(f"{self.folder / name} cannot be read: {error.strerror}") from error
