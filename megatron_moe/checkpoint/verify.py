@@ -79,9 +79,7 @@ def verified(path: Path) -> tuple[Manifest, FileReader]:
     return found.manifest, FileReader(path, found.manifest.files)
 
 
-def _examine_files(
-    reader: FileReader, manifest: Manifest, problems: list[str], check_state: CheckState | None
-) -> int:
+def _examine_files(reader: FileReader, manifest: Manifest, problems: list[str], check_state: CheckState | None) -> int:
     """Heads and texts. Returns the bytes read."""
     places = places_by_file(manifest)
     for name, entry in manifest.files.items():

@@ -1,7 +1,7 @@
 """From `DataSpec` to the training, validation and test samples of a run."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class Datasets:
     """One line each, to be shown at the start: sizes, and splits that turned out empty."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """Prefix -> size and sampled checksum of its .bin file; on the first rank."""
 
     @property
     def fingerprint(self) -> str:
@@ -103,7 +105,9 @@ def build_datasets(
 
     def build() -> Datasets:
         try:
-            return _Builder(spec, sizes, tokenizer).build()
+            builder = _Builder(spec, sizes, tokenizer)
+            datasets = builder.build()
+            return replace(datasets, contents=builder.contents()) if context.is_first else datasets
         except MemoryError as error:
             raise too_many from error
 
@@ -161,6 +165,11 @@ class _Builder:
         )
         notes, tokenizer = tuple(self.notes), self.tokenizer.fingerprint
         return Datasets(train=train, valid=valid, test=test, masks=masks, notes=notes, tokenizer=tokenizer)
+
+    def contents(self) -> dict[str, str]:
+        """Reads 256 KiB of every .bin file at most."""
+        files = self.opened.items()
+        return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
     def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
         whole = (0.0, 1.0)

@@ -17,6 +17,7 @@ Everything an index says is checked when it is opened, so that a broken file sto
 
 import os
 import struct
+import zlib
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ DTYPES: Mapping[int, np.dtype] = MappingProxyType(
         8: np.dtype("<u2"),
     }
 )
+_SAMPLED_BLOCKS = 64
+_BLOCK_BYTES = 4096
 _REBUILD = "make the pair of files again with tools/preprocess_data.py, or copy it again"
 
 
@@ -95,6 +98,17 @@ class IndexedTokens:
             "bytes": self._bin_size,
             "lengths_crc32": crc32_of(self.sequence_lengths),
         }
+
+    def sample_content(self) -> str:
+        """Size of .bin, and the crc32 of blocks at equal distances in it, which changes when most of the file does."""
+        blocks = min(_SAMPLED_BLOCKS, -(-self._bin_size // _BLOCK_BYTES))
+        last = max(self._bin_size - _BLOCK_BYTES, 0)
+        crc32 = 0
+        with open(self.bin_path, "rb") as file:
+            for block in range(blocks):
+                start = block * last // max(blocks - 1, 1)
+                crc32 = zlib.crc32(self._read(file.fileno(), start, min(_BLOCK_BYTES, self._bin_size - start)), crc32)
+        return f"{self._bin_size} bytes, sampled crc32 {crc32:08x}"
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of a sequence, to its end when `length` is None; a read-only [length] array

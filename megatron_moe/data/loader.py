@@ -1,7 +1,7 @@
 """Batches of this data-parallel rank, in order, from any number of consumed samples on."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -32,11 +32,17 @@ class TrainLoader:
         context: ParallelContext,
         *,
         tokenizer: str = "",
+        contents: Mapping[str, str] | None = None,
         prefetch: bool = False,
     ) -> None:
-        """`tokenizer`: fingerprint of the one that made the samples' ids."""
+        """
+        Args:
+            tokenizer: fingerprint of the one that made the samples' ids.
+            contents: prefix -> size and sampled checksum of a data file.
+        """
         self.samples = samples
         self.tokenizer = tokenizer
+        self.contents = dict(contents or {})
         self.order = order
         self.schedule = schedule
         self.consumed = 0
@@ -95,6 +101,7 @@ class TrainLoader:
             "fingerprint": self.order.fingerprint(self.samples.fingerprint),
             "tokenizer": self.tokenizer,
             "end_of_document": self._masks.eod,
+            "contents": self.contents,
         }
 
     def restore(self, consumed: int) -> None:
@@ -165,7 +172,13 @@ def train_loader(datasets: Datasets, spec: DataSpec, batch: BatchSpec, context: 
     assert datasets.train is not None, "a run that does not train has no training loader"
     order = SampleOrder(kind=spec.dataloader, num_samples=len(datasets.train), seed=spec.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)
-    ahead = spec.num_workers > 0
     return TrainLoader(
-        datasets.train, order, schedule, datasets.masks, context, tokenizer=datasets.tokenizer, prefetch=ahead
+        datasets.train,
+        order,
+        schedule,
+        datasets.masks,
+        context,
+        tokenizer=datasets.tokenizer,
+        contents=datasets.contents,
+        prefetch=spec.num_workers > 0,
     )

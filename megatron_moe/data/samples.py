@@ -92,13 +92,19 @@ class DocumentSamples:
         return digest_of(self.inputs)
 
     def tokens(self, index: int) -> np.ndarray:
-        """Sample `index` as int64 [seq_length + 1], filled up with `PADDING`."""
+        """Sample `index` as int64 [seq_length + 1], filled up with `PADDING`. Raises `DataProblem` for negative ids."""
         out = np.full(self.seq_length + 1, PADDING, dtype=np.int64)
         place = 0
         for document, offset, length in self._pieces(index):
             piece = self.source.get(document, offset, length)
             out[place : place + len(piece)] = piece
             place += len(piece)
+        if place and out[:place].min() < 0:  # would train as padding
+            position = int(out[:place].argmin())
+            raise DataProblem(
+                f"token id {out[position]} in {self.locate(index, position)} (sample {index}, position {position}) is "
+                f"negative; check the file with tools/check_data.py and make it again with tools/preprocess_data.py"
+            )
         return out
 
     def locate(self, index: int, position: int) -> str:

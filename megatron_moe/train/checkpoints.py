@@ -265,6 +265,13 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
             "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "
             "samples changed): samples may repeat or be left out"
         )
+    earlier = then.get("contents", {})
+    for prefix, content in now["contents"].items():
+        if earlier.get(prefix, content) != content:
+            yield (
+                f"the content of {prefix}.bin is not that of the checkpoint (then {earlier[prefix]}; now {content}): "
+                f"training continues with other tokens; restore the file to continue with the same ones"
+            )
     if then.get("tokenizer", now["tokenizer"]) == now["tokenizer"]:
         return
     if then["end_of_document"] != now["end_of_document"]:

@@ -70,7 +70,7 @@ _CONTENT: Mapping[str, Any] = MappingProxyType(
 _OPTIONAL_CONTENT: Mapping[str, Any] = MappingProxyType({"learning_rate": dict, "data": dict})
 """Imported and converted checkpoints have neither."""
 _DATA: Mapping[str, Any] = MappingProxyType({"consumed_samples": int, "fingerprint": str})
-_OPTIONAL_DATA: Mapping[str, Any] = MappingProxyType({"tokenizer": str, "end_of_document": int})
+_OPTIONAL_DATA: Mapping[str, Any] = MappingProxyType({"tokenizer": str, "end_of_document": int, "contents": dict})
 
 
 def check_train_state(content: Mapping[str, Any], iteration: int) -> None:

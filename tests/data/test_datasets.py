@@ -223,6 +223,17 @@ def test_id_beyond_the_vocabulary_stops_the_step_that_reads_it(tmp_path: Path) -
         train_loader(built, spec, batch_spec(), context).next_step()
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
+@pytest.mark.parametrize("token", [-1, -2])
+def test_a_negative_id_is_not_padding(token: int, dtype: type, tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, token, 7, 8, 9]] * 4, dtype)
+    spec = data_spec(train=(prefix,))
+    context = ParallelContext.single()
+    built = build_datasets(spec, batch_spec(), loop_spec(), load_tokenizer(spec.tokenizer), context)
+    with pytest.raises(DataProblem, match=rf"token id {token} in .*/a, document \d, token 5 .* is negative; check"):
+        train_loader(built, spec, batch_spec(), context).next_step()
+
+
 def test_ranks_read_the_steps_of_one_rank(tmp_path: Path) -> None:
     spec = data_spec(blend=(corpus(tmp_path),), dataloader="cyclic")
 

@@ -227,6 +227,22 @@ def test_unwritable_place_is_named(tmp_path: Path) -> None:
         IndexedWriter(tmp_path / "file" / "a", np.uint16)
 
 
+def test_the_sampled_content_changes_with_the_tokens_and_the_size(tmp_path: Path) -> None:
+    def content(name: str, documents: list) -> str:
+        return IndexedTokens(write_tokens(tmp_path / name, documents)).sample_content()
+
+    assert content("a", [[1, 2, 3]]) == content("b", [[1], [2, 3]])
+    assert content("a", [[1, 2, 3]]) != content("c", [[1, 2, 4]])
+    assert content("d", [[]]) == "0 bytes, sampled crc32 00000000"
+    large = np.arange(1_000_000) % 50_000
+    assert content("e", [large]) == content("f", [large])
+    assert len({content("e", [large]), content("g", [large + 1]), content("h", [large[:-1]])}) == 3
+    for place in (0, len(large) - 1):
+        changed = large.copy()
+        changed[place] += 1
+        assert content("e", [large]) != content("i", [changed]), "the first and the last block are sampled"
+
+
 def test_identity_changes_with_the_data(tmp_path: Path) -> None:
     one = IndexedTokens(write_tokens(tmp_path / "a", [[1, 2, 3], [4]])).identity
     assert one == IndexedTokens(write_tokens(tmp_path / "b", [[1, 2, 3], [4]])).identity

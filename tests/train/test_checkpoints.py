@@ -28,6 +28,7 @@ from megatron_moe.train.step import Trainer
 from megatron_moe.watch.status import Status
 from tests import tiny
 from tests.checkpoint_files import rewrite_text
+from tests.tiny_data import write_tokens
 from tests.tiny_models import dense_ancestor
 from tests.tolerances import EXACT
 
@@ -165,6 +166,24 @@ def test_other_data_is_told(trained: tuple[Path, Run]) -> None:
     run = start(changed(plan_of(load=trained[0]), "data", seed=4321))
     assert "the data or its sample order is not that of the checkpoint" in run.said
     assert run.state.iteration == 2
+
+
+def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path: Path) -> None:
+    """A file of the same size at the same place, with other tokens."""
+
+    def begin() -> Run:
+        data = {"mock": False, "train": (str(tmp_path / "a"),), "blend": ()}
+        return start(changed(plan_of(save=tmp_path / "save"), "data", **data))
+
+    write_tokens(tmp_path / "a", [[number % 90 for number in range(33 * 16)]] * 4)
+    run = begin()
+    run.train(1)
+    run.checkpoints.save_last(run.state, run.loader)
+    assert "the content of" not in begin().said
+    write_tokens(tmp_path / "a", [[number % 80 for number in range(33 * 16)]] * 4)
+    said = begin().said
+    assert f"the content of {tmp_path / 'a'}.bin is not that of the checkpoint (then 4224 bytes, sampled crc32" in said
+    assert "the data or its sample order" not in said
 
 
 def put(*place: str, value: Any) -> Callable[[dict], None]:
