@@ -32,6 +32,7 @@ from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.kernels.reference import bundle  # noqa: E402
 from megatron_moe.model.gpt import GPT  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext, torch_dtype  # noqa: E402
+from megatron_moe.specs.count import count_parameters  # noqa: E402
 from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.specs.run import KernelSpec, RunPlan  # noqa: E402
 from megatron_moe.train.state import TrainState  # noqa: E402
@@ -42,6 +43,8 @@ from tools.words import positive  # noqa: E402
 REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 _LONGEST = 4096
+_MAX_PARAMETERS_PER_BYTE = 16
+"""More than any element type, padding or tied weights explain."""
 _SAME_LOGITS = 1e-4
 """Of the largest logit: what single precision leaves after some dozens of layers, and no mistake does."""
 
@@ -101,7 +104,7 @@ def _to_ours(options: argparse.Namespace, words: Sequence[str]) -> Outcome:
     report = from_hf(
         folder,
         save,
-        skeleton(plan),
+        skeleton(plan, folder),
         plan.model,
         TrainState().to_json(plan),
         {"run.yaml": plan.resolved_yaml},
@@ -132,12 +135,30 @@ def _to_hugging_face(options: argparse.Namespace, words: Sequence[str]) -> Outco
     dtype = None if options.dtype == "keep" else torch_dtype(options.dtype)
     template = options.hf_config or _template(plan)
     shard_bytes = _bytes(options.shard_size)
-    report = to_hf(candidate.path, output, skeleton(plan), plan.model, template, dtype=dtype, shard_bytes=shard_bytes)
+    report = to_hf(
+        candidate.path,
+        output,
+        skeleton(plan, candidate.path),
+        plan.model,
+        template,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+    )
     return Outcome(report, output, output, candidate.path, plan)
 
 
-def skeleton(plan: RunPlan) -> GPT:
-    """The whole model without values, in the element types of the run."""
+def skeleton(plan: RunPlan, folder: Path) -> GPT:
+    """The whole model without values, in the element types of the run.
+
+    Raises CheckpointProblem for a model that is far too large for the files of `folder`, before it is built.
+    """
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    num_parameters = count_parameters(plan.model).total
+    if num_parameters > _MAX_PARAMETERS_PER_BYTE * num_bytes:
+        raise CheckpointProblem(
+            f"the flags and config.json describe a model of {num_parameters:,} parameters, but {folder} holds "
+            f"{num_bytes:,} bytes; correct the sizes of the model"
+        )
     context = ParallelContext.single(dtype=torch_dtype(plan.precision.params), device="meta")
     return GPT(plan.model, context, bundle())
 

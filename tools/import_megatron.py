@@ -67,7 +67,7 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
     plan = plan_of_run(words)
-    source = imported(folder, skeleton(plan).state_dict(), optimizer=optimizer)
+    source = imported(folder, skeleton(plan, folder).state_dict(), optimizer=optimizer)
     state = TrainState()
     if optimizer:
         state.iteration, state.consumed_samples = source.iteration, source.consumed_samples

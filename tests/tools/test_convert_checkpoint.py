@@ -103,6 +103,18 @@ def test_an_unknown_family_is_refused(folder: Path, tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
+    "size",
+    [{"hidden_size": 1 << 62}, {"vocab_size": 1 << 62}, {"num_experts": 10**7}, {"num_attention_heads": 1 << 62}],
+    ids=str,
+)
+def test_a_model_far_too_large_for_its_files_is_not_built(size: dict, tmp_path: Path, capsys):
+    other = saved(hf_model(configs()[MODEL]), tmp_path / "other")
+    change_config(other, **size)
+    assert main(["--load", f"hf:{other}", "--save", str(tmp_path / "ours")]) == ExitCode.CHECKPOINT
+    assert f"parameters, but {other} holds 11" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (["--load", "a", "--save", "b"], ExitCode.CONFIG, "one of --load a and --save b must be hf:FOLDER"),

@@ -144,7 +144,7 @@ def test_weights_in_single_precision_keep_every_bit(tmp_path: Path) -> None:
     """Of a checkpoint per rank, in a virtual pipeline of eleven chunks on one rank."""
     flags = "--num-layers 11 --moe-layer-freq 1 --no-bf16"
     words = [*MODELS["alike"].split(), *flags.split()]
-    shapes = import_megatron.skeleton(import_megatron.plan_of_run(words)).state_dict()
+    shapes = import_megatron.skeleton(import_megatron.plan_of_run(words), FILES).state_dict()
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
     chunks: dict[str, dict[str, Tensor]] = {f"model{chunk}": {} for chunk in range(11)}
