@@ -25,7 +25,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, 
 from megatron_moe.train.state import TrainState  # noqa: E402
 from tools.convert_checkpoint import skeleton  # noqa: E402
 from tools.generate import plan_of_run  # noqa: E402
-from tools.megatron.source import imported  # noqa: E402
+from tools.megatron.source import imported, opened  # noqa: E402
 from tools.output import leave  # noqa: E402
 from tools.words import words_around_dashes  # noqa: E402
 
@@ -67,7 +67,8 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
     plan = plan_of_run(words)
-    source = imported(folder, skeleton(plan, folder).state_dict(), optimizer=optimizer)
+    megatron = opened(folder)
+    source = imported(megatron, skeleton(plan, folder).state_dict(), optimizer=optimizer)
     state = TrainState()
     if optimizer:
         state.iteration, state.consumed_samples = source.iteration, source.consumed_samples

@@ -10,6 +10,7 @@ also compressed (.gz, .zst), and writes `<prefix>_<key>_document.bin` and `.idx`
 
 import argparse
 import functools
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.data.indexed import IndexedWriter, token_dtype
+from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
@@ -161,6 +162,8 @@ def preprocess(args: argparse.Namespace) -> Progress:
         progress = Progress(args.log_interval, sum(path.stat().st_size for path in args.input if path.is_file()))
         stack.callback(progress.stop)
         prefixes = [f"{args.output_prefix}_{key}_document" for key in job.keys]
+        for path in (path for prefix in prefixes for path in unfinished_files(prefix)):
+            print(f"{path} is unfinished: remove it if its run was killed, or wait for that run", file=sys.stderr)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
         results = map_in_order(pool, functools.partial(encode, job), chunks, _CHUNKS_AHEAD * args.workers)
         write_documents(results, writers, progress, args.on_bad_line)
@@ -226,4 +229,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up, as after Ctrl-C
     sys.exit(main())

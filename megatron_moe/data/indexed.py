@@ -16,6 +16,7 @@ Everything an index says is checked when it is opened, so that a broken file sto
 """
 
 import os
+import re
 import struct
 import zlib
 from array import array
@@ -246,6 +247,14 @@ def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: in
             f"{path}: document bound {first} at offset {offset + 8 * first} is {bounds[first]}, "
             f"expected at least {bounds[first - 1]}, the one before; {_REBUILD}"
         )
+
+
+def unfinished_files(prefix: str | Path) -> list[Path]:
+    """Files that other `IndexedWriter`s of `prefix` have not finished: they are at work, or were killed."""
+    path = Path(prefix)
+    pattern = rf"{re.escape(path.name)}\.(bin|idx)\.writing-(\d+)"
+    found = [(each, re.fullmatch(pattern, each.name)) for each in sorted(path.parent.glob("*.writing-*"))]
+    return [each for each, match in found if match and int(match[2]) != os.getpid()]
 
 
 class IndexedWriter:

@@ -1,5 +1,9 @@
-"""Text files as documents: JSONL and plain text, plain or compressed with gzip or Zstandard."""
+"""Text files as documents: JSONL and plain text, plain or compressed with gzip or Zstandard.
 
+A byte order mark at the start of a file is not part of its text.
+"""
+
+import codecs
 import gzip
 import importlib
 import io
@@ -9,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -99,13 +104,15 @@ def read_chunks(path: Path) -> Iterator[Chunk]:
 
 
 def _split(path: Path, stream: IO[bytes]) -> Iterator[Record]:
+    first = (line.removeprefix(codecs.BOM_UTF8) for line in islice(stream, 1))
+    lines_of_file = enumerate(chain(first, stream), start=1)
     if format_of(path) == "jsonl":
-        for number, line in enumerate(stream, start=1):
+        for number, line in lines_of_file:
             if line.strip():
                 yield Record(path, number, line)
         return
     begin, lines = 1, []
-    for number, line in enumerate(stream, start=1):
+    for number, line in lines_of_file:
         if line.strip() != TEXT_SEPARATOR.encode():
             lines.append(line)
             continue

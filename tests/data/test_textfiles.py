@@ -37,6 +37,18 @@ def test_plain_text_is_cut_at_separator_lines(tmp_path: Path, name: str) -> None
     assert [record.line for record in read_records(path)] == [1, 4, 6]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.zst"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    mark = "\ufeff".encode()
+    content = PLAIN if ".txt" in name else JSONL
+    expected = list(read_documents([written(tmp_path / name, content)], "text"))
+    path = written(tmp_path / name, mark + content)
+    assert list(read_documents([path], "text")) == expected
+    assert [record.line for record in read_records(path)][0] == 1
+    separated = written(tmp_path / "b.txt", mark + b"<|endoftext|>\na\n" + mark + b"b")
+    assert list(read_documents([separated], "text")) == ["", "a\n\ufeffb"], "only at the start of a file"
+
+
 def test_plain_text_without_separator_is_one_document(tmp_path: Path) -> None:
     path = written(tmp_path / "a.txt", b"a\n\nb <|endoftext|>\n")
     assert list(read_documents([path], "text")) == ["a\n\nb <|endoftext|>\n"]

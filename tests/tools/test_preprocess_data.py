@@ -237,7 +237,8 @@ def test_plain_text_with_several_keys_is_refused(tmp_path: Path) -> None:
     assert leave.value.code == 2
 
 
-def test_an_interrupted_run_leaves_nothing_half_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_half_written(signal_number: signal.Signals, tmp_path: Path) -> None:
     fifo = tmp_path / "in.jsonl"
     os.mkfifo(fifo)
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(fifo)]
@@ -247,7 +248,7 @@ def test_an_interrupted_run_leaves_nothing_half_written(tmp_path: Path) -> None:
     # Opening waits for the tool to read, so it is inside its work; the input then never ends.
     with open(fifo, "wb", buffering=0) as source, contextlib.suppress(BrokenPipeError):
         source.write(jsonl(["a"] * 10))
-        os.killpg(tool.pid, signal.SIGINT)
+        os.killpg(tool.pid, signal_number)
         # Python notices a signal that comes on the way into read(2) when that returns, so the input goes on.
         for _ in range(1200):
             if tool.poll() is not None:
@@ -257,6 +258,19 @@ def test_an_interrupted_run_leaves_nothing_half_written(tmp_path: Path) -> None:
     _, error = tool.communicate(timeout=300)
     assert (tool.returncode, error.strip().splitlines()[-1]) == (130, "interrupted; nothing was written")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_files_that_a_killed_run_left_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
+    left = tmp_path / "out_text_document.bin.writing-1"
+    left.write_bytes(b"abc")
+    for other in ("out_text_document.bin.writing-old", "another_text_document.bin.writing-1"):
+        (tmp_path / other).write_bytes(b"")
+    assert run(tmp_path, *BYTES) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"{left} is unfinished: remove it if its run was killed, or wait for that run"
+    ]
+    assert left.exists()
 
 
 def _small_files() -> None:

@@ -31,12 +31,12 @@ class Imported:
     consumed_samples: int
 
 
-def imported(folder: Path, model: Mapping[str, Tensor], *, optimizer: bool) -> Imported:
+def imported(source: Source, model: Mapping[str, Tensor], *, optimizer: bool) -> Imported:
     """Weights, buffers and, if asked for, the optimizer's state of a model whose tensors `model` gives by name.
 
     Raises CheckpointProblem with the full list of what is missing, left over or of another shape.
     """
-    source = opened(folder)
+    folder = source.folder
     _check_known(source)
     if optimizer and isinstance(source, PerRank):
         raise CheckpointProblem(
