@@ -87,6 +87,11 @@ def global_batch_size(global_batch_size: int | None, micro_batch_size: int, data
     return micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
 
 
+def tokenizer_type(given: str | None, vocab_file: str | None, merge_file: str | None) -> str | None:
+    """`pretrain_gpt.py` of Megatron-LM defaults to GPT2BPETokenizer, which is read from these two files."""
+    return "GPT2BPETokenizer" if given is None and (vocab_file or merge_file) else given
+
+
 def padded_vocab_size(
     vocab_size: int, divisible_by: int, tensor_model_parallel_size: int, given: int | None, pad: bool
 ) -> int:

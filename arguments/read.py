@@ -76,11 +76,12 @@ def read_plan(
     _answer(told)
     rules = [rule for rule in RULES if not (played and rule in data_checks.RULES)]
     flags, launch, blockers = _checked(told, environ, rules, only_dry=waiting or asked is not None)
+    unavailable: list[str] = []
     if untrained or waiting:
         flags = dry_run.with_tokenizer(flags)
-        vocab_size_of = dry_run.without_tokenizer(vocab_size_of, flags.data.vocab_size)
+        vocab_size_of = dry_run.or_known_size(vocab_size_of, flags, unavailable)
     plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
-    plan = replace(plan, blockers=blockers)
+    plan = replace(plan, blockers=(*blockers, *unavailable))
     if asked:
         raise Finished(dry_run.answer(plan, asked, told.settings))
     return planned(plan, played) if played else plan

@@ -156,8 +156,9 @@ def batch_spec(flags: Flags, data_parallel_size: int) -> BatchSpec:
 def tokenizer_spec(flags: Flags) -> TokenizerSpec:
     """Which tokenizer."""
     data = flags.data
-    assert data.tokenizer_type is not None
-    kind: Any = OTHER_TOKENIZER_NAMES.get(data.tokenizer_type, data.tokenizer_type)
+    name = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file)
+    assert name is not None
+    kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
     return TokenizerSpec(
         kind=kind,
         model=_path(data.tokenizer_model),

@@ -28,7 +28,7 @@ from megatron_moe.checkpoint.hf_export import SHARD_BYTES  # noqa: E402
 from megatron_moe.checkpoint.hf_folder import CONFIG, prediction_layers, read_config, weights_dtype  # noqa: E402
 from megatron_moe.checkpoint.load import HUGGING_FACE  # noqa: E402
 from megatron_moe.data.batch import TokenMeta  # noqa: E402
-from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.data.tokenizer import local_copy, vocab_size_of  # noqa: E402
 from megatron_moe.kernels.reference import bundle  # noqa: E402
 from megatron_moe.model.gpt import GPT  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext, torch_dtype  # noqa: E402
@@ -168,7 +168,7 @@ def _template(plan: RunPlan) -> Path:
     asked = (plan.checkpoint.load, plan.checkpoint.pretrained)
     folders = [Path(place.removeprefix(HUGGING_FACE)) for place in asked if place and place.startswith(HUGGING_FACE)]
     if plan.data.tokenizer.model is not None:
-        folders.append(Path(plan.data.tokenizer.model))
+        folders.append(local_copy(plan.data.tokenizer.model))
     found = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     if found is None:
         raise CheckpointProblem(

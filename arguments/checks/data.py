@@ -2,6 +2,7 @@
 
 import re
 
+from arguments import derive
 from arguments.checks.complaint import Complaint
 
 _NEEDS_A_MODEL = (
@@ -81,13 +82,14 @@ def tokenizer_is_complete(
     merge_file: str | None,
 ) -> Complaint:
     """A tokenizer has a kind and a file, that of GPT-2 two; NullTokenizer has a vocabulary size instead."""
-    if tokenizer_type is None:
+    kind = derive.tokenizer_type(tokenizer_type, vocab_file, merge_file)
+    if kind is None:
         return "the tokenizer is not given", "give --tokenizer-type, and --tokenizer-model for most kinds"
-    if tokenizer_type in _NEEDS_A_MODEL and not tokenizer_model:
-        return f"{tokenizer_type} has no file", "give --tokenizer-model"
-    if tokenizer_type == "GPT2BPETokenizer" and not (vocab_file and merge_file):
+    if kind in _NEEDS_A_MODEL and not tokenizer_model:
+        return f"{kind} has no file", "give --tokenizer-model"
+    if kind == "GPT2BPETokenizer" and not (vocab_file and merge_file):
         return "GPT2BPETokenizer lacks its vocabulary or its merges", "give --vocab-file and --merge-file"
-    if tokenizer_type == "NullTokenizer" and vocab_size is None:
+    if kind == "NullTokenizer" and vocab_size is None:
         return "NullTokenizer does not know its vocabulary", "give --vocab-size"
     return None
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from arguments import derive
 from arguments.checks.run import shown
 from arguments.dry_run.text import report
 from arguments.errors import FlagErrors, Problem
@@ -20,6 +21,7 @@ from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import TokenizerSpec
 
 _DEFAULT_GPU = "h100"
+_GPT2_VOCABULARY = 50_257
 
 
 @dataclass(frozen=True)
@@ -72,21 +74,30 @@ def _first_rank(environ: Mapping[str, str], num_ranks: int, gpu: Gpu) -> dict[st
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
 
 
-def without_tokenizer(
-    vocab_size_of: Callable[[TokenizerSpec], int] | None, given: int | None
+def or_known_size(
+    vocab_size_of: Callable[[TokenizerSpec], int] | None, flags: Flags, unavailable: list[str]
 ) -> Callable[[TokenizerSpec], int] | None:
-    """How to know the vocabulary's size: a dry run takes one that is given at its word, and says how to give one where
-    the tokenizer cannot be read."""
-    if vocab_size_of is None or given is not None:
+    """Wraps `vocab_size_of` for dry runs, which need only the size of the vocabulary.
+
+    If the tokenizer cannot be read, the reason is added to `unavailable` and the size comes from the flags, or is that
+    of GPT-2's published vocabulary.
+    """
+    if vocab_size_of is None:
         return None
-    ask = vocab_size_of
+    ask, given = vocab_size_of, flags.data.vocab_size or flags.model.padded_vocab_size
 
     def size(spec: TokenizerSpec) -> int:
         try:
             return ask(spec)
         except RunError as trouble:
-            remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
-            raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
+            known = given or (_GPT2_VOCABULARY if spec.kind == "GPT2BPETokenizer" else None)
+            if known is None:
+                remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
+                raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
+            unavailable.append(
+                str(trouble) if given else f"{trouble}; the figures assume {known:,} tokens, as in GPT-2"
+            )
+            return known
 
     return size
 
@@ -97,11 +108,12 @@ def with_tokenizer(flags: Flags) -> Flags:
     Raises:
         FlagErrors: the size is not given either.
     """
-    kind, size = flags.data.tokenizer_type, flags.data.vocab_size
+    data = flags.data
+    kind, size = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file), data.vocab_size
     if size is None and kind in (None, "NullTokenizer"):
         remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
         raise FlagErrors([Problem(what="the vocabulary size is not known", remedy=remedy)])
-    return flags if kind else replace(flags, data=replace(flags.data, tokenizer_type="NullTokenizer"))
+    return flags if kind else replace(flags, data=replace(data, tokenizer_type="NullTokenizer"))
 
 
 def answer(plan: RunPlan, asked: Question, settings: Settings) -> str:

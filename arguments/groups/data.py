@@ -90,9 +90,11 @@ class DataFlags:
         note="use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, GPT2BPETokenizer or NullTokenizer",
         essential=True,
     )
-    """What turns text into tokens; NullTokenizer knows only numbers, ByteTokenizer is ours."""
+    """What turns text into tokens; NullTokenizer knows only numbers, ByteTokenizer is ours. Not set: GPT2BPETokenizer
+    with --vocab-file and --merge-file."""
     tokenizer_model: str | None = flag(None, essential=True)
-    """File of the tokenizer: a SentencePiece model, a folder with tokenizer.json, a tiktoken file."""
+    """File of the tokenizer: a SentencePiece model, a tiktoken file, a folder with tokenizer.json, or the Hugging Face
+    repository of which the local cache has a copy."""
     vocab_size: int | None = flag(None, least=1)
     """Tokens in the vocabulary before padding. Not set: the tokenizer knows."""
     vocab_file: str | None = flag(None)

@@ -3,11 +3,11 @@
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 
-def open_regular(path: Path, *, buffering: int = -1) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file for reading, in binary mode.
 
     A fifo, device or directory raises OSError. `O_NONBLOCK` keeps `open` from waiting for the writer of a fifo.
@@ -16,7 +16,7 @@ def open_regular(path: Path, *, buffering: int = -1) -> IO[bytes]:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return open(descriptor, "rb", buffering=buffering)
+    return open(descriptor, "rb")
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:

@@ -356,7 +356,7 @@ class FileReader:
         """Fills `data`; by parts, whose checksums are computed while they are in the cache."""
         num_read = found = 0
         try:
-            with open_regular(self._folder / name, buffering=0) as file:
+            with open_regular(self._folder / name) as file:
                 file.seek(start)
                 while count := file.readinto(data[num_read : num_read + _READ_BYTES]):
                     found = zlib.crc32(data[num_read : num_read + count], found)

@@ -8,6 +8,8 @@ import base64
 import hashlib
 import importlib
 import json
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -19,6 +21,7 @@ from megatron_moe.specs.train import TokenizerSpec
 NO_TOKEN = -1
 """In the place of an id that a tokenizer does not have."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _TIKTOKEN_VOCAB = 1 << 17
 _TIKTOKEN_PATTERNS = MappingProxyType(
@@ -72,13 +75,50 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         return ByteTokenizer()
     if spec.model is None:
         raise DataProblem(f"--tokenizer-type {spec.kind} needs --tokenizer-model")
+    if spec.kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(local_copy(spec.model))
     if not spec.model.exists():
         raise DataProblem(f"tokenizer model {spec.model} does not exist; give a local path, nothing is downloaded")
     if spec.kind == "SentencePieceTokenizer":
         return SentencePieceTokenizer(spec.model)
-    if spec.kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(spec.model)
     return TikTokenizer(spec)
+
+
+def local_copy(model: Path) -> Path:
+    """The path itself if it exists, or else the copy of this Hugging Face repository in the local cache.
+
+    The cache has a folder `snapshots/<revision>` per downloaded revision, and the current one in `refs/main`. The
+    network is never used. Raises `DataProblem`.
+    """
+    if model.exists():
+        return model
+    problem = f"tokenizer model {model} does not exist"
+    if not _REPOSITORY.fullmatch(str(model)):
+        raise DataProblem(f"{problem}; give a local path, nothing is downloaded")
+    cache = _hub_cache()
+    folder = cache / f"models--{str(model).replace('/', '--')}"
+    found = (path for path in folder.glob("snapshots/*/tokenizer.json") if path.is_file())
+    copies = sorted(found, key=lambda path: path.stat().st_mtime)
+    try:
+        current = (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        current = ""
+    copies += [path for path in copies if path.parent.name == current]
+    if not copies:
+        raise DataProblem(
+            f"{problem}, and no tokenizer.json of a repository of that name is in the Hugging Face cache {cache}; "
+            f"nothing is downloaded: give a local path, or run: hf download {model} --include 'tokenizer*'"
+        )
+    return copies[-1].parent
+
+
+def _hub_cache() -> Path:
+    """The folder that Hugging Face's libraries download to, by their variables."""
+    for name, inside in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if os.environ.get(name):
+            return Path(os.environ[name]).expanduser() / inside
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "huggingface" / "hub"
 
 
 def vocab_size_of(spec: TokenizerSpec) -> int:

@@ -431,6 +431,13 @@ CASES = (
         "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m",
     ),
     Case(
+        "tokenizer_is_complete",
+        "--merge-file m",
+        "GPT2BPETokenizer lacks its vocabulary or its merges",
+        "--vocab-file v --merge-file m",
+        "--tokenizer-type --tokenizer-model",
+    ),
+    Case(
         "null_ids_are_in_the_vocabulary",
         "--tokenizer-type NullTokenizer --vocab-size 99 --null-tokenizer-eod-id 99",
         "id 99 is not below the 99 ids",

@@ -103,15 +103,41 @@ def test_differences_from_the_recipe_are_listed():
     assert told == ["--micro-batch-size 2 (command line); recipe: 1"]
 
 
-def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
-    def missing(spec: object) -> int:
-        raise EnvironmentProblem("the tokenizer is not here")
+def missing(spec: object) -> int:
+    raise EnvironmentProblem("the tokenizer is not here")
 
+
+def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
     with pytest.raises(FlagErrors) as caught:
         read_plan(["--recipe", "quickstart", "--dry-run"], {}, vocab_size_of=missing)
     (problem,) = caught.value.problems
     assert problem.what == "the tokenizer is not here" and "--vocab-size" in problem.remedy
-    assert facts("--recipe quickstart --vocab-size 4096")["model"]["parameters"] > 5e6
+
+
+@pytest.mark.parametrize(
+    ("more", "without", "size", "assumed"),
+    [
+        ("--vocab-size 4096", "", 4096, ""),
+        ("--padded-vocab-size 5120", "", 5120, ""),
+        (
+            "--vocab-file v --merge-file m",
+            "--tokenizer-type --tokenizer-model",
+            50257,
+            "; the figures assume 50,257 tokens, as in GPT-2",
+        ),
+        ("--vocab-file v --merge-file m --vocab-size 999", "--tokenizer-type --tokenizer-model", 999, ""),
+    ],
+)
+def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: str, size: int, assumed: str):
+    """Where the size of the vocabulary is known."""
+    argv = [*words(SMALL, f"--data-path {without}"), *more.split()]
+    with pytest.raises(Finished) as caught:
+        read_plan([*argv, "--dry-run=json"], {}, vocab_size_of=missing)
+    told = json.loads(caught.value.text)
+    assert told["cannot_train_yet"] == ["there is no training data", f"the tokenizer is not here{assumed}"]
+    with pytest.raises(Finished) as caught:
+        read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda spec: size)
+    assert json.loads(caught.value.text)["model"] == told["model"]
 
 
 def test_a_size_is_all_that_must_be_known_of_a_tokenizer():

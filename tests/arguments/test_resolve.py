@@ -1,6 +1,7 @@
 """What flags mean: specs, lengths in samples, defaults that follow from other flags."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -495,7 +496,10 @@ def test_small_choices_of_data_model_and_loop():
 
 
 def test_the_two_files_of_gpt2():
-    spec = plan_of("--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt").data.tokenizer
+    files = "--vocab-file v.json --merge-file m.txt"
+    spec = plan_of(f"--tokenizer-type GPT2BPETokenizer {files}").data.tokenizer
+    assert plan_of(files, without="--tokenizer-type --tokenizer-model").data.tokenizer == replace(spec, model=None)
+    assert plan_of(files).data.tokenizer.kind == "SentencePieceTokenizer", "a type that is given counts"
     assert (spec.kind, str(spec.vocab_file), str(spec.merge_file)) == ("GPT2BPETokenizer", "v.json", "m.txt")
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -313,6 +314,38 @@ def test_ids_that_no_table_has_are_refused(tmp_path: Path, number: int) -> None:
 def test_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataProblem, match="cannot read tokenizer model .*tokenizer.json: No such file"):
         load_tokenizer(huggingface_spec(tmp_path))
+
+
+def test_a_repository_is_read_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.delenv("HUGGINGFACE_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("socket.socket.connect", lambda *arguments: pytest.fail("a connection was opened"))
+    spec = huggingface_spec(Path("Qwen/Qwen3-30B-A3B"))
+    repository = tmp_path / "home" / "hub" / "models--Qwen--Qwen3-30B-A3B"
+    sentence = (
+        f"Qwen/Qwen3-30B-A3B does not exist, and no tokenizer.json .* Hugging Face cache {tmp_path}/home/hub; "
+        "nothing is downloaded: .* hf download Qwen/Qwen3-30B-A3B"
+    )
+    with pytest.raises(DataProblem, match=sentence):
+        load_tokenizer(spec)
+    (repository / "snapshots" / "only-weights").mkdir(parents=True)
+    with pytest.raises(DataProblem, match=sentence):
+        load_tokenizer(spec)
+    expected = {}
+    for revision, special in (("old", "<eod>"), ("new", "<eos>")):
+        folder = repository / "snapshots" / revision
+        folder.mkdir()
+        train_huggingface(folder / "tokenizer.json", [special])
+        expected[revision] = load_tokenizer(huggingface_spec(folder)).fingerprint
+    os.utime(repository / "snapshots" / "old" / "tokenizer.json", (1, 1))
+    assert load_tokenizer(spec).fingerprint == expected["new"], "the latest without a current revision"
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("old")
+    assert load_tokenizer(spec).fingerprint == expected["old"]
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    with pytest.raises(DataProblem, match=f"Hugging Face cache {tmp_path}/other; "):
+        load_tokenizer(spec)
 
 
 def test_tokenizers_and_token_files_need_no_torch() -> None:
