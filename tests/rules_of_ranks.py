@@ -7,6 +7,7 @@ DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 CP = "--global-batch-size 32 --context-parallel-size"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
+TP8 = "--tensor-model-parallel-size 8 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 LAYOUT = "--pipeline-model-parallel-layout"
 STAGES_INSIDE = "--use-tp-pp-dp-mapping"
@@ -97,9 +98,9 @@ RANK_CASES = (
     ),
     Case(
         "shared_groups_have_equal_rows",
-        "--tensor-model-parallel-size 8 --sequence-parallel --num-attention-heads 8 --num-query-groups 1 --kv-channels 2",
+        f"{TP8} --num-attention-heads 8 --num-query-groups 1 --kv-channels 2",
         "4 channels of keys and values do not divide among 8 tensor-parallel ranks",
-        "--tensor-model-parallel-size 8 --sequence-parallel --num-attention-heads 8 --num-query-groups 1 --kv-channels 4",
+        f"{TP8} --num-attention-heads 8 --num-query-groups 1 --kv-channels 4",
         environ=EIGHT_RANKS,
     ),
     Case(

@@ -148,6 +148,12 @@ def test_sizes_behind_it_are_not_folded():
         small(layout, "--pipeline-model-parallel-size 4", num_ranks=6)
 
 
+@pytest.mark.parametrize(("num_ranks", "tp", "groups"), [(8, 2, 1), (1, 1, 1)])
+def test_query_groups_that_ranks_share_remain_shared(num_ranks: int, tp: int, groups: int):
+    plan = small("--num-attention-heads 16 --tensor-model-parallel-size 8 --sequence-parallel", num_ranks=num_ranks)
+    assert (plan.parallel.tp, plan.model.layers[0].mixer.num_query_groups) == (tp, groups)
+
+
 def test_what_is_wrong_at_full_size_is_told_at_full_size():
     with pytest.raises(FlagErrors, match="at full size: 3 groups do not divide 8 experts"):
         small("--moe-router-num-groups 3")
