@@ -6,6 +6,8 @@ EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_S
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 CP = "--global-batch-size 32 --context-parallel-size"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
+TP8 = "--tensor-model-parallel-size 8 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 LAYOUT = "--pipeline-model-parallel-layout"
 STAGES_INSIDE = "--use-tp-pp-dp-mapping"
@@ -89,9 +91,16 @@ RANK_CASES = (
     ),
     Case(
         "groups_divide_among_tensor_ranks",
-        "--tensor-model-parallel-size 4 --sequence-parallel",
-        "2 query groups do not divide among 4 tensor-parallel ranks",
-        TP2,
+        f"{TP4} --num-attention-heads 12 --kv-channels 64 --num-query-groups 3",
+        "3 query groups and 4 tensor-parallel ranks: neither number divides the other",
+        f"{TP4} --num-attention-heads 12 --kv-channels 64 --num-query-groups 2",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "shared_groups_have_equal_rows",
+        f"{TP8} --num-attention-heads 8 --num-query-groups 1 --kv-channels 2",
+        "4 channels of keys and values do not divide among 8 tensor-parallel ranks",
+        f"{TP8} --num-attention-heads 8 --num-query-groups 1 --kv-channels 4",
         environ=EIGHT_RANKS,
     ),
     Case(

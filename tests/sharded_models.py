@@ -52,6 +52,11 @@ DENSE = {
     "qk-norm-per-head": model_spec(layer_spec(gqa(qk_norm="per_head"))),
     "qk-norm-full": model_spec(layer_spec(gqa(qk_norm="full"))),
     "qk-layernorm-full": model_spec(layer_spec(gqa(qk_norm="full", norm=LAYER_NORM))),
+    "one-query-group": model_spec(layer_spec(gqa(num_query_groups=1))),
+    "two-query-groups": model_spec(
+        layer_spec(gqa(num_query_groups=2, qk_norm="full", output_gate=True, qkv_bias=True, core={"dropout": 0.2})),
+        layer_spec(gqa(num_query_groups=2, qk_norm="per_head", core={"sinks": True})),
+    ),
     "output-gate-and-bias": model_spec(layer_spec(gqa(output_gate=True, qkv_bias=True))),
     "sinks-and-window": model_spec(layer_spec(gqa(core={"sinks": True, "window": (3, 0)}))),
     "mla": model_spec(layer_spec(mla()), layer_spec(mla(q_lora_rank=None, qk_norm=False))),

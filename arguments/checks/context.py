@@ -65,11 +65,11 @@ def heads_divide_among_the_ranks(
         return None
     tp = tensor_model_parallel_size
     heads = num_attention_heads // tp
-    groups = num_query_groups // tp if group_query_attention else heads
+    groups = max(num_query_groups // tp, 1) if group_query_attention else heads
     if heads % ranks:
         of_tp = f" of a tensor-parallel rank ({num_attention_heads} / {tp})" if tp > 1 else ""
         return f"{heads} heads{of_tp} do not divide among {ranks} ranks", f"a2a over {divisors(heads)} ranks, or p2p"
-    if groups and groups % ranks and ranks % groups:
+    if groups % ranks and ranks % groups:
         return (
             f"{groups} query groups and {ranks} ranks that exchange heads: neither divides the other",
             f"a2a over {divisors(groups)} ranks, or p2p",

@@ -17,11 +17,31 @@ def heads_divide_among_tensor_ranks(num_attention_heads: int, tensor_model_paral
 def groups_divide_among_tensor_ranks(
     group_query_attention: bool, num_query_groups: int, tensor_model_parallel_size: int
 ) -> Complaint:
-    """A rank computes whole query groups: a key and value head is on one rank only."""
-    if not group_query_attention or num_query_groups % tensor_model_parallel_size == 0:
+    """A rank computes whole query groups, or equally many ranks share each group."""
+    groups, tp = num_query_groups, tensor_model_parallel_size
+    if not group_query_attention or groups % tp == 0 or tp % groups == 0:
         return None
     return (
-        f"{num_query_groups} query groups do not divide among {tensor_model_parallel_size} tensor-parallel ranks",
+        f"{groups} query groups and {tp} tensor-parallel ranks: neither number divides the other",
+        f"use {divisors(groups)} ranks, or a multiple of {groups}",
+    )
+
+
+def shared_groups_have_equal_rows(
+    group_query_attention: bool,
+    num_query_groups: int,
+    num_attention_heads: int,
+    hidden_size: int,
+    kv_channels: int | None,
+    tensor_model_parallel_size: int,
+) -> Complaint:
+    """Ranks that share a query group divide its query, key and value channels."""
+    tp = tensor_model_parallel_size
+    width = 2 * num_query_groups * derive.head_dim(kv_channels, hidden_size, num_attention_heads)
+    if not group_query_attention or num_query_groups >= tp or width % tp == 0:
+        return None
+    return (
+        f"{width} channels of keys and values do not divide among {tp} tensor-parallel ranks",
         f"use {divisors(num_query_groups)} ranks",
     )
 
@@ -103,6 +123,7 @@ def sequence_divides_among_tensor_ranks(
 RULES = (
     heads_divide_among_tensor_ranks,
     groups_divide_among_tensor_ranks,
+    shared_groups_have_equal_rows,
     dense_width_divides_among_tensor_ranks,
     shared_expert_divides_among_tensor_ranks,
     vocabulary_divides_among_tensor_ranks,

@@ -53,18 +53,22 @@ def _narrow_heads(draft: Draft) -> None:
 
 
 def _fewer_heads(draft: Draft, sizes: Sizes) -> None:
-    """One or two query groups on every rank, with one or two heads each, or what an exchange of heads needs."""
+    """One or two query groups on every rank, with one or two heads each, or what an exchange of heads needs.
+
+    Groups that several ranks share remain shared.
+    """
     tp = draft.value("tensor_model_parallel_size")
     heads, grouped = draft.value("num_attention_heads"), draft.value("group_query_attention")
     groups = draft.value("num_query_groups") if grouped else heads
-    per_rank, per_group = min(groups // tp, 2), min(heads // groups, 2)
+    per_rank, per_group = min(max(groups // tp, 1), 2), min(heads // max(groups, tp), 2)
     exchanging = sizes.cp if "a2a" in draft.value("cp_comm_type") else 1  # two levels exchange among pairs, which fit
     if exchanging > 1:
         per_rank = per_rank if exchanging % per_rank == 0 else 1
         per_group *= exchanging // gcd(per_rank * per_group, exchanging)
     draft.put("num_attention_heads", sizes.tp * per_rank * per_group, "fewer heads")
     if grouped:
-        draft.put("num_query_groups", sizes.tp * per_rank, "fewer heads")
+        ranks_per_group = gcd(max(tp // groups, 1), sizes.tp)
+        draft.put("num_query_groups", sizes.tp * per_rank // ranks_per_group, "fewer heads")
 
 
 def _smaller_vocabulary(draft: Draft, sizes: Sizes) -> None:

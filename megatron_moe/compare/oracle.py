@@ -1,13 +1,14 @@
 """The one rank that a layout is compared with: it is given the layout's partition of the tokens.
 
-What a layout computes is defined by whole microbatches, with two exceptions. Capacity limits what one rank's tokens may
-take of an expert, and Sinkhorn and expert choice look at one rank's tokens, so the oracle's routers do this with every
-rank's share of a microbatch by itself. And the global balancing loss counts the microbatches of all data-parallel ranks
-at once, so the oracle takes them as one.
+A layout's results are defined per microbatch, with two exceptions. Capacity limits, Sinkhorn and expert choice are
+defined per rank: the oracle's routers apply them to every rank's share of a microbatch. The global balancing loss
+counts the microbatches of all data-parallel ranks together: the oracle counts them in a forward pass before the one
+that trains.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import MethodType
 
 import torch
@@ -18,10 +19,12 @@ from megatron_moe.data.batch import MicroBatch, context_degree
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.kernels.ops import Routed
+from megatron_moe.logs.tally import Tally
 from megatron_moe.moe.balance import BatchTokens
 from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import Key
 from megatron_moe.parallel.sequence_split import split_places
 from megatron_moe.specs.memory import MemorySpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec
@@ -43,15 +46,12 @@ def record_oracle(
         kernels,
         datasets,
         num_steps=num_steps,
-        prepare=lambda trainer: partition_tokens(trainer, plan),
+        prepare=lambda trainer: follow_layout(trainer, plan),
     )
 
 
 def oracle_plan(plan: RunPlan) -> RunPlan:
     """The plan of one rank that sees the microbatches of all data-parallel ranks, one after the other."""
-    batch = plan.batch
-    if balances_globally(plan.model):
-        batch = replace(batch, micro=batch.micro * plan.parallel.dp)
     return replace(
         plan,
         model=_local(plan.model),
@@ -60,20 +60,59 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
         memory=MemorySpec(),
         optimizer=replace(plan.optimizer, offload=StateOffloadSpec()),
         launch=Launch(),
-        batch=batch,
         device="cpu",
     )
 
 
-def partition_tokens(trainer: Trainer, plan: RunPlan) -> None:
-    """Makes the routers of the oracle take the tokens of every rank of the layout `plan` by themselves, where the
-    layout's do."""
+def follow_layout(trainer: Trainer, plan: RunPlan) -> None:
+    """Gives the oracle's routers the partition of the tokens of the layout `plan`."""
+    _partition_tokens(trainer, plan)
+    if plan.parallel.dp > 1 and any("global_aux_loss" in router.spec.balancing for router in trainer.routers):
+        trainer._prepare = MethodType(_counting_ahead(plan.parallel.dp), trainer)  # type: ignore[method-assign]
+
+
+def _counting_ahead(dp: int) -> Callable[..., list[MicroBatch]]:
+    """Returns a replacement of `Trainer._prepare` that also counts the choices of all microbatches of the step.
+
+    The step's forward then finds the counts of the global balancing loss where a recomputed forward does.
+    """
+
+    def prepare(trainer: Trainer, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
+        prepared = Trainer._prepare(trainer, batches, iteration)
+        with torch.no_grad():
+            for batch in prepared:
+                trainer.model(replace(batch, meta=replace(batch.meta, tally=Tally())))
+        for router in trainer.routers:
+            _count_together(router._counts_ahead, dp)
+        return prepared
+
+    return prepare
+
+
+def _count_together(counts_ahead: dict[Key | None, Tensor], dp: int) -> None:
+    """Turns running sums over microbatches, in order, into running sums over groups of `dp` microbatches: the layout's
+    data-parallel ranks route one microbatch each at the same time. Keys differ in the microbatch and the MTP depth."""
+
+    def group_of(key: Key | None) -> tuple[int, Key]:
+        assert key is not None and isinstance(key[2], int), f"{key} is no key of a microbatch"
+        return key[2] // dp, key[3:]
+
+    of_groups: dict[tuple[int, Key], Tensor] = {}
+    before: Tensor | int = 0
+    for key, counts_E in counts_ahead.items():
+        of_groups[group_of(key)] = of_groups.get(group_of(key), 0) + (counts_E - before)
+        before = counts_E
+    sums = dict(zip(of_groups, accumulate(of_groups.values()), strict=True))
+    counts_ahead.update({key: sums[group_of(key)] for key in counts_ahead})
+
+
+def _partition_tokens(trainer: Trainer, plan: RunPlan) -> None:
+    """Makes the oracle's routers handle the tokens of every rank of the layout separately where the layout's do."""
     by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
     if not by_rank:
         return
-    partition = _Partition(plan, trainer.plan.batch.micro)
+    partition = _Partition(plan)
     if plan.parallel.max_seqlen_per_rank is not None:
-        assert trainer.plan.batch.micro == plan.batch.micro, "microbatches taken as one may be split differently"
         trainer.model.register_forward_pre_hook(partition.look_at)
     for router in by_rank:
         router._limit = MethodType(_limit_by_parts(partition), router)  # type: ignore[method-assign]
@@ -89,9 +128,8 @@ def _chooses_by_rank(router: Router) -> bool:
 class _Partition:
     """Which tokens of the oracle's microbatch the ranks of a layout hold."""
 
-    def __init__(self, plan: RunPlan, num_sequences: int) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
-        self._num_sequences = num_sequences
         self.parts = self._over(plan.parallel.cp)
         """int64, one tensor per rank: its tokens in its order."""
 
@@ -101,12 +139,11 @@ class _Partition:
 
     def _over(self, degree: int) -> list[Tensor]:
         """Each sequence is split over `degree` context-parallel ranks, and groups of so many share the sequences."""
-        num_groups = self._plan.parallel.cp // degree
-        microbatches = torch.arange(self._num_sequences).split(self._plan.batch.micro)
-        sequences = [group for microbatch in microbatches for group in microbatch.chunk(num_groups)]
+        num_sequences = self._plan.batch.micro
+        sequences = torch.arange(num_sequences).chunk(self._plan.parallel.cp // degree)
         shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)
         # token t = s * B + b
-        return [(share[:, None] * self._num_sequences + group).flatten() for share in shares for group in sequences]
+        return [(share[:, None] * num_sequences + group).flatten() for share in shares for group in sequences]
 
 
 def _position_parts(spec: ParallelSpec, num_positions: int, degree: int) -> list[Tensor]:
@@ -186,12 +223,6 @@ def _rows_of(routing: Routing, rows: Tensor, router: Router) -> Routing:
     ids_TK = routing.ids_TK[rows]
     counts_E = router.kernels.count_tokens(ids_TK, routing.num_experts)
     return replace(routing, ids_TK=ids_TK, probs_TK=routing.probs_TK[rows], counts_E=counts_E, chosen_TK=ids_TK)
-
-
-def balances_globally(spec: ModelSpec) -> bool:
-    """Does a loss count the microbatches of all data-parallel ranks at once?"""
-    moe = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
-    return any("global_aux_loss" in each.router.balancing for each in moe)
 
 
 def _local(spec: ModelSpec) -> ModelSpec:

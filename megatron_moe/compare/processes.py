@@ -28,7 +28,7 @@ class RankFailure(RunError):
 class Ranks:
     """Processes that run a plan, started when this is made."""
 
-    def __init__(self, plan: RunPlan, *, num_steps: int, uneven: bool, plant: Plant | None) -> None:
+    def __init__(self, plan: RunPlan, *, num_steps: int, plant: Plant | None) -> None:
         # One server imports everything once; ranks are forks of it, which cost milliseconds and share no thread.
         host = get_context("forkserver")
         host.set_forkserver_preload([__name__])
@@ -39,7 +39,7 @@ class Ranks:
         for rank in range(plan.parallel.world_size):
             launch = replace(plan.launch, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
             ours, theirs = host.Pipe(duplex=False)
-            arguments = (theirs, replace(plan, launch=launch), num_steps, uneven, plant)
+            arguments = (theirs, replace(plan, launch=launch), num_steps, plant)
             process = host.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -81,12 +81,12 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
     return record
 
 
-def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, uneven: bool, plant: Plant | None) -> None:
+def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, plant: Plant | None) -> None:
     """One rank, in its own process: sends its record. An error goes to the common error output."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of torch, about names of its own collectives, once per rank
     context = build.build_context(plan)
-    datasets = random_datasets(plan, num_steps=num_steps, uneven=uneven)
+    datasets = random_datasets(plan, num_steps=num_steps)
     kernels = build.build_kernels(plan, context)
     record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=plant)
     pipe.send_bytes(pickle.dumps(record))

@@ -136,8 +136,8 @@ def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
 
     def count(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         assert isinstance(router, Router)
-        if inputs[1].tally is None:
-            return  # a forward that runs again in the backward
+        if inputs[1].tally is not trainer.tally:
+            return  # a forward that is computed twice
         counts_E = routing.counts_E.detach().cpu().long()
         before = record.tokens.get(router.layer)
         record.tokens[router.layer] = counts_E.clone() if before is None else before + counts_E

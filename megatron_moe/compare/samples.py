@@ -14,14 +14,13 @@ from megatron_moe.specs.run import RunPlan
 class RandomSamples:
     """Sequences of uniformly drawn ids. The highest id ends a document.
 
-    With `uneven`, every third sequence ends in padding, so that microbatches differ in what they hold. With `packed`,
-    four sequences of short documents, of four tokens on average, take turns with four of long ones.
+    Every third sequence ends in padding, so that microbatches have unequal numbers of tokens. With `packed`, four
+    sequences of short documents, of four tokens on average, alternate with four of long ones.
     """
 
     num_samples: int
     seq_length: int
     vocab_size: int
-    uneven: bool
     packed: bool = False
     seed: int = 0
 
@@ -38,7 +37,7 @@ class RandomSamples:
         tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
         if self.packed and index % 8 < 4:
             self._cut(tokens, draw.random(self.seq_length + 1) < 0.25, index)
-        if self.uneven and index % 3 == 1:
+        if index % 3 == 1:
             tokens[draw.integers(self.seq_length // 2, self.seq_length) :] = PADDING
         return tokens
 
@@ -54,19 +53,18 @@ class RandomSamples:
         return f"random sequence {index}, token {position}"
 
 
-def random_datasets(plan: RunPlan, *, num_steps: int, uneven: bool) -> Datasets:
-    """Enough training sequences for `num_steps`; the plan's masks. With `uneven` the ends of documents carry no loss.
-
-    A mean over microbatches is then not the mean over tokens. Documents are short where they are kept apart.
+def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
+    """Enough training sequences for `num_steps`, with the plan's masks. Ends of documents are masked in the loss, so
+    that a mean over microbatches differs from the mean over tokens. Documents are short where they are kept apart.
     """
     data = plan.data
     packed = data.reset_position_ids or data.reset_attention_mask
-    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, uneven, packed)
+    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, packed)
     masks = MaskSpec(
         vocab_size=data.vocab_size,
         eod=data.vocab_size - 1,
         pad=-1,
-        eod_mask_loss=uneven,
+        eod_mask_loss=True,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
     )

@@ -69,15 +69,13 @@ class Comparison:
         return "\n".join([*_table(rows), self.verdict()])
 
 
-def compare_runs(
-    oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE, ignore: Sequence[str] = ()
-) -> Comparison:
-    """Compares all ranks of a layout, in rank order, with the oracle. `ignore` names metrics that may differ."""
+def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
+    """Compares all ranks of a layout, in rank order, with the oracle."""
     axes = {axis: 1 + max(record.place[axis] for record in ranks) for axis in ranks[0].place}
     rows = [
         *_figure_rows("loss", [{(f"step {i}", None): x for i, x in enumerate(oracle.losses, 1)}], _losses(ranks), rtol),
         *_figure_rows("norm", [_norms(oracle)], [_norms(record) for record in ranks], rtol),
-        *_figure_rows("metric", [_metrics(oracle, ignore)], [_metrics(record, ignore) for record in ranks], rtol),
+        *_figure_rows("metric", [_metrics(oracle)], [_metrics(record) for record in ranks], rtol),
         *_tensor_rows("gradient", oracle.gradients, [record.gradients for record in ranks], axes, rtol),
         *_tensor_rows("weight", oracle.weights, [record.weights for record in ranks], axes, rtol),
         *_count_rows(oracle, ranks),
@@ -103,12 +101,11 @@ def _norms(record: RankRecord) -> dict[MetricKey, Figure]:
     }
 
 
-def _metrics(record: RankRecord, ignore: Sequence[str]) -> dict[MetricKey, Figure]:
+def _metrics(record: RankRecord) -> dict[MetricKey, Figure]:
     return {
         (f"{name}, step {step}", layer): figure
         for step, metrics in enumerate(record.metrics, 1)
         for (name, layer), figure in metrics.items()
-        if name not in ignore
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from megatron_moe import build
-from megatron_moe.compare.oracle import balances_globally, record_oracle, with_experts
+from megatron_moe.compare.oracle import record_oracle, with_experts
 from megatron_moe.compare.plant import Plant
 from megatron_moe.compare.processes import Ranks
 from megatron_moe.compare.record import RankRecord
@@ -17,8 +17,6 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.run import RunPlan
 
-PER_MICROBATCH = ("moe/max_violation", "moe/load_entropy", "moe/dead_experts")
-"""Metrics that are not sums or means over tokens: they differ where the oracle takes several microbatches as one."""
 _COLUMNS = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
 
 
@@ -34,10 +32,8 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: Plant
         RankFailure: a rank failed, or they wait for each other.
     """
     plan = _that_routes(plan)
-    globally = balances_globally(plan.model)
-    ranks = Ranks(plan, num_steps=num_steps, uneven=not globally, plant=plant)
-    oracle = _record_oracle(plan, num_steps, uneven=not globally)
-    return compare_runs(oracle, ranks.records(timeout), ignore=PER_MICROBATCH if globally else ())
+    ranks = Ranks(plan, num_steps=num_steps, plant=plant)
+    return compare_runs(_record_oracle(plan, num_steps), ranks.records(timeout))
 
 
 def _that_routes(plan: RunPlan) -> RunPlan:
@@ -50,10 +46,10 @@ def _that_routes(plan: RunPlan) -> RunPlan:
     return replace(plan, model=with_experts(plan.model, routing))
 
 
-def _record_oracle(plan: RunPlan, num_steps: int, *, uneven: bool) -> RankRecord:
+def _record_oracle(plan: RunPlan, num_steps: int) -> RankRecord:
     torch.set_num_threads(1)
     context = ParallelContext.single(seed=plan.loop.seed)
-    kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps, uneven=uneven)
+    kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps)
     return record_oracle(plan, context, kernels, datasets, num_steps=num_steps)
 
 

@@ -38,8 +38,8 @@ class TokenMeta:
     max_seqlen: int | None = None
     """Longest document in whose bounds attention stays, known to the host; None: nothing bounds it."""
     aux_scale: Tensor | float = 1.0
-    """Weight with which balancing losses of this microbatch enter the gradient: context-parallel ranks / microbatches,
-    or the tokens in the loss of the whole microbatch when that is divided once by those of the global batch."""
+    """Weight of this microbatch's balancing losses in the gradient: context-parallel ranks / microbatches, or under
+    `--calculate-per-token-loss` the routed tokens of the whole microbatch."""
     random_key: Key | None = None
     """(seed, iteration, place of the microbatch in the global batch): key of dropout and jitter; a site appends its own
     name. None: evaluation."""
@@ -173,6 +173,14 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
         ),
         whole=batch,
     )
+
+
+def num_routed(batch: MicroBatch) -> int | Tensor:
+    """Tokens that are not padding, on the device if there is padding. `--calculate-per-token-loss` multiplies balancing
+    losses by this number, as Megatron-Core's router does, and divides them by the tokens in the loss: where
+    `--eod-mask-loss` masks tokens, balancing losses weigh more."""
+    valid_BS = batch.meta.valid_BS
+    return batch.tokens_BS.numel() if valid_BS is None else valid_BS.sum()
 
 
 def context_degree(batch: MicroBatch, spec: ParallelSpec) -> int:

@@ -51,7 +51,9 @@ def rotate(kernels: Kernels, x_SBND: Tensor, spec: RopeSpec | None, meta: TokenM
 class Attention(nn.Module):
     """Self-attention over the positions of one microbatch. `site` names its dropout: the module's path in the model.
 
-    A tensor parallel rank has whole query groups: N and G below are its own.
+    Below, N and G are the heads and query groups of this tensor-parallel rank. With fewer query groups than ranks, G is
+    1: ranks share a group and each computes an equal part of its heads. As in Megatron-Core, the rows of `linear_qkv`
+    are then cut evenly, and its outputs are gathered.
     """
 
     def __init__(
@@ -64,12 +66,11 @@ class Attention(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.num_heads = share_of_heads(spec.num_heads, "heads", ctx)
-        self.num_groups = share_of_heads(spec.num_query_groups, "query groups", ctx)
-        self.heads_per_group = spec.num_heads // spec.num_query_groups
-        q_rows = self.heads_per_group * spec.head_dim
-        gate_rows = (q_rows,) if spec.output_gate else ()
+        self.ranks_per_group = max(ctx.group("tp").size // spec.num_query_groups, 1)
+        self.num_groups = share_of_heads(spec.num_query_groups * self.ranks_per_group, "query groups", ctx)
+        self.heads_per_group = self.num_heads // self.num_groups
         # Rows of one query group; every group has the same, so tensor parallelism and per-matrix optimizers cut here.
-        self.group_rows = (q_rows, *gate_rows, spec.head_dim, spec.head_dim)
+        self.group_rows = self._rows(spec.num_heads // spec.num_query_groups)
         self.linear_qkv = Linear(
             spec.hidden_size,
             spec.num_query_groups * sum(self.group_rows),
@@ -77,7 +78,7 @@ class Attention(nn.Module):
             kernels,
             bias=spec.qkv_bias,
             tp_dim=0,
-            splits=self.group_rows,
+            splits=self.group_rows if self.ranks_per_group == 1 else (),
         )
         self.linear_proj = Linear(
             spec.q_width, spec.hidden_size, ctx, kernels, bias=spec.out_bias, tp_dim=1, init="output"
@@ -95,7 +96,7 @@ class Attention(nn.Module):
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
         with self.keeping.region("qkv_linear"):
-            qkv_SBGC = self.linear_qkv(hidden_SBH).unflatten(-1, (self.num_groups, -1))
+            qkv_SBGC = self._own_groups(self.linear_qkv(hidden_SBH))
         gate_SBND = None
         if self._is_one_kernel:
             q_SBND, k_SBGD, v_SBGD = self._in_one(qkv_SBGC, meta)
@@ -108,6 +109,24 @@ class Attention(nn.Module):
             context_SBND = (context_SBND.to(wide) * torch.sigmoid(gate_SBND.to(wide))).to(context_SBND.dtype)
         with self.keeping.region("attn_proj"):
             return self.linear_proj(context_SBND.flatten(2))
+
+    def _rows(self, num_heads: int) -> tuple[int, ...]:
+        """Rows of q, the output gate if there is one, k and v for this many heads of one query group."""
+        q_rows, kv_rows = num_heads * self.spec.head_dim, self.spec.head_dim
+        return (q_rows, *((q_rows,) if self.spec.output_gate else ()), kv_rows, kv_rows)
+
+    def _own_groups(self, qkv_SBC: Tensor) -> Tensor:
+        """This rank's outputs of `linear_qkv` -> q of its heads, k and v of their groups [S, B, G, C]."""
+        if self.ranks_per_group == 1:
+            return qkv_SBC.unflatten(-1, (self.num_groups, -1))
+        tp = self.ctx.group("tp")
+        group, part = divmod(tp.rank, self.ranks_per_group)
+        # tp: all-gather of S * B * (N + 2 G) * D elements of the whole model; backward reduce-scatter, which sums the
+        # gradients of k and v over the ranks that share a group
+        whole_SBGC = all_gather(qkv_SBC, tp, dim=-1).unflatten(-1, (self.spec.num_query_groups, -1))
+        *of_q, k_SBD, v_SBD = whole_SBGC[:, :, group].split(self.group_rows, dim=-1)
+        own = [x.chunk(self.ranks_per_group, dim=-1)[part] for x in of_q]
+        return torch.cat([*own, k_SBD, v_SBD], dim=-1).unsqueeze(2)
 
     def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """[S, B, N, D]"""
@@ -145,20 +164,23 @@ class Attention(nn.Module):
 
     def _apart(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
-        *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self.group_rows, dim=-1)
+        *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self._rows(self.heads_per_group), dim=-1)
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.spec.head_dim)) for x in of_q)
         if self.spec.qk_norm != "none":
             q_SBND = self._norm(self.q_layernorm, q_SBND)
-            k_SBGD = self._norm(self.k_layernorm, k_SBGD)
+            k_SBGD = self._norm(self.k_layernorm, k_SBGD, self.ranks_per_group)
         q_SBND = rotate(self.kernels, q_SBND, self.spec.rope, meta)
         k_SBGD = rotate(self.kernels, k_SBGD, self.spec.rope, meta)
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
-    def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor) -> Tensor:
+    def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor, num_copies: int = 1) -> Tensor:
+        """Normalises q or k. `num_copies` neighbouring ranks hold the same heads."""
         if self.spec.qk_norm != "full":
             return norm(x_SBND)
         tp = self.ctx.group("tp")
         # tp: all-gather of S * B * N * D elements, backward reduce-scatter; the norm is over the heads of all ranks.
-        whole = norm(all_gather(x_SBND.flatten(2), tp, dim=-1))
-        own = whole if tp.size == 1 else whole.chunk(tp.size, dim=-1)[tp.rank]
-        return own.reshape(x_SBND.shape)
+        whole_SBC = all_gather(x_SBND.flatten(2), tp, dim=-1)
+        if num_copies > 1:
+            whole_SBC = torch.cat(whole_SBC.chunk(tp.size, dim=-1)[::num_copies], dim=-1)
+        own_SBC = norm(whole_SBC).chunk(tp.size // num_copies, dim=-1)[tp.rank // num_copies]
+        return own_SBC.reshape(x_SBND.shape)

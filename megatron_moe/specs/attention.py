@@ -104,6 +104,16 @@ class AttentionSpec:
         """Width of k, and of v."""
         return self.num_query_groups * self.head_dim
 
+    @property
+    def qkv_width(self) -> int:
+        """Outputs of the matrix that makes q, the output gate if there is one, k and v."""
+        return (2 if self.output_gate else 1) * self.q_width + 2 * self.kv_width
+
+    def groups_divide_over(self, tp: int) -> bool:
+        """Whether tensor-parallel ranks hold whole query groups, or equally many ranks share each group."""
+        groups = self.num_query_groups
+        return groups % tp == 0 or tp % groups == 0 and 2 * self.kv_width % tp == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLASpec:

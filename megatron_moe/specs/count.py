@@ -98,9 +98,8 @@ def count_norm(norm: NormSpec, width: int) -> int:
 
 
 def _attention(spec: AttentionSpec) -> ParamCount:
-    qkv_width = spec.q_width * (2 if spec.output_gate else 1) + 2 * spec.kv_width
-    matrices = spec.hidden_size * (qkv_width + spec.q_width)
-    biases = (qkv_width if spec.qkv_bias else 0) + (spec.hidden_size if spec.out_bias else 0)
+    matrices = spec.hidden_size * (spec.qkv_width + spec.q_width)
+    biases = (spec.qkv_width if spec.qkv_bias else 0) + (spec.hidden_size if spec.out_bias else 0)
     sinks = spec.num_heads if spec.core.sinks else 0
     normed = {"none": 0, "per_head": 2 * spec.head_dim, "full": spec.q_width + spec.kv_width, "l2": 0}[spec.qk_norm]
     return ParamCount(attention=matrices + biases + sinks, norms=count_norm(spec.norm, normed))

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_moe.data.batch import MicroBatch
+from megatron_moe.data.batch import MicroBatch, num_routed
 from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.whole_step import WholeStep
@@ -279,7 +279,7 @@ class Trainer:
             # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
             aux_scale: Tensor | float = cp.size / len(batches)
             if self.plan.loop.per_token_loss:
-                aux_scale = (batch.whole or batch).loss_mask_BS.sum()
+                aux_scale = num_routed(batch.whole or batch)
             meta = replace(
                 batch.meta,
                 aux_scale=aux_scale,

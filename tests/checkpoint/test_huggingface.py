@@ -262,6 +262,7 @@ def test_a_model_that_the_family_cannot_hold_is_not_exported(tmp_path: Path):
 
 LAYOUTS = {
     "tp2": ParallelSpec(world_size=2, tp=2, etp=2, sequence_parallel=True),
+    "tp4": ParallelSpec(world_size=4, tp=4, ep=4, sequence_parallel=True),
     "ep4": ParallelSpec(world_size=4, ep=4),
     "tp2-ep2": ParallelSpec(world_size=4, tp=2, ep=2, sequence_parallel=True),
     "pp2": ParallelSpec(world_size=2, pp=2),

@@ -82,6 +82,14 @@ def test_switches_are_counted_alike(memory: MemorySpec) -> None:
     assert abs(compare(replace(plan_of("m8", REGISTRY), memory=memory)).ratio - 1) < WITHIN
 
 
+def test_query_groups_that_ranks_share_are_counted_alike() -> None:
+    plan = plan_of("q6", REGISTRY)
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, num_query_groups=2)) for layer in plan.model.layers)
+    parallel = replace(plan.parallel, tp=8, world_size=8, sequence_parallel=True)
+    found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
+    assert abs(found.ratio - 1) < WITHIN
+
+
 def with_dropout_of_attention(plan: RunPlan, exchange: ContextExchange, cp: int) -> RunPlan:
     """--attention-dropout 0.1 --cp-comm-type EXCHANGE --context-parallel-size CP, on so many times the ranks"""
     layers = []

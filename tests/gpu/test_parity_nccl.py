@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_moe.compare.record import RankRecord
-from megatron_moe.compare.table import Comparison
-from tests.parity.cells import compare_records, oracle_of, plan_of, run_rank, run_rank_in_fp32
+from megatron_moe.compare.table import Comparison, compare_runs
+from tests.parity.cells import oracle_of, plan_of, run_rank, run_rank_in_fp32
 from tests.parity.cover import GOLDEN_OF_RANKS
 from tests.parity.dimensions import cell_of
 from tests.parity.test_parity import names
@@ -31,7 +31,7 @@ def compared(name: str, run: Callable[..., RankRecord], dtype: torch.dtype, rtol
     with ThreadPoolExecutor(1) as beside:
         oracle = beside.submit(oracle_of, name)
         ranks = on_gpus(plan_of(cell_of(name)).parallel, run, name, dtype=dtype)
-        return compare_records(name, oracle.result(), ranks, rtol=rtol)
+        return compare_runs(oracle.result(), ranks, rtol=rtol)
 
 
 def check(comparison: Comparison, record_property: Callable[[str, object], None]) -> None:

@@ -4,7 +4,6 @@ python -m tests.parity.cells "tp=2 sp=on ep=4"        prints the whole table of 
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -15,7 +14,6 @@ from megatron_moe.compare.oracle import record_oracle
 from megatron_moe.compare.record import STEADY_EPS, RankRecord, record_run
 from megatron_moe.compare.samples import random_datasets
 from megatron_moe.compare.table import Comparison, compare_runs
-from megatron_moe.compare.verify import PER_MICROBATCH
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.bundle import Bundle
 from megatron_moe.kernels.choose import choose
@@ -59,15 +57,7 @@ CUSTOM_STAGES = MappingProxyType(
 
 def compare_cell(name: str, *, processes: bool = False) -> Comparison:
     """Everything of the cell against its oracle."""
-    return compare_records(name, oracle_of(name), ranks_of(name, processes=processes))
-
-
-def compare_records(
-    name: str, oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = FP64_LAYOUT.rtol
-) -> Comparison:
-    """Everything that the ranks of the cell saw against what its oracle did."""
-    ignore = PER_MICROBATCH if cell_of(name)["balance"] == "global" else ()
-    return compare_runs(oracle, ranks, rtol=rtol, ignore=ignore)
+    return compare_runs(oracle_of(name), ranks_of(name, processes=processes), rtol=FP64_LAYOUT.rtol)
 
 
 def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
@@ -94,7 +84,7 @@ def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
 
 
 def _record(plan: RunPlan, context: ParallelContext, kernels: Bundle, name: str) -> RankRecord:
-    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=_uneven(cell_of(name)))
+    datasets = random_datasets(plan, num_steps=NUM_STEPS)
     return record_run(plan, context, kernels, datasets, num_steps=NUM_STEPS)
 
 
@@ -103,7 +93,7 @@ def oracle_of(name: str) -> RankRecord:
     """The same on one rank, which is given the cell's partition of the tokens."""
     cell = cell_of(name)
     plan = plan_of(cell)
-    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=_uneven(cell))
+    datasets = random_datasets(plan, num_steps=NUM_STEPS)
     return record_oracle(plan, ParallelContext.single(), kernels(), datasets, num_steps=NUM_STEPS)
 
 
@@ -213,16 +203,13 @@ def _capacity(cell: Cell) -> CapacitySpec | None:
 
 
 def _groups(cell: Cell) -> int:
-    """Key and value heads: two, or as many as the ranks that share them out."""
+    """Query groups: two, or as many as the ranks among which they are divided; or one for every two ranks."""
+    if cell["groups"] == "shared":
+        return int(cell["tp"]) // 2
     shared_by = int(cell["tp"])
     if cell["cpcomm"] in ("a2a", "a2a+p2p"):
         shared_by *= 2 if cell["cpcomm"] == "a2a+p2p" else int(cell["cp"])
     return max(2, shared_by)
-
-
-def _uneven(cell: Cell) -> bool:
-    """Microbatches of unequal numbers of tokens, except where the oracle takes several as one."""
-    return cell["balance"] != "global"
 
 
 def command_of(name: str) -> str:

@@ -40,6 +40,7 @@ DIMENSIONS = MappingProxyType(
         "latent": ("off", "on"),
         "layers": ("moe", "dense"),
         "attention": ("gqa", "mla"),
+        "groups": ("whole", "shared"),
         "sinks": ("off", "on"),
         "mtp": ("off", "on"),
         "head": ("untied", "tied"),
@@ -141,11 +142,9 @@ RULES: tuple[Rule, ...] = (
         ("cpdegree", "dp", "accumulation"),
         lambda c: c["cpdegree"] == "fixed" or 2 <= int(c["dp"]) * int(c["accumulation"]) <= 4,
     ),
-    # microbatches that the oracle takes as one are split in one way
-    (
-        ("cpdegree", "capacity", "balance"),
-        lambda c: c["cpdegree"] == "fixed" or c["capacity"] == "none" or c["balance"] != "global",
-    ),
+    # fewer query groups than tensor-parallel ranks
+    (("tp", "groups"), lambda c: c["groups"] == "whole" or c["tp"] != "1"),
+    (("attention", "groups"), lambda c: c["groups"] == "whole" or c["attention"] == "gqa"),
     # interleaving runs microbatches in groups of pp
     (("pp", "vpp"), lambda c: c["vpp"] == "1" or c["pp"] != "1"),
     (("pp", "stages"), lambda c: c["stages"] == "even" or c["pp"] != "1"),
@@ -162,14 +161,8 @@ RULES: tuple[Rule, ...] = (
     (("overlap", "wgrad"), lambda c: c["overlap"] != "experts" or c["wgrad"] == "together"),
     (("shared", "dispatcher"), lambda c: c["shared"] != "overlap" or c["dispatcher"] == "alltoall"),
     (("shared", "latent"), lambda c: c["shared"] != "overlap" or c["latent"] == "off"),
-    # parts of a sequence draw masks of their own, and so do microbatches that the oracle takes as one
+    # parts of a sequence draw masks of their own
     (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),
-    (("dp", "balance", "dropout"), lambda c: c["dropout"] == "off" or c["balance"] != "global" or c["dp"] == "1"),
-    # a predicted token's loss is a mean over one microbatch, and of packed documents each predicts another number
-    (
-        ("dp", "balance", "mtp", "documents"),
-        lambda c: c["dp"] == "1" or (c["balance"], c["mtp"], c["documents"]) != ("global", "on", "packed"),
-    ),
     # pairs run layers node by node, so that no two nodes can be run again together
     (("overlap", "recompute"), lambda c: c["overlap"] != "experts" or c["recompute"] not in ("full", "moe")),
     (("layers", "recompute"), lambda c: c["recompute"] != "moe" or c["layers"] == "moe"),

@@ -32,7 +32,7 @@ def plan_with(kind: Balancing) -> RunPlan:
 @pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice", "quantile_balancing"])
 def test_a_choice_among_many_tokens_equals_that_of_one_rank_with_the_same_tokens(kind: Balancing) -> None:
     plan = plan_with(kind)
-    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=True)
+    datasets = random_datasets(plan, num_steps=NUM_STEPS)
 
     def record(context: ParallelContext) -> RankRecord:
         return record_run(plan, context, kernels(), datasets, num_steps=NUM_STEPS)

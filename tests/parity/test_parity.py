@@ -97,7 +97,7 @@ def test_what_the_generator_calls_impossible_breaks_a_rule_that_can_be_named():
 def test_a_dynamic_cell_splits_its_microbatches_in_several_ways():
     name = next(name for name in names(SINGLE) if cell_of(name)["cpdegree"] == "dynamic")
     plan = plan_of(cell_of(name))
-    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=True)
+    datasets = random_datasets(plan, num_steps=NUM_STEPS)
 
     def degrees(context: ParallelContext) -> set[int]:
         loader = build_train_loader(plan, context, datasets)

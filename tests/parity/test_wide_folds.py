@@ -37,13 +37,11 @@ def wide_plan(fold: str) -> RunPlan:
 
 
 def record(plan: RunPlan, context: ParallelContext) -> RankRecord:
-    return record_run(
-        plan, context, kernels(), random_datasets(plan, num_steps=NUM_STEPS, uneven=True), num_steps=NUM_STEPS
-    )
+    return record_run(plan, context, kernels(), random_datasets(plan, num_steps=NUM_STEPS), num_steps=NUM_STEPS)
 
 
 def oracle_of(plan: RunPlan) -> RankRecord:
-    datasets = random_datasets(plan, num_steps=NUM_STEPS, uneven=True)
+    datasets = random_datasets(plan, num_steps=NUM_STEPS)
     return record_oracle(plan, ParallelContext.single(), kernels(), datasets, num_steps=NUM_STEPS)
 
 

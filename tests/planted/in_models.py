@@ -34,7 +34,7 @@ ATTENTION = (
     Bug(
         name="rows of query groups are mixed when tensor parallelism cuts them",
         file="megatron_moe/model/attention.py",
-        old="splits=self.group_rows,",
+        old="splits=self.group_rows if self.ranks_per_group == 1 else (),",
         new="splits=(spec.num_query_groups * sum(self.group_rows) // 2,) * 2,",
         select=(PARITY + "[tp=2 sp=on]",),
         reason="queries read the keys of another group",

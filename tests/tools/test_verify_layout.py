@@ -23,8 +23,18 @@ def verify(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, printed.out + printed.err
 
 
-def test_a_right_layout_is_equal_to_one_rank(capsys):
-    code, text = verify("--steps 2", capsys)
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        # with Megatron's defaults for dropout, 0.1
+        "--moe-router-load-balancing-type global_aux_loss --moe-input-jitter-eps 0.01",
+        "--num-query-groups 1",
+    ],
+    ids=["balancing per sequence", "global balancing with dropout", "ranks that share a query group"],
+)
+def test_a_right_layout_is_equal_to_one_rank(more, capsys):
+    code, text = verify(f"--steps 2 {more}", capsys)
     assert "folded to 4 ranks: tp 2 ep 2 dp 2 edp 2; stages Et*3L" in text
     assert "equal to one rank:" in text and "NOT" not in text
     assert code == ExitCode.OK

@@ -100,7 +100,7 @@ def ranks_of(each: RunPlan, *, processes: bool = False):
 
 def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tensor]:
     """Everything that two steps leave on a rank, by name."""
-    datasets = random_datasets(each, num_steps=2, uneven=True)
+    datasets = random_datasets(each, num_steps=2)
     record = record_run(each, context, reference.bundle(), datasets, num_steps=2)
     found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
     for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):

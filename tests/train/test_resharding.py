@@ -1,4 +1,4 @@
-"""Twelve pairs of layouts: what one saves, the other loads to the last bit, and goes on with the same numbers."""
+"""Pairs of layouts: what one saves, the other loads to the last bit, and goes on with the same numbers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,8 @@ MODELS = {
 MOVED = "dispatcher=alltoall"
 PAIRS = (
     ("bias, mtp", "plain", f"tp=2 sp=on pp=2 accumulation=2 ep=2 {MOVED}"),
+    ("bias, mtp", "tp=4 sp=on groups=shared dp=2 zero=on", "tp=2 sp=on"),
+    ("bias, mtp", "pp=2 accumulation=2", f"tp=4 sp=on groups=shared ep=4 {MOVED}"),
     ("tied, shared", f"tp=2 sp=on ep=2 {MOVED}", "pp=4 accumulation=4"),
     ("bias, mtp", "pp=2 vpp=2 accumulation=4", f"dp=4 zero=on ep=4 experts=looped {MOVED}"),
     ("mla, latent", f"dp=4 zero=on ep=2 {MOVED}", f"tp=2 sp=on dp=2 etp=2 {MOVED}"),
@@ -45,7 +47,7 @@ PAIRS = (
     ("bias, mtp", f"dp=2 cp=2 ep=2 experts=looped {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
 )
 """(model, layout that saves, layout that goes on). Every size of every axis saves, and loads what others saved."""
-NUM_IN_CI = 1
+NUM_IN_CI = 2
 
 
 def plan(model: str, layout: str) -> RunPlan:

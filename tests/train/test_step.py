@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.compare.record import record_run
+from megatron_moe.compare.samples import random_datasets
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import MemoryProblem
@@ -59,6 +61,36 @@ def test_two_ranks_give_the_numbers_of_one(case):
     results = on_threads(ParallelSpec(world_size=2), lambda context: train(plan, context))
     for result in results:
         FP64_LAYOUT.check_all(result, single, case)
+
+
+BALANCING_LOSSES = {
+    "aux_loss": {"balancing": ("aux_loss",), "aux_loss_coeffs": (1.0,)},
+    "seq_aux_loss": {"balancing": ("seq_aux_loss",), "aux_loss_coeffs": (1.0,)},
+    "z_loss": {"z_loss_coeff": 1.0},
+}
+
+
+@pytest.mark.parametrize("loss", BALANCING_LOSSES)
+def test_per_token_loss_weights_balancing_losses_by_routed_tokens_over_tokens_in_the_loss(loss):
+    """As in Megatron-Core: tokens that `--eod-mask-loss` masks are routed and count, padding does not."""
+    batch, context = BatchSpec(micro=8, global_size=8), ParallelContext.single(dtype=torch.float64)
+    datasets = random_datasets(tiny.plan(batch=batch), num_steps=1)
+    (microbatch,) = build_train_loader(tiny.plan(batch=batch), context, datasets).next_step()
+    num_routed, num_in_loss = int(microbatch.meta.valid_BS.sum()), int(microbatch.loss_mask_BS.sum())
+    assert num_in_loss < num_routed < microbatch.tokens_BS.numel()
+
+    def router_gradients(per_token, **router):
+        model = tiny.model(
+            moe_spec=tiny.moe(tiny.router(**{"balancing": ("none",), "aux_loss_coeffs": (0.0,)} | router))
+        )
+        plan = tiny.plan(model=model, batch=batch, loop=replace(tiny.plan().loop, per_token_loss=per_token))
+        gradients = record_run(plan, context, KERNELS, datasets, num_steps=1).gradients
+        return torch.stack([held.value for name, held in gradients.items() if name.endswith("router.weight")])
+
+    def of_loss(per_token):
+        return router_gradients(per_token, **BALANCING_LOSSES[loss]) - router_gradients(per_token)
+
+    FP64_LAYOUT.check(of_loss(per_token=True), of_loss(per_token=False) * num_routed / num_in_loss, loss)
 
 
 def test_the_expert_bias_of_every_step_is_reported():

@@ -192,8 +192,7 @@ def _attention(spec: AttentionSpec, layer: LayerSpec, sizes: Sizes) -> Iterator[
     # one kernel norms, rotates and splits the product, and reads it again in its backward
     in_one = spec.qk_norm == "per_head" and spec.norm.kind == "RMSNorm" and spec.rope is not None
     in_one = in_one and not spec.output_gate
-    qkv = spec.q_width + 2 * spec.kv_width + (spec.q_width if spec.output_gate else 0)
-    yield _tensor("attention", "qkv", "U (N+2G) D", tokens * qkv, size, **moved)
+    yield _tensor("attention", "qkv", "U (N+2G) D", tokens * spec.qkv_width, size, **moved)
     if spec.qk_norm == "full":
         whole = (layer.mixer.num_heads + _groups(layer)) * spec.head_dim
         yield _tensor("attention", "q and k before their norm", "U (N+G) D", tokens * whole, size)

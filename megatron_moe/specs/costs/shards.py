@@ -33,11 +33,14 @@ class Held:
 
 
 def share_of_layer(layer: LayerSpec, parallel: ParallelSpec) -> LayerSpec:
-    """The layer as one rank has it: heads and dense channels over tp, experts over ep, their channels over etp."""
+    """The layer as one rank computes it: heads and dense channels over tp, experts over ep, their channels over etp.
+
+    With fewer query groups than ranks this has one group, of which the rank holds only a part (`_shared_rows`).
+    """
     tp = parallel.tp
     mixer: AttentionSpec | MLASpec = replace(layer.mixer, num_heads=layer.mixer.num_heads // tp)
     if isinstance(mixer, AttentionSpec):
-        mixer = replace(mixer, num_query_groups=mixer.num_query_groups // tp)
+        mixer = replace(mixer, num_query_groups=max(mixer.num_query_groups // tp, 1))
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, MLPSpec):
         return replace(layer, mixer=mixer, feed_forward=_share_of_mlp(feed_forward, tp))
@@ -59,7 +62,18 @@ def _share_of_mlp(mlp: MLPSpec, tp: int) -> MLPSpec:
 def held_by_layer(layer: LayerSpec, parallel: ParallelSpec) -> Held:
     """Parameters of one rank's share of a layer."""
     count = count_layer(share_of_layer(layer, parallel))
-    return Held(attention=count.total - count.experts + _whole_norms(layer, parallel), expert=count.experts)
+    mixer, rows = layer.mixer, _shared_rows(layer, parallel)
+    elsewhere = rows * (mixer.hidden_size + (isinstance(mixer, AttentionSpec) and mixer.qkv_bias))
+    attention = count.total - count.experts - elsewhere + _whole_norms(layer, parallel)
+    return Held(attention=attention, expert=count.experts)
+
+
+def _shared_rows(layer: LayerSpec, parallel: ParallelSpec) -> int:
+    """Rows of k and v of `share_of_layer` that other ranks hold: those that share the rank's query group."""
+    share = share_of_layer(layer, parallel).mixer
+    if not isinstance(share, AttentionSpec) or not isinstance(layer.mixer, AttentionSpec):
+        return 0
+    return share.qkv_width - layer.mixer.qkv_width // parallel.tp
 
 
 def _whole_norms(layer: LayerSpec, parallel: ParallelSpec) -> int:
@@ -67,8 +81,9 @@ def _whole_norms(layer: LayerSpec, parallel: ParallelSpec) -> int:
     mixer = layer.mixer
     if not isinstance(mixer, AttentionSpec) or mixer.qk_norm != "full":
         return 0
-    width = mixer.q_width + mixer.kv_width
-    return count_norm(mixer.norm, width - width // parallel.tp)
+    share = share_of_layer(layer, parallel).mixer
+    assert isinstance(share, AttentionSpec)
+    return count_norm(mixer.norm, mixer.q_width + mixer.kv_width - share.q_width - share.kv_width)
 
 
 def held_by_stage(model: ModelSpec, stage: StageSpec, parallel: ParallelSpec) -> Held:
@@ -111,4 +126,5 @@ def low_elements(layer: LayerSpec, parallel: ParallelSpec) -> Held:
     kept = count.norms + count.router
     if isinstance(share.feed_forward, MoESpec) and share.feed_forward.shared and share.feed_forward.shared.gate:
         kept += share.mixer.hidden_size
+    kept += _shared_rows(layer, parallel) * share.mixer.hidden_size
     return Held(attention=count.total - count.experts - kept, expert=count.experts)

@@ -173,7 +173,8 @@ class Communication:
             into = mixer.kv_lora_rank + (hidden if mixer.q_lora_rank is None else mixer.q_lora_rank)
             yield self._crossing("attention", into, hidden, as_is=mixer.qk_rope_dim)
         else:
-            yield self._crossing("attention", hidden, hidden)
+            shared = mixer.num_query_groups < self.plan.parallel.tp
+            yield self._crossing("attention", hidden, hidden, as_is=mixer.qkv_width if shared else 0)
         if not isinstance(feed_forward, MoESpec):
             yield self._crossing("MLP", hidden, hidden)
         elif feed_forward.shared is not None:
@@ -181,7 +182,8 @@ class Communication:
 
     def _crossing(self, what: str, into: int, out: int, *, as_is: int = 0) -> Traffic:
         """`into`, `out`: channels of the tensors that enter and leave cut matrices; `as_is`: of those that every rank's
-        heads read without a matrix (MLA's shared rotated part), and that the backward does not gather again."""
+        heads read without a matrix (MLA's shared rotated part; q, k and v where ranks share query groups), and that the
+        backward does not gather again."""
         if self.plan.parallel.sequence_parallel:
             passes = 3 * into + 2 * (out + as_is)
         else:

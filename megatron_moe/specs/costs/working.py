@@ -52,6 +52,10 @@ def in_attention(layer: LayerSpec, parallel: ParallelSpec, sizes: Sizes) -> AtWo
     gathered = _gathered(parallel, sizes)
     projection = gathered * mixer.hidden_size + tokens * output * size
     most = max(_in_core(mixer, queries, output, parallel, sizes), projection, 2 * gathered * latent)
+    whole = layer.mixer
+    if isinstance(mixer, AttentionSpec) and isinstance(whole, AttentionSpec) and whole.num_query_groups < parallel.tp:
+        # the gradient of this rank's q, k and v, and that of all heads twice: as computed and as it is reduce-scattered
+        most = max(most, tokens * size * (mixer.qkv_width + 2 * whole.qkv_width))
     return AtWork(other=most + _stream(mixer.hidden_size, sizes))
 
 

@@ -104,8 +104,7 @@ class Layouts:
             return False
         for layer in dict.fromkeys(model.layers):
             mixer, feed_forward = layer.mixer, layer.feed_forward
-            groups = mixer.num_query_groups if isinstance(mixer, AttentionSpec) else mixer.num_heads
-            if mixer.num_heads % tp or groups % tp:
+            if mixer.num_heads % tp or isinstance(mixer, AttentionSpec) and not mixer.groups_divide_over(tp):
                 return False
             if isinstance(feed_forward, MoESpec):
                 wide = feed_forward.shared.mlp.ffn_hidden_size if feed_forward.shared else 0

@@ -1,7 +1,6 @@
 """`--proxy`: a big run becomes a small one that takes the same paths, and says what it rewrote."""
 
 from collections.abc import Sequence
-from math import gcd
 
 import pytest
 from hypothesis import assume, given, settings
@@ -59,8 +58,9 @@ def layouts(draw: st.DrawFn) -> tuple[ZooRow, list[str]]:
     """A public model, and the words of a layout that may fit it."""
     row = draw(st.sampled_from(ROWS))
     heads = row.integer("num-attention-heads")
-    shared = heads if row.is_mla else gcd(heads, row.integer("num-query-groups"))
-    tp = draw(st.sampled_from([size for size in (1, 2, 4, 8) if shared % size == 0]))
+    groups = heads if row.is_mla else row.integer("num-query-groups")
+    sizes = [size for size in (1, 2, 4, 8) if heads % size == 0 and (groups % size == 0 or size % groups == 0)]
+    tp = draw(st.sampled_from(sizes))
     cp, pp, vpp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 4, 8))), draw(st.sampled_from((1, 2)))
     ep = draw(st.sampled_from([size for size in (1, 2, 8, 16, 64) if row.integer("num-experts") % size == 0]))
     found = [
@@ -146,6 +146,12 @@ def test_sizes_behind_it_are_not_folded():
     assert (plan.parallel.pp, str(plan.layout)) == (4, "Et|(t|)*2tL")
     with pytest.raises(FlagErrors, match="the sizes behind --proxy do not fit 6 ranks: pp 4"):
         small(layout, "--pipeline-model-parallel-size 4", num_ranks=6)
+
+
+@pytest.mark.parametrize(("num_ranks", "tp", "groups"), [(8, 2, 1), (1, 1, 1)])
+def test_query_groups_that_ranks_share_remain_shared(num_ranks: int, tp: int, groups: int):
+    plan = small("--num-attention-heads 16 --tensor-model-parallel-size 8 --sequence-parallel", num_ranks=num_ranks)
+    assert (plan.parallel.tp, plan.model.layers[0].mixer.num_query_groups) == (tp, groups)
 
 
 def test_what_is_wrong_at_full_size_is_told_at_full_size():

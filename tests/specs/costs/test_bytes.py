@@ -88,6 +88,12 @@ LAYOUTS = {
         (0, 511, 1023),
     ),
     "qwen3-30b": (zoo_model("Qwen3-30B-A3B"), ParallelSpec(ep=8, world_size=32), even_layout(48), (0, 31)),
+    "qwen3-30b, two ranks per query group": (
+        zoo_model("Qwen3-30B-A3B"),
+        ParallelSpec(tp=8, ep=8, etp=1, world_size=8, sequence_parallel=True),
+        even_layout(48),
+        (0, 7),
+    ),
     "mixtral with sliced experts": (
         zoo_model("Mixtral-8x22B"),
         ParallelSpec(tp=4, pp=2, ep=4, etp=2, cp=2, world_size=64, sequence_parallel=True),

@@ -181,6 +181,7 @@ def padded_moe(dispatcher: str) -> MoESpec:
 
 TENSOR_PARALLEL = {
     "attention and MLP": layer_spec(EVEN_HEADS),
+    "ranks that share a query group": layer_spec(attention_spec(num_heads=4, num_query_groups=1, output_gate=True)),
     "latent attention": layer_spec(mla_spec(num_heads=4)),
     "latent attention without latent queries": layer_spec(mla_spec(num_heads=4, q_lora_rank=None)),
     "a shared expert": layer_spec(

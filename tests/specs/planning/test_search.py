@@ -67,6 +67,13 @@ def test_a_written_recipe_is_the_plan_that_was_found(tmp_path):
             assert read.memory.offload.modules == each.memory.offload.modules
 
 
+def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
+    settings = recipes.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
+    plan = recipes.to_search(settings, 8)
+    assert {layer.mixer.num_query_groups for layer in plan.model.layers} == {4}
+    assert {grid.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
+
+
 def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
     settings, planner = q6()
     plan = recipes.as_given(settings, 1)
