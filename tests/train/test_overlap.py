@@ -20,7 +20,7 @@ from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import BatchSpec
 from tests import tiny, tiny_models
 from tests.ranks import on_processes, on_threads
-from tests.tolerances import EXACT
+from tests.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
     "pairs": PipelineSpec(overlap=True),
@@ -123,10 +123,10 @@ def in_order(case: str, order: str) -> RunPlan:
     return replace(each, pipeline=replace(ORDERS[order], layout=each.pipeline.layout))
 
 
-def check(found, case: str) -> None:
+def check(found, case: str, tolerance: Tolerance = EXACT) -> None:
     for rank, (actual, expected) in enumerate(zip(found, plain(case), strict=True)):
         assert len(expected) > 50
-        EXACT.check_all(actual, expected, f"{case}, rank {rank}")
+        tolerance.check_all(actual, expected, f"{case}, rank {rank}")
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,5 @@ def test_pairs_train_the_same_weights(case, order):
 
 @pytest.mark.parametrize("case", ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"])
 def test_pairs_over_processes_train_the_same_weights(case):
-    check(ranks_of(in_order(case, "weight gradients later"), processes=True), case)
+    # gloo adds the squares of four ranks in another order than the in-memory group of threads
+    check(ranks_of(in_order(case, "weight gradients later"), processes=True), case, FP64_LAYOUT)
