@@ -97,17 +97,18 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     checkpoints = Checkpoints(plan, context, trainer, saver, reporter, status)
     goodbye.callback(checkpoints.close)
     state = checkpoints.restore(loader)
-    reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
+    last = state.last_iteration(plan)
+    reporter.begin(iteration=state.iteration, last_iteration=last, consumed_samples=state.consumed_samples)
 
     # train
     progress = Progress(trainer, reporter, loader)
-    leave = Leave(plan.loop, context, iteration=state.iteration, signals=signals, begun=begun)
+    leave = Leave(plan.loop, context, iteration=state.iteration, last_iteration=last, signals=signals, begun=begun)
     while loader and not leave.now(state.iteration):
         deadlines.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:
             progress.pass_over(loader, state)
             continue
-        outcome = trainer.step(loader.next_step(), state)
+        outcome = trainer.step(progress.next_step(loader), state)
         state.advance(outcome.num_samples, plan)
         status.update(state="running", iteration=state.iteration)
         progress.after(outcome)

@@ -10,7 +10,7 @@ from megatron_moe.logs.interval import Reading
 class Console(Protocol):
     """Shows lines and how far the run has come."""
 
-    def start(self, iteration: int) -> None: ...
+    def start(self, iteration: int, last_iteration: int) -> None: ...
     def write(self, line: str) -> None: ...
     def progress(self, reading: Reading) -> None: ...
     def close(self) -> None: ...
@@ -19,7 +19,7 @@ class Console(Protocol):
 class PlainConsole:
     """One line after another."""
 
-    def start(self, iteration: int) -> None:
+    def start(self, iteration: int, last_iteration: int) -> None:
         """Nothing to prepare."""
 
     def write(self, line: str) -> None:
@@ -42,13 +42,12 @@ class PlainConsole:
 class BarConsole:
     """Lines above a bar with loss, speed and time left. Only for a terminal."""
 
-    def __init__(self, train_iters: int, seq_length: int) -> None:
-        self._train_iters = train_iters
+    def __init__(self, seq_length: int) -> None:
         self._seq_length = seq_length
         self._bar: Any = None
         self._task: Any = None
 
-    def start(self, iteration: int) -> None:
+    def start(self, iteration: int, last_iteration: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._bar = Progress(
@@ -59,7 +58,7 @@ class BarConsole:
             TextColumn("{task.fields[news]}"),
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("training", total=self._train_iters, completed=iteration, news="")
+        self._task = self._bar.add_task("training", total=last_iteration, completed=iteration, news="")
         self._bar.start()
 
     def write(self, line: str) -> None:
@@ -79,8 +78,8 @@ class BarConsole:
             self._bar = None
 
 
-def make_console(*, wants_bar: bool, train_iters: int, seq_length: int) -> Console:
+def make_console(*, wants_bar: bool, seq_length: int) -> Console:
     """A bar when it is wanted and someone looks; plain lines in a file or a pipe."""
     if wants_bar and sys.stdout.isatty():
-        return BarConsole(train_iters, seq_length)
+        return BarConsole(seq_length)
     return PlainConsole()

@@ -72,7 +72,6 @@ class Reporter:
         self._guard = Guard(self._tell)
         self._console: Console = make_console(
             wants_bar=self.spec.progress_bar and context.is_last,
-            train_iters=plan.loop.train_iters,
             seq_length=plan.data.seq_length,
         )
         self._log_file = LogFile(self.spec.run_dir / "log.txt") if self.spec.run_dir is not None else None
@@ -96,18 +95,19 @@ class Reporter:
             device=self.context.device,
         )
 
-    def begin(self, *, iteration: int, consumed_samples: int) -> None:
+    def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
         """Starts after `iteration`, which is 0 in a new run. Later records of an interrupted run are dropped."""
         self._samples = consumed_samples
+        self.interval.train_iters = last_iteration
         if self._sinks is None:
             self._sinks = self._make_sinks(iteration) if self.context.is_last else ()
-        self._guard.run("console", partial(self._console.start, iteration))
+        self._guard.run("console", partial(self._console.start, iteration, last_iteration))
         if self._lock is not None and self._lock.warning is not None:
             self.note(self._lock.warning)
 
     def due(self, iteration: int) -> bool:
         """A report follows this iteration: every `--log-interval`, and the first and the last of a run."""
-        return iteration % self.spec.log_interval == 0 or iteration in (1, self._plan.loop.train_iters)
+        return iteration % self.spec.log_interval == 0 or iteration in (1, self.interval.train_iters)
 
     def observe(self, reading: Reading) -> None:
         """Takes the results of every step: for the averages, the bar, and curves with a point per step."""

@@ -26,9 +26,9 @@ def sit_at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_a_file_or_pipe_gets_plain_lines(capsys):
-    console = make_console(wants_bar=True, train_iters=10, seq_length=32)
+    console = make_console(wants_bar=True, seq_length=32)
     assert isinstance(console, PlainConsole)
-    console.start(0)
+    console.start(0, 10)
     console.write(" iteration 1 | [not markup] |")
     console.progress(Reading(1))
     console.close()
@@ -37,15 +37,15 @@ def test_a_file_or_pipe_gets_plain_lines(capsys):
 
 def test_a_terminal_gets_a_bar_unless_it_is_not_wanted(monkeypatch):
     sit_at_terminal(monkeypatch)
-    assert isinstance(make_console(wants_bar=True, train_iters=10, seq_length=32), BarConsole)
-    assert isinstance(make_console(wants_bar=False, train_iters=10, seq_length=32), PlainConsole)
+    assert isinstance(make_console(wants_bar=True, seq_length=32), BarConsole)
+    assert isinstance(make_console(wants_bar=False, seq_length=32), PlainConsole)
 
 
 def test_lines_stand_above_the_bar_uncut_and_the_bar_shows_progress(monkeypatch):
     terminal = sit_at_terminal(monkeypatch)
-    console = make_console(wants_bar=True, train_iters=10, seq_length=32)
+    console = make_console(wants_bar=True, seq_length=32)
     console.write("before the start")
-    console.start(2)
+    console.start(2, 10)
     line = " [2026] iteration 3 | [bold]not markup | " + "x" * 200
     console.write(line)
     console.progress(Reading(3, loss=2.5, num_samples=8, seconds=0.5))
@@ -58,8 +58,8 @@ def test_lines_stand_above_the_bar_uncut_and_the_bar_shows_progress(monkeypatch)
 
 def test_closing_twice_or_before_the_start_is_fine(monkeypatch):
     sit_at_terminal(monkeypatch)
-    console = make_console(wants_bar=True, train_iters=10, seq_length=32)
+    console = make_console(wants_bar=True, seq_length=32)
     console.close()
-    console.start(0)
+    console.start(0, 10)
     console.close()
     console.close()
