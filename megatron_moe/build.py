@@ -32,6 +32,7 @@ from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.optim.ownership import check_ownership
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.specs.costs.bytes import checkpoint_bytes
 from megatron_moe.specs.costs.stash import pages_of_rank
 from megatron_moe.specs.count import count_expert_elements, count_parameters
 from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
@@ -86,6 +87,7 @@ def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> 
         keep_best=spec.keep_best,
         fresh=spec.fresh,
         stop_after=spec.most_failures,
+        expected_bytes=checkpoint_bytes(plan),
         say=reporter.note,
     )
 
