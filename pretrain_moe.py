@@ -90,8 +90,8 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     if loader:
         goodbye.callback(loader.close)
     validation = Validation(plan, trainer.pipeline, build.build_eval_loaders(plan, context, datasets), reporter)
-    for line in (*build.introduction(plan, context, kernels, model, datasets), compiled):
-        reporter.note(line)
+    build.introduce(plan, context, kernels, model, datasets, reporter)
+    reporter.note(compiled)
 
     # where the run left off, or its beginning
     checkpoints = Checkpoints(plan, context, trainer, saver, reporter, status)

@@ -225,7 +225,7 @@ class LoggingSpec:
     log_interval: int = 100
     style: Literal["megatron", "short"] = "megatron"
     progress_bar: bool = True
-    """Only on a terminal."""
+    """One live line, only on a terminal, instead of the step lines."""
     tensorboard_dir: Path | None = None
     tensorboard_interval: int = 1
     wandb_project: str = ""
