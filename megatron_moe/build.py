@@ -87,7 +87,7 @@ def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> 
         keep_best=spec.keep_best,
         fresh=spec.fresh,
         stop_after=spec.most_failures,
-        expected_bytes=checkpoint_bytes(plan),
+        expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
         say=reporter.note,
     )
 

@@ -11,9 +11,10 @@ import torch
 
 import pretrain_moe
 from megatron_moe.build import build_context
+from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.sampler import SampleOrder
-from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import BatchSpec, CheckpointSpec
 from pretrain_moe import main, pretrain
@@ -140,6 +141,18 @@ def test_a_run_of_samples_ends_with_its_last_whole_batch_whatever_the_batch_size
     log = (tmp_path / "run" / "log.txt").read_text()
     assert f" iteration {len(consumed):8d}/{len(consumed):8d} |" in log
     assert note in log if note else "Megatron-LM would" not in log
+
+
+def test_a_folder_without_space_for_a_checkpoint_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Storage, "free_bytes", lambda storage, path: 1000)
+    plan = replace(plan_of(tmp_path), checkpoint=CheckpointSpec(save=tmp_path / "checkpoints"))
+    with ExitStack() as goodbye, pytest.raises(EnvironmentProblem, match="a checkpoint of this run takes"):
+        pretrain(plan, goodbye)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    with ExitStack() as goodbye:
+        pretrain(replace(plan, loop=replace(plan.loop, skip_train=True)), goodbye)
 
 
 def test_the_step_before_the_end_of_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
