@@ -368,13 +368,13 @@ class Saver:
         if fresh:
             set_aside(self.folder, self._storage, self._say)
         mend_tracker(self.folder, self._storage, self._say)
-        free = self._storage.free_bytes(self.folder)
-        if free < _FREE_SPACE_MARGIN * expected_bytes:
+        needed, free = _FREE_SPACE_MARGIN * expected_bytes, self._storage.free_bytes(self.folder)
+        if free < needed:
             self._lock.release()
             raise EnvironmentProblem(
-                f"a checkpoint of this run takes {expected_bytes / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} "
-                f"GB free: free {(_FREE_SPACE_MARGIN * expected_bytes - free) / 1e9:.3g} GB for a margin of 10 %, give "
-                f"another --save folder, or --no-save-optim for weights alone"
+                f"a checkpoint of this run takes {expected_bytes / 1e9:,.2f} GB, and {self.folder} has "
+                f"{free / 1e9:,.2f} GB free: free {(needed - free) / 1e9:,.2f} GB for a margin of 10 %, give another "
+                f"--save folder, or --no-save-optim for weights alone"
             )
 
     def _mine(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:

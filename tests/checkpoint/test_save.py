@@ -151,7 +151,7 @@ def test_a_folder_without_space_for_one_checkpoint_is_refused_at_the_start(tmp_p
         def free_bytes(self, path: Path) -> int:
             return 11 * 10**8
 
-    sentence = f"of this run takes 1.01 GB, and {tmp_path} has 1.1 GB free: free 0.011 GB for a margin of 10 %"
+    sentence = f"of this run takes 1.01 GB, and {tmp_path} has 1.10 GB free: free 0.01 GB for a margin of 10 %"
     with pytest.raises(EnvironmentProblem, match=sentence):
         Saver(tmp_path, ONE, storage=Small(), expected_bytes=101 * 10**7)
     Saver(tmp_path, ONE, storage=Small(), expected_bytes=10**9).close()
