@@ -90,24 +90,25 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     if loader:
         goodbye.callback(loader.close)
     validation = Validation(plan, trainer.pipeline, build.build_eval_loaders(plan, context, datasets), reporter)
-    for line in (*build.introduction(plan, context, kernels, model, datasets), compiled):
-        reporter.note(line)
+    build.introduce(plan, context, kernels, model, datasets, reporter)
+    reporter.note(compiled)
 
     # where the run left off, or its beginning
     checkpoints = Checkpoints(plan, context, trainer, saver, reporter, status)
     goodbye.callback(checkpoints.close)
     state = checkpoints.restore(loader)
-    reporter.begin(iteration=state.iteration, consumed_samples=state.consumed_samples)
+    last = state.last_iteration(plan)
+    reporter.begin(iteration=state.iteration, last_iteration=last, consumed_samples=state.consumed_samples)
 
     # train
     progress = Progress(trainer, reporter, loader)
-    leave = Leave(plan.loop, context, iteration=state.iteration, signals=signals, begun=begun)
+    leave = Leave(plan.loop, context, iteration=state.iteration, last_iteration=last, signals=signals, begun=begun)
     while loader and not leave.now(state.iteration):
         deadlines.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:
             progress.pass_over(loader, state)
             continue
-        outcome = trainer.step(loader.next_step(), state)
+        outcome = trainer.step(progress.next_step(loader), state)
         state.advance(outcome.num_samples, plan)
         status.update(state="running", iteration=state.iteration)
         progress.after(outcome)

@@ -1,6 +1,7 @@
 """What follows from flags that were left out, by Megatron's rules. Used by the checks and by resolve."""
 
 from inspect import signature
+from pathlib import Path
 from typing import Any, Final
 
 from arguments.values import LayerPattern
@@ -90,6 +91,29 @@ def global_batch_size(global_batch_size: int | None, micro_batch_size: int, data
 def tokenizer_type(given: str | None, vocab_file: str | None, merge_file: str | None) -> str | None:
     """`pretrain_gpt.py` of Megatron-LM defaults to GPT2BPETokenizer, which is read from these two files."""
     return "GPT2BPETokenizer" if given is None and (vocab_file or merge_file) else given
+
+
+def eval_iters(eval_iters: int | None, mock_data: bool, train_iters: int) -> int:
+    """100 batches; a run on mock data, whose loss has no meaning, does not evaluate for longer than it trains."""
+    if eval_iters is not None:
+        return eval_iters
+    return min(100, train_iters) if mock_data else 100
+
+
+def save_folder(
+    save: str | None,
+    run_dir: str | None,
+    mock_data: bool,
+    save_interval: int | None,
+    save_hf_interval: int | None,
+    moe_use_upcycling: bool,
+    ckpt_step: int | None,
+) -> Path | None:
+    """`checkpoints` in the run folder, unless the run is on mock data and no other flag concerns checkpoints."""
+    if save:
+        return Path(save)
+    concerned = save_interval or save_hf_interval or moe_use_upcycling or ckpt_step is not None
+    return Path(run_dir) / "checkpoints" if run_dir and (concerned or not mock_data) else None
 
 
 def padded_vocab_size(

@@ -59,7 +59,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         checkpoint=_checkpoint(flags),
         logging=_logging(flags),
         profile=_profile(flags.logging),
-        resilience=_resilience(flags),
+        resilience=_resilience(flags, loop),
         kernels=_kernels(flags),
         graphs=_graphs(flags, model),
         launch=launch,
@@ -321,7 +321,7 @@ def _loop(flags: Flags, batch: BatchSpec) -> LoopSpec:
         train_iters=train_iters,
         train_samples=training.train_samples,
         eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
+        eval_iters=derive.eval_iters(training.eval_iters, flags.data.mock_data, train_iters),
         exit_interval=training.exit_interval,
         exit_duration_minutes=None if minutes is None else float(minutes),
         seed=training.seed,
@@ -363,9 +363,16 @@ def _data(flags: Flags, vocab_size: int) -> DataSpec:
 
 def _checkpoint(flags: Flags) -> CheckpointSpec:
     checkpoint, moe = flags.checkpoint, flags.moe
-    run_dir = _path(flags.logging.run_dir)
     return CheckpointSpec(
-        save=_path(checkpoint.save) or (run_dir / "checkpoints" if run_dir else None),
+        save=derive.save_folder(
+            save=checkpoint.save,
+            run_dir=flags.logging.run_dir,
+            mock_data=flags.data.mock_data,
+            save_interval=checkpoint.save_interval,
+            save_hf_interval=checkpoint.save_hf_interval,
+            moe_use_upcycling=moe.moe_use_upcycling,
+            ckpt_step=checkpoint.ckpt_step,
+        ),
         save_interval=checkpoint.save_interval,
         load=checkpoint.load or None,
         pretrained=checkpoint.pretrained_checkpoint,
@@ -396,10 +403,10 @@ def _hf_config(checkpoint: CheckpointFlags) -> Path | None:
     return _path(checkpoint.save_hf_config or next(iter(folders), None))
 
 
-def _deadlines(flags: Flags) -> tuple[tuple[str, float], ...]:
+def _deadlines(flags: Flags, loop: LoopSpec) -> tuple[tuple[str, float], ...]:
     """An evaluation may take as long as its steps. How many these are with --full-validation only the data tells."""
-    given, training = flags.resilience, flags.training
-    steps = 0 if flags.data.full_validation else 1 + training.eval_iters
+    given = flags.resilience
+    steps = 0 if flags.data.full_validation else 1 + loop.eval_iters
     phases = {
         "start": given.start_deadline,
         "step": given.step_deadline,
@@ -410,12 +417,12 @@ def _deadlines(flags: Flags) -> tuple[tuple[str, float], ...]:
     return tuple((phase, float(min(seconds, _LONGEST_WAIT))) for phase, seconds in phases.items() if seconds)
 
 
-def _resilience(flags: Flags) -> ResilienceSpec:
+def _resilience(flags: Flags, loop: LoopSpec) -> ResilienceSpec:
     resilience = flags.resilience
     signals = (resilience.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if resilience.exit_signal_handler else ()
     return ResilienceSpec(
         exit_signals=tuple(dict.fromkeys(signals)),
-        deadlines=_deadlines(flags),
+        deadlines=_deadlines(flags, loop),
         compare_replicas_interval=resilience.check_weight_hash_across_dp_replicas_interval,
         on_nonfinite=resilience.on_nonfinite,
         most_skips=resilience.max_skipped_iterations,

@@ -32,6 +32,7 @@ from megatron_moe.optim.lr import LRSchedule
 from megatron_moe.optim.ownership import check_ownership
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.specs.costs.bytes import checkpoint_bytes
 from megatron_moe.specs.costs.stash import pages_of_rank
 from megatron_moe.specs.count import count_expert_elements, count_parameters
 from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
@@ -86,6 +87,7 @@ def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> 
         keep_best=spec.keep_best,
         fresh=spec.fresh,
         stop_after=spec.most_failures,
+        expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
         say=reporter.note,
     )
 
@@ -200,10 +202,18 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
     }
 
 
-def introduction(
-    plan: RunPlan, context: ParallelContext, kernels: Bundle, model: GPT, datasets: Datasets
-) -> Iterator[str]:
-    """What the log says of a run before its first step."""
+def introduce(
+    plan: RunPlan, context: ParallelContext, kernels: Bundle, model: GPT, datasets: Datasets, reporter: Reporter
+) -> None:
+    """Reports what a run is, before its first step."""
+    for line in introduction(plan, context, model, datasets):
+        reporter.note(line)
+    where = "see log.txt" if plan.logging.run_dir else "--run-dir D lists them in D/log.txt"
+    reporter.note(kernels.table(), shown=f"{kernels.summary()}; {where}")
+
+
+def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: Datasets) -> Iterator[str]:
+    """Lines about ranks, packages, notes, parameters and data."""
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes
@@ -216,4 +226,3 @@ def introduction(
         costs = flop_costs(plan.model, plan.data.seq_length)
         yield f"pipeline layout {plan.layout}, cost in operations:\n{cost_table(plan.layout, costs)}"
     yield from datasets.notes
-    yield kernels.table()

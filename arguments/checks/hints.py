@@ -103,6 +103,22 @@ def saving_to_nowhere(save: str | None, run_dir: str | None, save_interval: int 
     return "no checkpoint is saved: neither --save nor --run-dir is given"
 
 
+def nothing_is_saved(
+    mock_data: bool,
+    save: str | None,
+    run_dir: str | None,
+    save_interval: int | None,
+    save_hf_interval: int | None,
+    moe_use_upcycling: bool,
+    ckpt_step: int | None,
+) -> str | None:
+    """A run on mock data has no checkpoint at its end unless a flag asks for one."""
+    args = (save, run_dir, mock_data, save_interval, save_hf_interval, moe_use_upcycling, ckpt_step)
+    if not run_dir or derive.save_folder(*args):
+        return None
+    return "mock data: no checkpoint is saved without --save or --save-interval"
+
+
 def mock_data_wins(mock_data: bool, data_path: tuple[str, ...], train_data_path: tuple[str, ...]) -> str | None:
     """Random documents replace all files."""
     if mock_data and (data_path or train_data_path):
@@ -120,5 +136,6 @@ HINTS = (
     pages_without_unused_rows,
     sorting_for_an_exchange,
     saving_to_nowhere,
+    nothing_is_saved,
     mock_data_wins,
 )

@@ -15,7 +15,7 @@ class CheckpointFlags:
     """Saving, resuming, loading weights."""
 
     save: str | None = flag(None)
-    """Folder for checkpoints. Not set: checkpoints/ in the run folder."""
+    """Folder for checkpoints. Not set: checkpoints/ in the run folder; on mock data only with `--save-interval`."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
     """Iterations between checkpoints. Not set: only when the run ends."""
     save_retain_interval: int | None = flag(None, least=1)

@@ -17,7 +17,7 @@ class LoggingFlags:
     log_style: Literal["megatron", "short"] = flag("megatron", status="ours")
     """Megatron's long line, or one for people."""
     progress_bar: bool = flag(True, status="ours")
-    """A progress bar, on a terminal only."""
+    """On a terminal, one live line of progress instead of the step lines, which log.txt has."""
     plots: bool = flag(True, status="ours")
     """Draw plots into the run folder at the end."""
     log_throughput: bool = flag(

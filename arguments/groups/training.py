@@ -26,8 +26,8 @@ class TrainingFlags:
     """Samples of the run, instead of iterations."""
     eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: none during training."""
-    eval_iters: int = flag(100, least=0)
-    """Batches of an evaluation."""
+    eval_iters: int | None = flag(None, least=0, status="close", note="Megatron-LM's default is 100 on mock data too")
+    """Batches of an evaluation. Not set: 100, on mock data at most the iterations of the run."""
     skip_train: bool = flag(False)
     """Evaluate only."""
     exit_interval: int | None = flag(None, least=1)

@@ -30,6 +30,8 @@ def on_this_machine(draft: Draft) -> None:
     _random_tokens(draft)
     for name in _FOLDERS:
         draft.default(name, "the run at full size owns its folders")
+    if "save" in draft.pinned:
+        draft.put("save_interval", ITERATIONS, "a checkpoint at the end of the run")
     _short_run(draft)
     _other_hardware(draft)
 
@@ -60,7 +62,8 @@ def _short_run(draft: Draft) -> None:
     else:
         draft.default("lr_wsd_decay_iters", reason)
     draft.lower("eval_interval", ITERATIONS, reason)
-    draft.lower("eval_iters", 1, reason)
+    if draft.value("eval_iters") != 0:
+        draft.put("eval_iters", 1, reason)
     draft.put("log_interval", 1, reason)
 
 

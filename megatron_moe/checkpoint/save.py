@@ -63,7 +63,7 @@ from megatron_moe.parallel.agreement import first_rank_does
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.folder_lock import FolderLock
-from megatron_moe.specs.exitcodes import SaveProblem
+from megatron_moe.specs.exitcodes import EnvironmentProblem, SaveProblem
 
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
@@ -165,9 +165,10 @@ class Saver:
         keep_best: so is the one whose train_state.json has the lowest validation loss.
         fresh: moves checkpoints that the folder holds already into a subfolder (`--fresh`).
         stop_after: that many failed saves in a row end the run.
+        expected_bytes: of one checkpoint.
         say: where the first rank reports.
     Raises:
-        EnvironmentProblem: the folder cannot be written, or another job holds it.
+        EnvironmentProblem: the folder cannot be written, has no space for a checkpoint, or another job holds it.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Saver:
         keep_best: bool = False,
         fresh: bool = False,
         stop_after: int = 3,
+        expected_bytes: int = 0,
         storage: Storage | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -199,7 +201,7 @@ class Saver:
         self._job: _Job | None = None
         self._copies = HostCopies()
         self._lock: FolderLock | None = None
-        first_rank_does(lambda: self._open(fresh), context)
+        first_rank_does(partial(self._open, fresh, expected_bytes), context)
 
     def close(self) -> int | None:
         """Lets other jobs use the folder. A save that is still being written is given up and leaves no checkpoint; wait
@@ -356,7 +358,7 @@ class Saver:
             self.last = saved
         return saved
 
-    def _open(self, fresh: bool) -> None:
+    def _open(self, fresh: bool, expected_bytes: int) -> None:
         probe(self.folder)
         self._lock = FolderLock(self.folder, does="saves checkpoints to", option="--save")
         if self._lock.warning is None:
@@ -366,6 +368,14 @@ class Saver:
         if fresh:
             set_aside(self.folder, self._storage, self._say)
         mend_tracker(self.folder, self._storage, self._say)
+        needed, free = _FREE_SPACE_MARGIN * expected_bytes, self._storage.free_bytes(self.folder)
+        if free < needed:
+            self._lock.release()
+            raise EnvironmentProblem(
+                f"a checkpoint of this run takes {expected_bytes / 1e9:,.2f} GB, and {self.folder} has "
+                f"{free / 1e9:,.2f} GB free: free {(needed - free) / 1e9:,.2f} GB for a margin of 10 %, give another "
+                f"--save folder, or --no-save-optim for weights alone"
+            )
 
     def _mine(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
         """The boxes that this rank writes: of the ranks that hold the same box, the lowest does."""

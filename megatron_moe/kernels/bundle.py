@@ -1,5 +1,6 @@
 """The bundle: one function per op, from whichever backends were chosen."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -58,6 +59,11 @@ class Bundle(Kernels):
             setattr(bundle, op, function)
         bundle.choices = choices
         return bundle
+
+    def summary(self) -> str:
+        """Number of ops by backend."""
+        counts = Counter(choice.backend for choice in self.choices)
+        return f"kernels: {', '.join(f'{count} {backend}' for backend, count in sorted(counts.items()))}"
 
     def table(self) -> str:
         """One line per op: op, backend, reason."""

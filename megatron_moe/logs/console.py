@@ -1,16 +1,22 @@
-"""What the person at the terminal sees: plain lines, or the same lines above a progress bar."""
+"""Console output: plain lines, or on a terminal one live line of progress below the lines."""
 
 import os
 import sys
+from collections import deque
+from datetime import timedelta
+from statistics import median
 from typing import Any, Protocol
 
 from megatron_moe.logs.interval import Reading
 
+_RECENT_STEPS = 20
+"""Speed and time left follow from the median of so many steps, which a compiling first step does not move."""
+
 
 class Console(Protocol):
-    """Shows lines and how far the run has come."""
+    """Prints lines and shows progress."""
 
-    def start(self, iteration: int) -> None: ...
+    def start(self, iteration: int, last_iteration: int) -> None: ...
     def write(self, line: str) -> None: ...
     def progress(self, reading: Reading) -> None: ...
     def close(self) -> None: ...
@@ -19,7 +25,7 @@ class Console(Protocol):
 class PlainConsole:
     """One line after another."""
 
-    def start(self, iteration: int) -> None:
+    def start(self, iteration: int, last_iteration: int) -> None:
         """Nothing to prepare."""
 
     def write(self, line: str) -> None:
@@ -33,54 +39,57 @@ class PlainConsole:
             raise
 
     def progress(self, reading: Reading) -> None:
-        """Lines alone tell."""
+        """Shown by the lines alone."""
 
     def close(self) -> None:
         """Nothing to put back."""
 
 
-class BarConsole:
-    """Lines above a bar with loss, speed and time left. Only for a terminal."""
+class LiveConsole:
+    """Lines above a live one with iteration, loss, tokens/s and time left. Only for a terminal."""
 
-    def __init__(self, train_iters: int, seq_length: int) -> None:
-        self._train_iters = train_iters
+    def __init__(self, seq_length: int) -> None:
         self._seq_length = seq_length
-        self._bar: Any = None
+        self._last_iteration = 0
+        self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._live: Any = None
         self._task: Any = None
 
-    def start(self, iteration: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def start(self, iteration: int, last_iteration: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
+        self._last_iteration = last_iteration
+        self._live = Progress(
+            TextColumn("iteration"),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[news]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("training", total=self._train_iters, completed=iteration, news="")
-        self._bar.start()
+        self._task = self._live.add_task("", total=last_iteration, completed=iteration)
+        self._live.start()
 
     def write(self, line: str) -> None:
-        if self._bar is None:
+        if self._live is None:
             print(line, flush=True)
         else:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, reading: Reading) -> None:
-        speed = reading.num_samples * self._seq_length / max(reading.seconds, 1e-9)
-        self._bar.update(self._task, completed=reading.iteration, news=f"loss {reading.loss:.4f}  {speed:,.0f} tok/s")
+        self._seconds.append(reading.seconds)
+        seconds = median(self._seconds)
+        speed = reading.num_samples * self._seq_length / max(seconds, 1e-9)
+        left = timedelta(seconds=round((self._last_iteration - reading.iteration) * seconds))
+        text = f"loss {reading.loss:.4f}  {speed:,.0f} tokens/s  {left} left"
+        self._live.update(self._task, completed=reading.iteration, description=text)
 
     def close(self) -> None:
-        """Takes the bar down, so that the cursor and the lines after it are in order."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Ends the live line, which stays, so that the cursor and the lines after it are in order."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
 
-def make_console(*, wants_bar: bool, train_iters: int, seq_length: int) -> Console:
-    """A bar when it is wanted and someone looks; plain lines in a file or a pipe."""
-    if wants_bar and sys.stdout.isatty():
-        return BarConsole(train_iters, seq_length)
-    return PlainConsole()
+def has_live_line() -> bool:
+    """Whether standard output is a terminal whose last line can be redrawn."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")

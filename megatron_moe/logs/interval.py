@@ -27,7 +27,15 @@ class Reading(Protocol):
         ...
 
     @property
-    def learning_rate(self) -> float: ...
+    def learning_rate(self) -> float:
+        """After the step's samples."""
+        ...
+
+    @property
+    def applied_learning_rate(self) -> float:
+        """In the step's update."""
+        ...
+
     @property
     def num_samples(self) -> int: ...
     @property
@@ -78,6 +86,7 @@ class Interval:
             num_steps=len(readings),
             step_seconds=sum(reading.seconds for reading in readings) / len(readings),
             learning_rate=last.learning_rate,
+            applied_learning_rate=last.applied_learning_rate,
             losses={"lm loss": sum(applied) / len(applied) if applied else last.loss},
             metrics=metrics,
             grad_norm=last.norms["all"],

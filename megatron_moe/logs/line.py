@@ -33,6 +33,9 @@ class StepReport:
     step_seconds: float
     """Mean wall time of one step."""
     learning_rate: float
+    """After the last step's samples, as in Megatron-LM's line."""
+    applied_learning_rate: float
+    """In the last step's update."""
     losses: Mapping[str, float]
     """Averages, in the order to print: "lm loss" first."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from megatron_moe.logs.console import Console, make_console
+from megatron_moe.logs.console import Console, LiveConsole, PlainConsole, has_live_line
 from megatron_moe.logs.interval import Interval, Reading
 from megatron_moe.logs.line import (
     StepReport,
@@ -70,11 +70,9 @@ class Reporter:
         self.timers = Timers(self.spec.timing_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._tell)
-        self._console: Console = make_console(
-            wants_bar=self.spec.progress_bar and context.is_last,
-            train_iters=plan.loop.train_iters,
-            seq_length=plan.data.seq_length,
-        )
+        self._live = self.spec.progress_bar and has_live_line()
+        """The last rank's console shows a live line."""
+        self._console: Console = LiveConsole(plan.data.seq_length) if self._live and context.is_last else PlainConsole()
         self._log_file = LogFile(self.spec.run_dir / "log.txt") if self.spec.run_dir is not None else None
         self._samples = 0
         self._has_reported = False
@@ -96,18 +94,19 @@ class Reporter:
             device=self.context.device,
         )
 
-    def begin(self, *, iteration: int, consumed_samples: int) -> None:
+    def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
         """Starts after `iteration`, which is 0 in a new run. Later records of an interrupted run are dropped."""
         self._samples = consumed_samples
+        self.interval.train_iters = last_iteration
         if self._sinks is None:
             self._sinks = self._make_sinks(iteration) if self.context.is_last else ()
-        self._guard.run("console", partial(self._console.start, iteration))
+        self._guard.run("console", partial(self._console.start, iteration, last_iteration))
         if self._lock is not None and self._lock.warning is not None:
             self.note(self._lock.warning)
 
     def due(self, iteration: int) -> bool:
         """A report follows this iteration: every `--log-interval`, and the first and the last of a run."""
-        return iteration % self.spec.log_interval == 0 or iteration in (1, self._plan.loop.train_iters)
+        return iteration % self.spec.log_interval == 0 or iteration in (1, self.interval.train_iters)
 
     def observe(self, reading: Reading) -> None:
         """Takes the results of every step: for the averages, the bar, and curves with a point per step."""
@@ -144,9 +143,8 @@ class Reporter:
         """Prints and records a report. Every rank must call it: the timers are gathered."""
         timings = self.timers.take(self.context, report.num_steps)
         if self.context.is_last:
-            self.write(step_line(report, self.spec))
-            for line in timer_lines(timings, self.spec.timing_option):
-                self.write(line)
+            for line in (step_line(report, self.spec), *timer_lines(timings, self.spec.timing_option)):
+                self._detail(line)
             extra = memory_tags(self.context.device) | {f"{name}-time": max(ranks) for name, ranks in timings.items()}
             self._log(report.iteration, self._shown(report, extra), {**step_record(report), **extra})
         if not self._has_reported and self.spec.memory_interval is None:
@@ -157,14 +155,15 @@ class Reporter:
         """Prints and records a validation loss."""
         if not self.context.is_last:
             return
-        for line in [short_validation_line(report)] if self.spec.style == "short" else validation_lines(report):
-            self.write(line)
+        short = short_validation_line(report)
+        lines = [short] if self.spec.style == "short" else validation_lines(report)
+        self.write("\n".join(lines), shown=short if self._live else None)
         self._log(report.iteration, wanted_tags(validation_tags(report), self.spec), validation_record(report))
 
-    def note(self, text: str) -> None:
-        """Prints a line of text once per run, from the first rank."""
+    def note(self, text: str, *, shown: str | None = None) -> None:
+        """Writes a text once per run, from the first rank; see `write`."""
         if self.context.is_first:
-            self.write(text)
+            self.write(text, shown=shown)
 
     def arguments(self) -> None:
         """Prints Megatron's list of arguments."""
@@ -173,11 +172,22 @@ class Reporter:
         for line in dump if values else ():
             self.note(line)
 
-    def write(self, line: str) -> None:
-        """Prints a line from this rank, on the console and in log.txt."""
-        self._guard.run("console", partial(self._console.write, line))
+    def write(self, text: str, *, shown: str | None = None) -> None:
+        """Writes a text from this rank to log.txt and, or `shown` in its place, to the console."""
+        self._guard.run("console", partial(self._console.write, text if shown is None else shown))
+        self._append(text)
+
+    def _detail(self, line: str) -> None:
+        """Writes a line to log.txt, and to the console unless a live line stands for it. A run without log.txt has
+        no other place for the line."""
+        if self._live and self._log_file is not None:
+            self._append(line)
+        else:
+            self.write(line)
+
+    def _append(self, text: str) -> None:
         if self._log_file is not None:
-            self._guard.run("log.txt", partial(self._log_file.write, line))
+            self._guard.run("log.txt", partial(self._log_file.write, text))
 
     def close(self) -> None:
         """Sends what is left and draws the plots."""
@@ -196,7 +206,7 @@ class Reporter:
         """From one rank of every group that holds the same part of the model."""
         if self.context.group("dp").rank == 0:
             wholly = self.spec.log_device_memory
-            self.write(memory_line(self.context.rank, iteration, self.context.device, whole_device=wholly))
+            self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=wholly))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
         """What dashboards get of a report."""

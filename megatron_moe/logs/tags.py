@@ -84,6 +84,7 @@ def step_record(report: StepReport) -> dict[str, Any]:
         "tokens": report.consumed_tokens,
         "time": report.when.isoformat(),
         **step_tags(report),
+        "applied-learning-rate": report.applied_learning_rate,
         "skipped-iterations": report.skipped_iterations,
         "nan-iterations": report.nan_iterations,
         **layer_tags(report.metrics),

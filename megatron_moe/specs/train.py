@@ -91,14 +91,25 @@ class BatchSpec:
             return self.global_size
         return start + increment * int(consumed_samples / (over / num_increments)) if over else start
 
-    def steps_for(self, samples: int) -> int:
-        """Whole steps that fit into `samples`; a last partial batch is not trained."""
-        steps, consumed = 0, 0
-        ramp_samples = self.rampup[2] if self.rampup else -1
+    def steps_for(self, samples: int, consumed: int = 0) -> int:
+        """Number of whole batches in `samples` after the first `consumed`; a last partial batch is not trained."""
+        steps, ramp_samples = 0, self.rampup[2] if self.rampup else -1
         while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
             consumed += self.size_at(consumed)
             steps += 1
-        return steps + (samples - consumed) // self.global_size
+        return steps + max(samples - consumed, 0) // self.global_size
+
+    def megatron_steps_for(self, samples: int) -> int:
+        """Iteration at which Megatron-LM ends a run of `samples` (`update_train_iters` of its training.py).
+
+        Megatron-LM counts from the first sample in the present batch sizes, even in a resumed run. Within the ramp-up
+        it takes a batch as long as no more than `samples` are consumed before it, so the run may exceed `samples`.
+        """
+        steps = consumed = 0
+        while self.rampup is not None and consumed <= min(self.rampup[2], samples):
+            consumed += self.size_at(consumed)
+            steps += 1
+        return steps + max(samples - consumed, 0) // self.global_size
 
 
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
@@ -214,7 +225,7 @@ class LoggingSpec:
     log_interval: int = 100
     style: Literal["megatron", "short"] = "megatron"
     progress_bar: bool = True
-    """Only on a terminal."""
+    """One live line, only on a terminal, instead of the step lines."""
     tensorboard_dir: Path | None = None
     tensorboard_interval: int = 1
     wandb_project: str = ""
@@ -293,6 +304,7 @@ class LoopSpec:
     """How long to train and when to evaluate or leave."""
 
     train_iters: int
+    """With `train_samples`: iterations of a run that starts with the first sample; see `TrainState.last_iteration`."""
     train_samples: int | None = None
     eval_interval: int | None = None
     eval_iters: int = 100

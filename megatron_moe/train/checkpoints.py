@@ -75,6 +75,7 @@ class Checkpoints:
         self._status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
         if loader is not None:
             loader.restore(state.consumed_samples)
+            self._report_length(state)
         if source is not None and self._upcycles(source):
             self.save(state, loader)  # the converted model is a result by itself, with or without training
         else:
@@ -243,6 +244,16 @@ class Checkpoints:
             f"the next step takes {now} sequences ({now * length:,} tokens), at the checkpoint it would have been "
             f"{then} ({then * length:,} tokens); the learning rate goes on by samples"
         ]
+
+    def _report_length(self, state: TrainState) -> None:
+        """Reports where --train-samples end, if Megatron-LM ends elsewhere."""
+        samples, last = self._plan.loop.train_samples, state.last_iteration(self._plan)
+        theirs = last if samples is None else self._plan.batch.megatron_steps_for(samples)
+        if theirs != last:
+            self._reporter.note(
+                f"the run ends at iteration {last}, with the last whole batch of {samples} samples; Megatron-LM would "
+                f"end at iteration {theirs}, which it computes from the present batch sizes alone"
+            )
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> list[str]:
         """What changed in the data since the checkpoint: another sequence length is refused, another order told."""

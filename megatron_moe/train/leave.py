@@ -20,6 +20,7 @@ class Leave:
         context: ParallelContext,
         *,
         iteration: int,
+        last_iteration: int,
         signals: Signals | None = None,
         begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -28,6 +29,7 @@ class Leave:
 
         Args:
             iteration: where this start of the run begins.
+            last_iteration: after which training ends.
             signals: of this process; None: none are listened to.
             begun: what the clock said when this process started, since which `--exit-duration-in-mins` counts, as in
                 Megatron: a job's time also passes while a model is built and loaded. None: now.
@@ -39,6 +41,7 @@ class Leave:
         """A signal is the reason."""
         self._spec = spec
         self._first = iteration
+        self._last = last_iteration
         self._signals = signals or Signals()
         self._clock = clock
         self._start = clock() if begun is None else begun
@@ -62,7 +65,7 @@ class Leave:
             return f"exiting program after {minutes:.1f} minutes"
         if spec.exit_interval and iteration > self._first and iteration % spec.exit_interval == 0:
             return f"exiting program at iteration {iteration}"
-        if iteration >= spec.train_iters:
+        if iteration >= self._last:
             return f"finished after {iteration} iterations"
         return None
 

@@ -2,6 +2,7 @@
 
 import math
 
+from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
@@ -33,6 +34,12 @@ class Progress:
         self._late = LateReader(trainer.context.device)
         self._recorded = Tally()
         """What the modules recorded up to the step that is held."""
+
+    def next_step(self, loader: TrainLoader) -> list[MicroBatch]:
+        """Batches of the next step. Raises DataProblem where the data ends; the step before it is then reported."""
+        if loader.exhausted:
+            self.catch_up()
+        return loader.next_step()
 
     def after(self, outcome: StepOutcome) -> None:
         """Takes the newest step and reports the one before it. Raises NumericsProblem when that one was refused."""

@@ -19,6 +19,8 @@ class StepReading:
     """See `StepOutcome.figures`."""
     proceed: bool
     learning_rate: float
+    """See `StepOutcome.learning_rate`."""
+    applied_learning_rate: float
     num_samples: int
     seconds: float
     """From the end of the step before to the end of this one, on the device."""
@@ -68,6 +70,7 @@ class LateReader:
             figures=dict(zip(outcome.figures, figures, strict=True)),
             proceed=bool(proceed),
             learning_rate=outcome.learning_rate,
+            applied_learning_rate=outcome.applied_learning_rate,
             num_samples=outcome.num_samples,
             seconds=held.end.seconds_since(held.begin),
         )

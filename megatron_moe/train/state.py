@@ -44,6 +44,13 @@ class TrainState:
         self.consumed_samples += num_samples
         self.skipped_samples += num_samples
 
+    def last_iteration(self, plan: RunPlan) -> int:
+        """Iteration after which training ends. `--train-samples` are counted on from `consumed_samples`, so the batch
+        size may change between starts."""
+        if plan.loop.train_samples is None:
+            return plan.loop.train_iters
+        return self.iteration + plan.batch.steps_for(plan.loop.train_samples, self.consumed_samples)
+
     @property
     def trained_samples(self) -> int:
         """Training sequences that steps were made of."""

@@ -51,6 +51,9 @@ class StepOutcome:
     """bool: the update was applied."""
     num_samples: int
     learning_rate: float
+    """After this step's samples, which is what Megatron-LM logs."""
+    applied_learning_rate: float
+    """In this step's update."""
     iteration: int
 
 
@@ -137,13 +140,15 @@ class Trainer:
             norms, figures = self._update(loss, lr, state.trained_samples)
         if self.repeatability and rehearsal is not None:
             self.repeatability.add(rehearsal, torch.stack([local[0], norms["all"].double()]))
+        num_samples = len(batches) * self.plan.batch.micro * self.context.group("dp").size
         return StepOutcome(
             loss=loss,
             norms=norms,
             figures=figures,
             proceed=self._proceed,
-            num_samples=len(batches) * self.plan.batch.micro * self.context.group("dp").size,
-            learning_rate=lr,
+            num_samples=num_samples,
+            learning_rate=self.schedule.lr(state.trained_samples + num_samples),
+            applied_learning_rate=lr,
             iteration=iteration,
         )
 

@@ -58,7 +58,7 @@ PACKAGES: tuple[Package, ...] = (
     _listed("tokenizers", "tokenizers", "tokens", (("--tokenizer-type", "HuggingFaceTokenizer"),)),
     _listed("tensorboard", "tensorboard", "curves"),
     _listed("wandb", "wandb", "curves on a server", (("--wandb-project", "NAME"),)),
-    _listed("rich", "rich", "progress bar"),
+    _listed("rich", "rich", "live line of progress"),
     _listed("matplotlib", "matplotlib", "plots"),
     Package(
         name="tiktoken",

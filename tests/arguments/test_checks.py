@@ -565,6 +565,7 @@ HINT_CASES = (
     ("--moe-paged-stash", "", "saves nothing where all experts are on one rank"),
     (f"{PARTS} moe_router moe_preprocess {EP2}", "", "moe_preprocess records nothing: experts are on 2 ranks"),
     ("", "--run-dir", "no checkpoint is saved"),
+    ("--mock-data", "--save-interval", "mock data: no checkpoint is saved without --save or --save-interval"),
     ("--mock-data", "", "the data files are not read"),
 )
 

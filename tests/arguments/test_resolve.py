@@ -365,6 +365,25 @@ def test_checkpoints_go_into_the_run_folder_unless_told():
     assert not plan_of("--no-save-optim").checkpoint.save_optim
     assert (checkpoint.ckpt_step, checkpoint.fresh, checkpoint.finetune) == (3, True, True)
     assert plan_of(without="--run-dir").checkpoint.save is None
+
+
+def test_a_run_on_mock_data_saves_checkpoints_only_if_a_flag_asks_for_them():
+    plan = plan_of("--mock-data", without="--save-interval")
+    assert plan.checkpoint.save is None
+    assert "mock data: no checkpoint is saved without --save or --save-interval" in plan.notes
+    assert plan_of(without="--save-interval").checkpoint.save == Path("runs/a/checkpoints")
+    for more in ("--save-interval 5", "--save-interval 5 --save runs/a/checkpoints", "--ckpt-step 3"):
+        plan = plan_of(f"--mock-data {more}", without="--save-interval")
+        assert plan.checkpoint.save == Path("runs/a/checkpoints")
+        assert not any("no checkpoint" in note for note in plan.notes)
+
+
+def test_evaluations_on_mock_data_are_no_longer_than_the_run_unless_told():
+    assert plan_of(without="--eval-iters").loop.eval_iters == 100
+    assert plan_of("--mock-data", without="--eval-iters").loop.eval_iters == 100
+    short = "--mock-data --train-iters 3 --lr-warmup-iters 1"
+    assert plan_of(short, without="--eval-iters").loop.eval_iters == 3
+    assert plan_of(f"{short} --eval-iters 20").loop.eval_iters == 20
     assert plan_of("--skip-train").checkpoint.weights_only and not plan_of().checkpoint.weights_only
 
 

@@ -154,6 +154,17 @@ def test_too_little_space_is_known_before_anything_is_written(tmp_path: Path) ->
     assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
 
 
+def test_a_folder_without_space_for_one_checkpoint_is_refused_at_the_start(tmp_path: Path) -> None:
+    class Small(FaultyStorage):
+        def free_bytes(self, path: Path) -> int:
+            return 11 * 10**8
+
+    sentence = f"of this run takes 1.01 GB, and {tmp_path} has 1.10 GB free: free 0.01 GB for a margin of 10 %"
+    with pytest.raises(EnvironmentProblem, match=sentence):
+        Saver(tmp_path, ONE, storage=Small(), expected_bytes=101 * 10**7)
+    Saver(tmp_path, ONE, storage=Small(), expected_bytes=10**9).close()
+
+
 def test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row(tmp_path: Path) -> None:
     broken = True
 

@@ -92,6 +92,11 @@ def test_numbers_that_go_bad_stop_the_run_before_the_weights(data, tmp_path):
 
 def test_a_model_larger_than_the_memory(data, tmp_path):
     more = ["--make-vocab-size-divisible-by", str(10**12)]
+    refuse(arguments(data, None, *more), tmp_path, ExitCode.MEMORY, "out of memory before the first", "weights")
+
+
+def test_a_checkpoint_larger_than_the_free_disk_space(data, tmp_path):
+    more = ["--make-vocab-size-divisible-by", str(10**12)]
     refuse(
-        arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.MEMORY, "out of memory before the first", "weights"
+        arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.ENVIRONMENT, "takes 768,000.00 GB", "--save folder"
     )

@@ -4,14 +4,19 @@ import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import pretrain_moe
 from megatron_moe.build import build_context
+from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.data.loader import TrainLoader
+from megatron_moe.data.sampler import SampleOrder
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
 from megatron_moe.specs.run import RunPlan
+from megatron_moe.specs.train import BatchSpec, CheckpointSpec
 from pretrain_moe import main, pretrain
 from tests import tiny
 
@@ -68,4 +73,93 @@ def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: P
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "lm loss" in row and "learning-rate" in row]
     assert [(row["iteration"], row["samples"]) for row in steps] == [(1, 8), (3, 24)]
-    assert [row["learning-rate"] for row in steps] == pytest.approx([1e-2, 1e-2 * (1 - 8 / 800)])
+    assert [row["applied-learning-rate"] for row in steps] == pytest.approx([1e-2, 1e-2 * (1 - 8 / 800)])
+    assert [row["learning-rate"] for row in steps] == pytest.approx([1e-2 * (1 - n / 800) for n in (8, 16)])
+    assert [f"learning rate: {row['learning-rate']:.6E} |" in log for row in steps] == [True, True]
+
+
+class Part(NamedTuple):
+    """One start of a run that is counted in samples."""
+
+    batch: BatchSpec
+    exit_interval: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("samples", "parts", "consumed", "note"),
+    [
+        (
+            40,
+            (Part(BatchSpec(micro=2, global_size=4), 6), Part(BatchSpec(micro=2, global_size=8))),
+            [4, 8, 12, 16, 20, 24, 32, 40],
+            "ends at iteration 8, with the last whole batch of 40 samples; Megatron-LM would end at iteration 5,",
+        ),
+        (
+            40,
+            (Part(BatchSpec(micro=2, global_size=8), 3), Part(BatchSpec(micro=2, global_size=4))),
+            [8, 16, 24, 28, 32, 36, 40],
+            "ends at iteration 7, with the last whole batch of 40 samples; Megatron-LM would end at iteration 10,",
+        ),
+        (21, (Part(BatchSpec(micro=2, global_size=4)),), [4, 8, 12, 16, 20], ""),
+        (
+            70,
+            (Part(BatchSpec(micro=2, global_size=12, rampup=(4, 2, 100))),),
+            [4, 8, 12, 16, 20, 24, 28, 34, 40, 46, 52, 60, 68],
+            "ends at iteration 13, with the last whole batch of 70 samples; Megatron-LM would end at iteration 14,",
+        ),
+        (
+            70,
+            (
+                Part(BatchSpec(micro=2, global_size=16), 2),
+                Part(BatchSpec(micro=2, global_size=16, rampup=(4, 4, 60))),
+            ),
+            [16, 32, 40, 52, 64],
+            "ends at iteration 5, with the last whole batch of 70 samples; Megatron-LM would end at iteration 10,",
+        ),
+    ],
+)
+def test_a_run_of_samples_ends_with_its_last_whole_batch_whatever_the_batch_sizes(
+    tmp_path: Path, samples: int, parts: tuple[Part, ...], consumed: list[int], note: str
+) -> None:
+    plan = plan_of(tmp_path)
+    for batch, exit_interval in parts:
+        iterations = batch.steps_for(samples)
+        loop = replace(
+            plan.loop, train_iters=iterations, train_samples=samples, eval_iters=0, exit_interval=exit_interval
+        )
+        start = replace(
+            plan,
+            loop=loop,
+            batch=batch,
+            checkpoint=CheckpointSpec(save=tmp_path / "checkpoints"),
+            logging=replace(plan.logging, log_interval=1),
+        )
+        with ExitStack() as goodbye:
+            pretrain(start, goodbye)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["iteration"], row["samples"]) for row in rows] == list(enumerate(consumed, 1))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert f" iteration {len(consumed):8d}/{len(consumed):8d} |" in log
+    assert note in log if note else "Megatron-LM would" not in log
+
+
+def test_a_folder_without_space_for_a_checkpoint_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Storage, "free_bytes", lambda storage, path: 1000)
+    plan = replace(plan_of(tmp_path), checkpoint=CheckpointSpec(save=tmp_path / "checkpoints"))
+    with ExitStack() as goodbye, pytest.raises(EnvironmentProblem, match="a checkpoint of this run takes"):
+        pretrain(plan, goodbye)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    with ExitStack() as goodbye:
+        pretrain(replace(plan, loop=replace(plan.loop, skip_train=True)), goodbye)
+
+
+def test_the_step_before_the_end_of_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(tmp_path)
+    plan = replace(plan, loop=replace(plan.loop, train_iters=5), logging=replace(plan.logging, log_interval=1))
+    monkeypatch.setattr(SampleOrder, "end", 20)
+    with ExitStack() as goodbye, pytest.raises(DataProblem, match="after 16 samples wants 8 more"):
+        pretrain(plan, goodbye)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2]

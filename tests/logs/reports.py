@@ -29,6 +29,7 @@ def step_report(**changes: Any) -> StepReport:
         num_steps=10,
         step_seconds=0.5,
         learning_rate=3e-3,
+        applied_learning_rate=2e-3,
         losses={"lm loss": 7.25},
         metrics=METRICS,
         grad_norm=1.2345,
@@ -47,5 +48,6 @@ class Reading:
     norms: dict[str, float] = field(default_factory=lambda: {"all": 1.5, "router": 0.5})
     proceed: bool = True
     learning_rate: float = 0.1
+    applied_learning_rate: float = 0.05
     num_samples: int = 8
     seconds: float = 0.25

@@ -1,11 +1,11 @@
-"""A bar on a terminal, plain lines elsewhere."""
+"""A live line on a terminal, plain lines elsewhere."""
 
 import io
 import sys
 
 import pytest
 
-from megatron_moe.logs.console import BarConsole, PlainConsole, make_console
+from megatron_moe.logs.console import LiveConsole, PlainConsole, has_live_line
 from tests.logs.reports import Reading
 
 
@@ -26,40 +26,43 @@ def sit_at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_a_file_or_pipe_gets_plain_lines(capsys):
-    console = make_console(wants_bar=True, train_iters=10, seq_length=32)
-    assert isinstance(console, PlainConsole)
-    console.start(0)
+    assert not has_live_line()
+    console = PlainConsole()
+    console.start(0, 10)
     console.write(" iteration 1 | [not markup] |")
     console.progress(Reading(1))
     console.close()
     assert capsys.readouterr().out == " iteration 1 | [not markup] |\n"
 
 
-def test_a_terminal_gets_a_bar_unless_it_is_not_wanted(monkeypatch):
+@pytest.mark.parametrize(("kind", "redrawn"), [("xterm", True), ("dumb", False), ("unknown", False)])
+def test_only_terminals_that_can_redraw_a_line_have_a_live_one(kind, redrawn, monkeypatch):
     sit_at_terminal(monkeypatch)
-    assert isinstance(make_console(wants_bar=True, train_iters=10, seq_length=32), BarConsole)
-    assert isinstance(make_console(wants_bar=False, train_iters=10, seq_length=32), PlainConsole)
+    monkeypatch.setenv("TERM", kind)
+    assert has_live_line() is redrawn
 
 
-def test_lines_stand_above_the_bar_uncut_and_the_bar_shows_progress(monkeypatch):
+def test_lines_stand_uncut_above_the_live_line_with_loss_speed_and_time_left(monkeypatch):
     terminal = sit_at_terminal(monkeypatch)
-    console = make_console(wants_bar=True, train_iters=10, seq_length=32)
+    console = LiveConsole(seq_length=32)
     console.write("before the start")
-    console.start(2)
+    console.start(2, 10)
     line = " [2026] iteration 3 | [bold]not markup | " + "x" * 200
     console.write(line)
-    console.progress(Reading(3, loss=2.5, num_samples=8, seconds=0.5))
+    for iteration, seconds in ((3, 60.0), (4, 0.5), (5, 0.5)):  # the first step compiles
+        console.progress(Reading(iteration, loss=2.5, num_samples=8, seconds=seconds))
     console.close()
     shown = terminal.getvalue()
     assert shown.startswith("before the start\n")
     assert line in shown
-    assert "3/10" in shown and "loss 2.5000" in shown and "512 tok/s" in shown
+    last = shown[shown.rindex("iteration") :]
+    assert all(part in last for part in ("5/10", "loss 2.5000", "512 tokens/s", "0:00:02 left")), last
 
 
 def test_closing_twice_or_before_the_start_is_fine(monkeypatch):
     sit_at_terminal(monkeypatch)
-    console = make_console(wants_bar=True, train_iters=10, seq_length=32)
+    console = LiveConsole(seq_length=32)
     console.close()
-    console.start(0)
+    console.start(0, 10)
     console.close()
     console.close()

@@ -25,6 +25,7 @@ def test_loss_and_time_are_averaged_and_the_rest_is_of_the_last_step():
     EXACT.check(report.losses["lm loss"], 3.0)
     assert math.isclose(report.step_seconds, 0.3)
     assert (report.iteration, report.num_steps, report.learning_rate, report.batch_size) == (6, 2, 0.2, 16)
+    assert report.applied_learning_rate == 0.05
     assert (report.grad_norm, report.grad_norm_parts) == (3.0, {"router": 0.3})
     assert (report.tokens_per_step, report.consumed_tokens, report.flops_per_step) == (512, 48 * 32, 16e9)
 

@@ -59,7 +59,7 @@ def plan(logging: LoggingSpec, **changes):
 
 def run(reporter: Reporter, iterations: range, consumed_samples: int = 0) -> None:
     """What the training loop does with a reporter."""
-    reporter.begin(iteration=iterations.start - 1, consumed_samples=consumed_samples)
+    reporter.begin(iteration=iterations.start - 1, last_iteration=100, consumed_samples=consumed_samples)
     for iteration in iterations:
         reporter.observe(Reading(iteration, loss=1.0 / iteration))
         if reporter.due(iteration):
@@ -252,7 +252,7 @@ def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch,
 
     monkeypatch.setattr(fcntl, "flock", unknown)
     reporter = Reporter(plan(LoggingSpec(run_dir=tmp_path, plots=False)), context)
-    reporter.begin(iteration=0, consumed_samples=0)
+    reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
     reporter.close()
     assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
 
@@ -306,7 +306,7 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
         listener = Listener()
         reporter = Reporter(spec, context, sinks=[listener] if context.is_last else [])
         reporter.note("from the first")
-        reporter.begin(iteration=0, consumed_samples=0)
+        reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         with reporter.timers.span("forward-backward", level=1):
             pass
         reporter.observe(Reading(1))
@@ -355,7 +355,7 @@ def test_memory_lines_come_as_often_as_asked_for(tmp_path):
 
     def rank(context: ParallelContext) -> None:
         reporter = Reporter(spec, context, sinks=[])
-        reporter.begin(iteration=0, consumed_samples=0)
+        reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         for iteration in (1, 2, 3, 4):
             reporter.observe(Reading(iteration))
         reporter.step(reporter.summary(METRICS))

@@ -69,6 +69,7 @@ def test_the_record_keeps_everything():
     assert record["tokens"] == 40960
     assert record["time"] == "2026-01-02T03:04:05.678901"
     assert record["throughput"] == 2.0
+    assert (record["learning-rate"], record["applied-learning-rate"]) == (3e-3, 2e-3)
     assert record["skipped-iterations"] == 1
     assert record["moe/tokens_per_expert_layer_2"] == [4.0, 4.0]
     assert "moe/tokens_per_expert" not in record

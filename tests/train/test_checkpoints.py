@@ -13,16 +13,18 @@ from megatron_moe.build import build_data, build_model, build_train_loader, buil
 from megatron_moe.checkpoint.folder import list_checkpoints
 from megatron_moe.checkpoint.format import Corrupt
 from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.shards import total_bytes
 from megatron_moe.checkpoint.verify import verify
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.costs.bytes import checkpoint_bytes
 from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProblem
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import CheckpointSpec
 from megatron_moe.train import checkpoints as checkpoints_module
-from megatron_moe.train.checkpoints import Checkpoints
+from megatron_moe.train.checkpoints import Checkpoints, saved_tensors
 from megatron_moe.train.state import TrainState, check_train_state
 from megatron_moe.train.step import Trainer
 from megatron_moe.watch.status import Status
@@ -33,7 +35,7 @@ from tests.tiny_models import dense_ancestor
 from tests.tolerances import EXACT
 
 BF16 = PrecisionSpec(params="bf16", grads="fp32")
-DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Notes(list):
@@ -95,6 +97,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     run.train(2)
     run.checkpoints.save_last(run.state, run.loader)
     return folder, run
+
+
+@pytest.mark.parametrize("precision", [tiny.plan().precision, BF16, PrecisionSpec()], ids=lambda spec: spec.params)
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_the_expected_size_of_a_checkpoint_is_its_size(precision: PrecisionSpec, optimizer: bool) -> None:
+    plan = plan_of(precision=precision, flags={"save_optim": optimizer})
+    tensors = saved_tensors(start(plan).trainer, optimizer=optimizer)
+    without_buffers = {key: tensor for key, tensor in tensors.items() if "step_count" not in key}
+    assert checkpoint_bytes(plan) == total_bytes(without_buffers)
 
 
 def changed(plan: RunPlan, room: str, **fields: Any) -> RunPlan:

@@ -15,8 +15,8 @@ CONTEXT = ParallelContext.single()
 
 
 def leave(iteration=0, begun=None, clock=time.monotonic, **changes):
-    loop = replace(tiny.plan().loop, train_iters=20, **changes)
-    return Leave(loop, CONTEXT, iteration=iteration, begun=begun, clock=clock)
+    loop = replace(tiny.plan().loop, **changes)
+    return Leave(loop, CONTEXT, iteration=iteration, last_iteration=20, begun=begun, clock=clock)
 
 
 def test_a_run_ends_after_its_last_iteration():
@@ -48,7 +48,7 @@ def test_a_signal_to_one_rank_takes_all_ranks_out_after_the_same_iteration():
 
     def left(context):
         signals = Signals(("SIGTERM",))
-        ending = Leave(replace(tiny.plan().loop, train_iters=20), context, iteration=0, signals=signals)
+        ending = Leave(tiny.plan().loop, context, iteration=0, last_iteration=20, signals=signals)
         for iteration in range(20):
             if context.rank == 1 and iteration == 7:
                 signals.take(signal.SIGTERM)
@@ -65,8 +65,8 @@ def test_the_clock_of_the_slowest_rank_counts():
 
     def left(context):
         times = iter([0.0, 60.0, 150.0 if context.rank else 100.0])
-        loop = replace(tiny.plan().loop, train_iters=20, exit_duration_minutes=2.0)
-        ending = Leave(loop, context, iteration=0, clock=lambda: next(times))
+        loop = replace(tiny.plan().loop, exit_duration_minutes=2.0)
+        ending = Leave(loop, context, iteration=0, last_iteration=20, clock=lambda: next(times))
         return [ending.now(1), ending.now(2)], ending.reason, ending.preempted
 
     assert (

@@ -30,6 +30,7 @@ def outcome(iteration):
         proceed=torch.tensor(True),
         num_samples=4,
         learning_rate=0.1,
+        applied_learning_rate=0.05,
         iteration=iteration,
     )
 
@@ -98,14 +99,15 @@ def test_the_state_counts_samples_and_tokens():
     assert state.flops > 0
 
 
-def test_schedules_are_read_at_the_samples_trained_on_before_the_step():
-    """Not at the samples read: the schedules of Megatron-LM do not advance over skipped iterations."""
+def test_schedules_are_read_at_the_samples_trained_on_before_the_step_and_logged_after_it():
+    """Schedules of Megatron-LM do not advance over skipped iterations; it logs the rate after its scheduler's step."""
     ramp = replace(
         tiny.plan().lr, warmup_samples=80, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_style="linear"
     )
     plan = tiny.plan(lr=ramp)
     trainer, outcomes, _ = run(2, plan)
-    assert [outcome.learning_rate for outcome in outcomes] == [0.0, 1e-2 * 8 / 80]
+    assert [outcome.applied_learning_rate for outcome in outcomes] == [0.0, 1e-2 * 8 / 80]
+    assert [outcome.learning_rate for outcome in outcomes] == [1e-2 * 8 / 80, 1e-2 * 16 / 80]
     seen = []
     trainer.optimizer.step = lambda **arguments: seen.append((arguments["lr"], arguments["weight_decay"]))
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()

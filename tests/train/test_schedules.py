@@ -39,7 +39,7 @@ def test_the_log_of_a_pipeline_begins_with_its_stages():
 
     def told(context: ParallelContext) -> str:
         datasets = build_data(plan, context)
-        return "\n".join(introduction(plan, context, KERNELS, build_model(plan, context, KERNELS), datasets))
+        return "\n".join(introduction(plan, context, build_model(plan, context, KERNELS), datasets))
 
     first, second = on_threads(plan.parallel, told)
     for text in (first, second):

@@ -19,6 +19,7 @@ from megatron_moe.specs.costs.activations import (
 )
 from megatron_moe.specs.costs.shards import Held, held_by_rank, low_elements, share_of_layer
 from megatron_moe.specs.costs.working import ATTENTION, AtWork, in_attention, in_feed_forward, in_loss
+from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.memory import MemorySpec, OffloadSpec, RecomputeSpec
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
@@ -414,3 +415,13 @@ def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:
 def state_table(state: StateBytes) -> list[tuple[str, float]]:
     """(name, bytes) of every kind of state."""
     return [(entry.name, getattr(state, entry.name)) for entry in fields(StateBytes)]
+
+
+def checkpoint_bytes(plan: RunPlan) -> int:
+    """Bytes of the weights in one checkpoint and, if it has them, of the optimizer's state. State in narrow formats is
+    saved in fp32; buffers, at most a few numbers per expert, are left out."""
+    precision = plan.precision
+    wide = max(num_bytes("fp32"), num_bytes(precision.master))
+    copies = 2 if precision.master == precision.params else 3
+    state = copies * wide if plan.checkpoint.save_optim else 0
+    return count_parameters(plan.model).total * (num_bytes(precision.params) + state)

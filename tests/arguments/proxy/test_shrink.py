@@ -128,6 +128,11 @@ def test_the_folder_of_the_run_at_full_size_is_left_alone():
     assert plan.logging.tensorboard_dir is None
 
 
+def test_a_folder_for_checkpoints_behind_it_gets_one_at_the_end():
+    plan = small("--save z --save-interval 1000", behind="--save mine")
+    assert (str(plan.checkpoint.save), plan.checkpoint.save_interval) == ("mine", plan.loop.train_iters)
+
+
 def test_flags_behind_it_stay_as_they_are():
     plan = small(behind="--train-iters 7 --hidden-size 128 --run-dir mine --bf16")
     assert (plan.loop.train_iters, plan.model.hidden_size, plan.precision.params) == (7, 128, "bf16")

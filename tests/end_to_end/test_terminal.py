@@ -1,0 +1,60 @@
+"""Output of a run on a terminal and into a pipe."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.tiny_run import arguments
+from tests.ranks import REPOSITORY
+
+STEP_LINE = re.compile(r"^ \[[^\]]+\] iteration +(\d+)/ +4 \| consumed samples:", re.MULTILINE)
+VALIDATION_LINE = " validation loss at iteration 4 on validation set | lm loss value: "
+SHORT_VALIDATION_LINE = "4 on validation set: lm loss "
+KERNEL_LINE = re.compile(r"^sort_rows +\w+ ", re.MULTILINE)
+
+
+def run(data: str, *more: str, terminal: bool) -> str:
+    """Standard output of a run of four iterations, without the codes that color and move."""
+    words = [*arguments(data, None, "--train-iters", "4", "--eval-iters", "1", "--no-plots", "--progress-bar"), *more]
+    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    reading, writing = pty.openpty() if terminal else os.pipe()
+    process = subprocess.Popen(command, stdout=writing, env=environment)
+    os.close(writing)
+    shown = b""
+    try:
+        while part := os.read(reading, 4096):
+            shown += part
+    except OSError:  # the other end of a terminal is closed
+        assert terminal
+    os.close(reading)
+    assert process.wait(timeout=300) == 0
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", shown.decode()).replace("\r", "\n")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_one_live_line_and_a_pipe_megatrons_lines(terminal: bool, data: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shown = run(data, "--run-dir", str(folder), terminal=terminal)
+    log = (folder / "log.txt").read_text()
+    assert STEP_LINE.findall(log) == list("1234") and VALIDATION_LINE in log and KERNEL_LINE.search(log)
+    assert re.search(r"^kernels: [\w, ]+; see log.txt$", shown, re.MULTILINE) and not KERNEL_LINE.search(shown)
+    assert "finished after 4 iterations" in shown
+    live = re.findall(r"iteration +(\d)/4 .* loss \d\.\d{4}  [\d,]+ tokens/s  \d:\d\d:\d\d left", shown)
+    if terminal:
+        assert live[-1] == "4" and SHORT_VALIDATION_LINE in shown
+        assert not STEP_LINE.search(shown) and "memory (MB)" not in shown and VALIDATION_LINE not in shown
+    else:
+        assert not live and SHORT_VALIDATION_LINE not in shown
+        assert STEP_LINE.findall(shown) == list("1234") and "memory (MB)" in shown and VALIDATION_LINE in shown
+
+
+def test_a_terminal_shows_the_step_lines_of_a_run_without_a_folder(data: str) -> None:
+    shown = run(data, terminal=True)
+    assert STEP_LINE.findall(shown) == list("1234")
+    assert "--run-dir D lists them in D/log.txt" in shown
