@@ -28,7 +28,7 @@ class Variable:
 
 
 def misnamed(name: str) -> tuple[str, str]:
-    """What is wrong with the name of a variable in a file's `environment`, and the remedy; empty texts if nothing is."""
+    """What is wrong with the name of a variable of a file, and the remedy; empty texts if nothing is."""
     if not _NAME.fullmatch(name):
         return f"names the environment variable {name!r}", "use letters, digits and _, with no digit first"
     if name in _EXECUTED:
