@@ -48,6 +48,11 @@ class Signals:
             signal.signal(number, handler)
         self._before.clear()
 
+    def ignore(self) -> None:
+        """Ignores further signals: the run is ending, and its exit code is decided."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
     def take(self, number: int, frame: FrameType | None = None) -> None:
         """Takes note of a signal. Raises KeyboardInterrupt when it is the second one.
 

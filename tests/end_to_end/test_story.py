@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import arguments.read
 import pretrain_moe
 from megatron_moe.build import build_context
 from megatron_moe.data.loader import TrainLoader
@@ -39,7 +40,7 @@ def test_a_second_signal_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def interrupted(plan: RunPlan, goodbye: ExitStack) -> None:
         raise KeyboardInterrupt("SIGTERM, the second signal")
 
-    monkeypatch.setattr(pretrain_moe, "read_plan", lambda argv, environ, vocab_size_of: tiny.plan())
+    monkeypatch.setattr(arguments.read, "read_plan", lambda argv, environ, vocab_size_of: tiny.plan())
     monkeypatch.setattr(pretrain_moe, "pretrain", interrupted)
     assert main([], {}) == 130
     assert capsys.readouterr().err == "rank 0: left at once: SIGTERM, the second signal\n"

@@ -17,6 +17,8 @@ AGAIN = {
     ExitCode.HANG,
     ExitCode.OTHER_RANK,
     ExitCode.DRIFT,
+    ExitCode.RENDEZVOUS,
+    ExitCode.LAUNCHER,
     ExitCode.RERUN_DISAMBIGUATE,
     ExitCode.PREEMPTED_SAVED,
     ExitCode.PREEMPTED_UNSAVED,
