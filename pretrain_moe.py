@@ -4,8 +4,7 @@
   torchrun --nproc-per-node 8 pretrain_moe.py --config my.yaml --lr 3e-4
   python pretrain_moe.py --help
 
-This file is the story of a run, from top to bottom; `docs/tour.md` walks through it. A run that cannot go on ends with
-one sentence and an exit code of `megatron_moe/specs/exitcodes.py`.
+`docs/tour.md` walks through this file; `megatron_moe/specs/exitcodes.py` lists the exit codes.
 """
 
 import os
@@ -16,20 +15,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from arguments.errors import Finished
-from megatron_moe.specs.exitcodes import ExitCode, RunError
-
 if TYPE_CHECKING:
     from megatron_moe.specs.run import RunPlan
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs one command line to its end and returns the exit code."""
+    from arguments.errors import Finished  # imported late: see `command`
+    from arguments.read import read_plan
+    from megatron_moe.data.tokenizer import vocab_size_of
+    from megatron_moe.specs.exitcodes import ExitCode, RunError
+
     rank = ""
     try:
-        from arguments.read import read_plan  # imported here, where Ctrl-C is caught
-        from megatron_moe.data.tokenizer import vocab_size_of
-
         plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
         rank = f"rank {plan.launch.rank}: "
         os.environ.update(plan.environment)  # before torch, which reads them
@@ -57,16 +55,16 @@ def pretrain(plan: "RunPlan", goodbye: ExitStack) -> None:
     from megatron_moe.watch.launcher import supervise
 
     signals, status = supervise(plan, goodbye)  # from here on status.json has the outcome
-    # torch comes in only here; --help and refused command lines answer without it
-    from megatron_moe import build
-    from megatron_moe.emulate.rehearse import rehearse
-    from megatron_moe.logs.reporter import Reporter
-    from megatron_moe.parallel.agreement import check_agreement
-    from megatron_moe.train.checkpoints import Checkpoints
-    from megatron_moe.train.leave import Leave
-    from megatron_moe.train.progress import Progress
-    from megatron_moe.train.validate import Validation
-    from megatron_moe.watch.peers import Peers
+    with signals.exit_at_once(status):  # torch comes in only here; --help and refused command lines answer without it
+        from megatron_moe import build
+        from megatron_moe.emulate.rehearse import rehearse
+        from megatron_moe.logs.reporter import Reporter
+        from megatron_moe.parallel.agreement import check_agreement
+        from megatron_moe.train.checkpoints import Checkpoints
+        from megatron_moe.train.leave import Leave
+        from megatron_moe.train.progress import Progress
+        from megatron_moe.train.validate import Validation
+        from megatron_moe.watch.peers import Peers
 
     # who we are, where we report, what we compute with
     deadlines = goodbye.enter_context(build.build_deadlines(plan, status))
@@ -145,11 +143,13 @@ def tell(text: str) -> int:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
-    return int(ExitCode.OK)
+    return 0
 
 
 def command() -> None:
     """The installed program `pretrain_moe`."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # imports may turn KeyboardInterrupt into other errors
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     code = main(sys.argv[1:], os.environ)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # or a signal while Python ends would replace the exit code
