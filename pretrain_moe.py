@@ -4,76 +4,79 @@
   torchrun --nproc-per-node 8 pretrain_moe.py --config my.yaml --lr 3e-4
   python pretrain_moe.py --help
 
-This file is the story of a run, from top to bottom; `docs/tour.md` walks through it. A run that cannot go on ends with
-one sentence and an exit code of `megatron_moe/specs/exitcodes.py`.
+`docs/tour.md` walks through this file; `megatron_moe/specs/exitcodes.py` lists the exit codes.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from arguments.errors import Finished
-from arguments.read import read_plan
-from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.specs.exitcodes import ExitCode, RunError
-from megatron_moe.specs.run import RunPlan
+if TYPE_CHECKING:
+    from megatron_moe.specs.run import RunPlan
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs one command line to its end and returns the exit code."""
+    from arguments.errors import Finished  # imported late: see `command`
+    from arguments.read import read_plan
+    from megatron_moe.data.tokenizer import vocab_size_of
+    from megatron_moe.specs.exitcodes import ExitCode, RunError
+
+    rank = ""
     try:
         plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
+        rank = f"rank {plan.launch.rank}: "
+        os.environ.update(plan.environment)  # before torch, which reads them
+        if plan.emulation is not None:
+            from megatron_moe.emulate.run import emulate
+
+            return tell(emulate(plan))
+        with ExitStack() as goodbye:
+            pretrain(plan, goodbye)
     except Finished as answer:  # --help and its kin
         return tell(answer.text)
     except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
-    try:
-        if plan.emulation is not None:
-            return tell(emulated(plan))
-        with ExitStack() as goodbye:
-            pretrain(plan, goodbye)
-    except RunError as problem:
-        print(f"rank {plan.launch.rank}: {problem}", file=sys.stderr)
+        print(f"{rank}{problem}", file=sys.stderr)
         return int(problem.code)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:
-            print(f"rank {plan.launch.rank}: left at once: {interrupt}", file=sys.stderr)
+            print(f"{rank}left at once: {interrupt}", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
     return int(ExitCode.OK)
 
 
-def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
+def pretrain(plan: "RunPlan", goodbye: ExitStack) -> None:
     """Builds what the plan describes and trains it. `goodbye` closes everything, in whatever way the run ends."""
     begun = time.monotonic()
-    # torch comes in only here, after the variables it reads; --help and refused command lines answer without it
-    os.environ.update(plan.environment)
-    from megatron_moe import build
-    from megatron_moe.emulate.rehearse import rehearse
-    from megatron_moe.logs.reporter import Reporter
-    from megatron_moe.parallel.agreement import check_agreement
-    from megatron_moe.train.checkpoints import Checkpoints
-    from megatron_moe.train.leave import Leave
-    from megatron_moe.train.progress import Progress
-    from megatron_moe.train.validate import Validation
-    from megatron_moe.watch.peers import Peers
-    from megatron_moe.watch.signals import Signals
-    from megatron_moe.watch.status import Status
+    from megatron_moe.watch.launcher import supervise
+
+    signals, status = supervise(plan, goodbye)  # from here on status.json has the outcome
+    with signals.exit_at_once(status):  # torch comes in only here; --help and refused command lines answer without it
+        from megatron_moe import build
+        from megatron_moe.emulate.rehearse import rehearse
+        from megatron_moe.logs.reporter import Reporter
+        from megatron_moe.parallel.agreement import check_agreement
+        from megatron_moe.train.checkpoints import Checkpoints
+        from megatron_moe.train.leave import Leave
+        from megatron_moe.train.progress import Progress
+        from megatron_moe.train.validate import Validation
+        from megatron_moe.watch.peers import Peers
 
     # who we are, where we report, what we compute with
-    signals = goodbye.enter_context(Signals(plan.resilience.exit_signals))
-    deadlines = goodbye.enter_context(build.build_deadlines(plan))
+    deadlines = goodbye.enter_context(build.build_deadlines(plan, status))
     compiled = rehearse(plan, deadlines)
-    context = build.build_context(plan)
-    goodbye.callback(context.stop)
-    reporter = Reporter(plan, context)
+    peers = Peers(plan.logging.run_dir, status, rank=plan.launch.rank, world_size=plan.launch.world_size)
+    with peers:
+        context = build.build_context(plan)
+        goodbye.callback(context.stop)
+        reporter = Reporter(plan, context)
     goodbye.callback(reporter.close)
-    status = goodbye.enter_context(Status(plan.logging.run_dir, rank=context.rank, say=reporter.note))
-    deadlines.reports_to(status)
-    world_size = plan.launch.world_size
-    goodbye.enter_context(Peers(plan.logging.run_dir, status, rank=context.rank, world_size=world_size))
+    goodbye.enter_context(peers)
+    status.starting(say=reporter.note)
     check_agreement(plan.resolved_yaml, context)
     saver = build.build_saver(plan, context, reporter)
     if saver:
@@ -96,6 +99,7 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     # where the run left off, or its beginning
     checkpoints = Checkpoints(plan, context, trainer, saver, reporter, status)
     goodbye.callback(checkpoints.close)
+    goodbye.callback(signals.ignore)  # runs first when the run ends: its exit code is decided
     state = checkpoints.restore(loader)
     last = state.last_iteration(plan)
     reporter.begin(iteration=state.iteration, last_iteration=last, consumed_samples=state.consumed_samples)
@@ -134,26 +138,23 @@ def pretrain(plan: RunPlan, goodbye: ExitStack) -> None:
     deadlines.enter("exit", state.iteration)
 
 
-def emulated(plan: RunPlan) -> str:
-    """What one rank of a cluster that is not there takes."""
-    os.environ.update(plan.environment)
-    from megatron_moe.emulate.run import emulate
-
-    return emulate(plan)
-
-
 def tell(text: str) -> int:
     """Prints an answer; a reader that has seen enough of it (`| head`) is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
-    return int(ExitCode.OK)
+    return 0
 
 
 def command() -> None:
     """The installed program `pretrain_moe`."""
-    sys.exit(main(sys.argv[1:], os.environ))
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # imports may turn KeyboardInterrupt into other errors
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    code = main(sys.argv[1:], os.environ)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # or a signal while Python ends would replace the exit code
+    sys.exit(code)
 
 
 if __name__ == "__main__":

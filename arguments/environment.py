@@ -3,6 +3,8 @@
 Who wins: the environment that the run was started in, then a file's `environment`, then what stands here.
 """
 
+import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +13,9 @@ from arguments.flags import Flags
 FROM_A_FILE = "asked for by a file"
 
 _EXPANDABLE = "expandable_segments:True"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXECUTED = frozenset({"BASH_ENV", "ENV", "PROMPT_COMMAND", "PS4"})
+"""Variables whose value a shell executes."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,22 @@ class Variable:
     name: str
     value: str
     reason: str
+
+
+def misnamed(name: str) -> tuple[str, str]:
+    """What is wrong with the name of a variable of a file, and the remedy; empty texts if nothing is."""
+    if not _NAME.fullmatch(name):
+        return f"names the environment variable {name!r}", "use letters, digits and _, with no digit first"
+    if name in _EXECUTED:
+        return f"sets {name}, whose value shells execute", f"remove it, or export {name} before the start"
+    return "", ""
+
+
+def unprintable(text: str) -> str:
+    """Names the first character of `text` that must not enter a script or the environment: a control character, such
+    as a newline or NUL, or one that is not valid Unicode. Empty if there is none."""
+    found = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Cs")), None)
+    return f"which contains the character U+{ord(found):04X}" if found else ""
 
 
 def variables(flags: Flags, from_files: Mapping[str, str]) -> tuple[Variable, ...]:

@@ -9,13 +9,14 @@ scalar is the text that stands in the file, so that `1e-6` is a number and `1:30
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os.path import normpath
 from pathlib import Path
 
 import yaml
 
+from arguments.environment import misnamed, unprintable
 from arguments.errors import Problem
 from arguments.flags import Registry, group_classes
 from arguments.parser import Given
@@ -123,7 +124,7 @@ class _Reader:
         sections = dict(pairs)
         for name in _ENVIRONMENT:
             if name in sections:
-                self._read_texts(sections[name], self.file.environment)
+                self._read_texts(sections[name], self.file.environment, self._refuse_variable)
         if _ABOUT in sections:
             self._read_texts(sections[_ABOUT], self.file.about)
         if _BASE in sections:
@@ -134,12 +135,27 @@ class _Reader:
         if not foreign:
             self._read_flags(pairs, false_is_absent=False, without=_NO_FLAGS, groups=True)
 
-    def _read_texts(self, node: yaml.Node, texts: dict[str, str]) -> None:
-        for name, value in self._pairs(node):
+    def _read_texts(
+        self, node: yaml.Node, texts: dict[str, str], check: Callable[[str, str, yaml.Node], None] | None = None
+    ) -> None:
+        """Adds the `name: value` lines to `texts`, except those that `check` raises _Unusable for."""
+        for name, node_of_value in self._pairs(node):
             try:
-                texts[name] = self._scalar(value)
+                value = self._scalar(node_of_value)
+                if check:
+                    check(name, value, node_of_value)
             except _Unusable:
                 continue
+            texts[name] = value
+
+    def _refuse_variable(self, name: str, value: str, node: yaml.Node) -> None:
+        """Environment variables end up in launch scripts and in `os.environ`."""
+        wrong, remedy = misnamed(name)
+        if not wrong and unprintable(value):
+            wrong, remedy = f"sets the environment variable {name} to {value!r}, {unprintable(value)}", "remove it"
+        if wrong:
+            self._problem(node, wrong, remedy)
+            raise _Unusable
 
     def _read_bases(self, node: yaml.Node) -> None:
         """One file or a list of them."""
@@ -216,6 +232,9 @@ class _Reader:
             self._problem(node, "holds a value that is neither a text, a number nor a list of these")
             raise _Unusable
         self._refuse_objects(node)
+        if "\0" in node.value:
+            self._problem(node, f"holds a NUL character, {node.value!r}", "remove it")
+            raise _Unusable
         return _VARIABLE.sub(lambda match: self._variable(match, node), node.value)
 
     def _refuse_objects(self, node: yaml.Node) -> None:

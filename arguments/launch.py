@@ -9,6 +9,7 @@ from megatron_moe.specs.parallel import Launch
 
 _SRUN_SPECIAL_STEPS = 4294967290
 """Step numbers from here on are not made by a user's srun: interactive, batch, external."""
+_LAST_PORT = 65535
 
 
 class LaunchProblem(Exception):
@@ -81,6 +82,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_port(environ),
         launcher="torchrun",
+        supervised="TORCHELASTIC_RUN_ID" in environ,
     )
 
 
@@ -106,6 +108,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         master_addr=environ.get("MASTER_ADDR") or _first_host(hosts) or _missing("SLURM_JOB_NODELIST"),
         master_port=_port(environ, 20000 + _number({"SLURM_JOB_ID": "0", **environ}, "SLURM_JOB_ID") % 20000),
         launcher="slurm",
+        supervised=True,
     )
 
 
@@ -155,6 +158,7 @@ def _openmpi(environ: Mapping[str, str]) -> Launch:
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_port(environ),
         launcher="openmpi",
+        supervised=True,
     )
 
 
@@ -196,7 +200,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _port(environ: Mapping[str, str], otherwise: int = 29500) -> int:
-    return _number({"MASTER_PORT": str(otherwise), **environ}, "MASTER_PORT")
+    port = _number({"MASTER_PORT": str(otherwise), **environ}, "MASTER_PORT")
+    if not 0 <= port <= _LAST_PORT:
+        raise LaunchProblem(f"MASTER_PORT={port} is not a port", f"export MASTER_PORT=1024 to {_LAST_PORT}")
+    return port
 
 
 def _missing(name: str) -> NoReturn:

@@ -44,12 +44,15 @@ from megatron_moe.train.step import Trainer
 from megatron_moe.watch import packages
 from megatron_moe.watch.hang import Deadlines
 from megatron_moe.watch.inject import Faults
+from megatron_moe.watch.status import Status
 
 
-def build_deadlines(plan: RunPlan) -> Deadlines:
+def build_deadlines(plan: RunPlan, status: Status) -> Deadlines:
     launch = plan.launch
     seconds, run_dir = dict(plan.resilience.deadlines), plan.logging.run_dir
-    return Deadlines(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
+    deadlines = Deadlines(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
+    deadlines.reports_to(status)
+    return deadlines
 
 
 def set_algorithms(plan: RunPlan) -> None:

@@ -27,7 +27,7 @@ where=(--nnodes "$nnodes" --nproc-per-node "${RANKS_PER_NODE:-$(gpus)}")
 if [ "$nnodes" = 1 ]; then
     where+=(--standalone)
 else
-    : "${NODE_RANK:?set NODE_RANK, the number of this machine from 0 to $((nnodes - 1))}"
+    : "${NODE_RANK:?set NODE_RANK, the number of this machine, less than NNODES=$nnodes}"
     : "${MASTER_ADDR:?set MASTER_ADDR, the name of machine 0}"
     where+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
     max_restarts=0

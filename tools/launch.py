@@ -12,6 +12,7 @@ it waits for as comments, and exits with 0 as pretrain_moe.py --dry-run does.
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -153,7 +154,7 @@ def submit(path: Path, job: Job, launcher: str) -> int:
     if job.nodes > 1:
         raise EnvironmentProblem(
             f"torchrun cannot reach {job.nodes} machines from here; start it on each of them: "
-            f"NODE_RANK=0..{job.nodes - 1} MASTER_ADDR=HOST bash {path}"
+            f"NODE_RANK=0..{job.nodes - 1} MASTER_ADDR=HOST bash {shlex.quote(str(path))}"
         )
     return wait_for(["bash", str(path)])
 
@@ -169,7 +170,8 @@ def main(argv: Sequence[str]) -> int:
         path = write(job, script, options.launcher)
         if options.submit:
             return submit(path, job, options.launcher)
-        print(f"wrote {path}; start it with: {'sbatch' if options.launcher == 'slurm' else 'bash'} {path}")
+        starter = "sbatch" if options.launcher == "slurm" else "bash"
+        print(f"wrote {path}; start it with: {starter} {shlex.quote(str(path))}")
         return 0
     except Finished as answer:
         print(answer.text)

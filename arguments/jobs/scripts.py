@@ -3,15 +3,18 @@
 A script holds everything that was decided, so that what is read is what runs: ranks, environment with reasons, flags.
 """
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments.environment import Variable
+from arguments.environment import Variable, misnamed, unprintable
+from arguments.errors import FlagErrors, Problem
 
 _SHEBANG = "#!/usr/bin/env bash\n"
 _WIDTH = 110
+_SLURM_OPTION = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,33 @@ class Job:
     mounts: tuple[str, ...] = ()
     """HOST:CONTAINER folders; root, folder and run folder are always mounted."""
 
+    def __post_init__(self) -> None:
+        """Raises FlagErrors if a value cannot be written into a script without becoming part of its code."""
+        problems = [
+            Problem(what=f"{source} is {text!r}, {unprintable(text)}", remedy="choose a text without it")
+            for source, text in self._texts()
+            if unprintable(text)
+        ]
+        for variable in self.variables:
+            wrong, remedy = misnamed(variable.name)
+            problems += [Problem(what=f"the configuration {wrong}", remedy=remedy)] if wrong else []
+        for option, _ in self.slurm:
+            if not _SLURM_OPTION.fullmatch(option):
+                what = f"--slurm {option!r} is not the name of an sbatch option"
+                problems.append(Problem(what=what, remedy="write NAME=VALUE, as in --slurm time=4:00:00"))
+        if problems:
+            raise FlagErrors(problems)
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """(source, value) of all texts that users choose."""
+        yield from (("--name", self.name), ("the folder of the project", str(self.root)))
+        yield from (("the current folder", str(self.folder)), ("--run-dir", str(self.run_dir)))
+        yield from (("--python", self.python), ("--container", self.container or ""))
+        yield from (("a word of the command line", word) for word in self.flags)
+        yield from ((f"the environment variable {each.name}", each.value) for each in self.variables)
+        yield from ((f"--slurm {option}", value or "") for option, value in self.slurm)
+        yield from (("--mounts", mount) for mount in self.mounts)
+
 
 def slurm_script(job: Job, body: str) -> str:
     """What `sbatch` gets. `body`: the text of scripts/slurm/body.sh, which is the same for every run."""
@@ -51,6 +81,7 @@ def slurm_script(job: Job, body: str) -> str:
             _SHEBANG,
             *(f"#SBATCH {_option(name, value)}\n" for name, value in slurm_options(job).items()),
             _comment(job),
+            _exports(job.variables),  # first, so that a variable named like one of the script's does not replace it
             _settings(
                 {
                     "root": str(job.root),
@@ -63,7 +94,6 @@ def slurm_script(job: Job, body: str) -> str:
             _array("container", _container(job)),
             _array("flags", job.flags),
             f"cd {shlex.quote(str(job.folder))} || exit 3\n",
-            _exports(job.variables),
             "\n",
             _without_head(body),
         )
@@ -72,17 +102,16 @@ def slurm_script(job: Job, body: str) -> str:
 
 def torchrun_script(job: Job) -> str:
     """A script that starts scripts/launch.sh with everything set; on several machines it is started on each."""
-    settings = {"RANKS_PER_NODE": str(job.ranks_per_node), "RUN_DIR": str(job.run_dir), "PYTHON": job.python}
-    if job.nodes > 1:
-        settings = {"NNODES": str(job.nodes)} | settings
+    settings = {"NNODES": str(job.nodes), "RANKS_PER_NODE": str(job.ranks_per_node)}
+    settings |= {"RUN_DIR": str(job.run_dir), "PYTHON": job.python}
     return "".join(
         (
             _SHEBANG,
             _comment(job),
             "set -euo pipefail\n",
+            _exports(job.variables),
             _array("flags", job.flags),
             f"cd {shlex.quote(str(job.folder))}\n",
-            _exports(job.variables),
             *(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()),
             f'exec bash {shlex.quote(str(job.root / "scripts" / "launch.sh"))} "${{flags[@]}}"\n',
         )
@@ -128,7 +157,7 @@ def _comment(job: Job) -> str:
     ranks = job.nodes * job.ranks_per_node
     lines = [f"Written by tools/launch.py: {job.name} on {job.nodes} x {job.ranks_per_node} = {ranks} ranks."]
     lines += [f"Cannot be trained yet: {reason}" for reason in job.waits]
-    return "".join(f"# {line}\n" for line in [*lines, *job.summary]) + "\n"
+    return "".join(f"# {line}\n" for text in [*lines, *job.summary] for line in text.splitlines()) + "\n"
 
 
 def _settings(values: Mapping[str, str]) -> str:

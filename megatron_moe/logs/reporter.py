@@ -30,7 +30,7 @@ from megatron_moe.logs.tally import Metric
 from megatron_moe.logs.timers import Timers, timer_lines
 from megatron_moe.parallel.agreement import every_rank_does
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.folder_lock import FolderLock
+from megatron_moe.parallel.folder_lock import RUN_FOLDER, FolderLock
 from megatron_moe.specs.count_flops import flops_per_step, peak_flops
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.run import RunPlan
@@ -86,7 +86,7 @@ class Reporter:
         prepare_run_folder(folder, self.context.rank)
         if not self.context.is_first:
             return
-        self._lock = FolderLock(folder, does="writes into the run folder", option="--run-dir")
+        self._lock = FolderLock(folder, **RUN_FOLDER)
         write_provenance(
             folder,
             run_yaml=self._plan.resolved_yaml,

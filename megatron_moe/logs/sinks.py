@@ -5,6 +5,7 @@ knowing it, because telemetry must not stop training.
 """
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -122,30 +123,54 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by iteration, and most of them again by consumed samples."""
+    """Scalars by iteration, and most of them again by consumed samples. After a failure the next attempt begins another
+    file, because the thread of a writer ends with its first error."""
 
     name = "TensorBoard"
     rest_seconds = 60.0
 
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
-        self._resumed_iteration = resumed_iteration
+        self._purge_step: int | None = resumed_iteration + 1
+        """Curves of a resumed run replace what the interrupted one wrote from here on."""
         self._writer: Any = None
 
     def log(self, entry: Entry) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # Curves of a resumed run replace what the interrupted one wrote beyond this point.
-            self._writer = SummaryWriter(str(self._directory), purge_step=self._resumed_iteration + 1, flush_secs=30)
-        for tag, value in entry.tags.items():
-            self._writer.add_scalar(tag, value, entry.iteration)
-            if has_samples_variant(tag):
-                self._writer.add_scalar(f"{tag} vs samples", value, entry.samples)
+        try:
+            if self._writer is None:
+                self._writer = self._start()
+            for tag, value in entry.tags.items():
+                self._writer.add_scalar(tag, value, entry.iteration)
+                if has_samples_variant(tag):
+                    self._writer.add_scalar(f"{tag} vs samples", value, entry.samples)
+        except OSError:
+            self._writer, self._purge_step = None, None
+            raise
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+    def _start(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        _hide_tracebacks_of_writers()
+        return SummaryWriter(str(self._directory), purge_step=self._purge_step, flush_secs=30)
+
+
+def _hide_tracebacks_of_writers() -> None:
+    """The thread of a TensorBoard writer raises what it also passes on to the next `add_scalar`, where `Guard` reports
+    it in one sentence."""
+    print_traceback = threading.excepthook
+    if getattr(print_traceback, "hides_writers", False):
+        return
+
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__name__ != "_AsyncWriterThread":
+            print_traceback(failure)
+
+    hook.hides_writers = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 class WandB:

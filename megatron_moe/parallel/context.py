@@ -15,11 +15,12 @@ from torch.distributed import distributed_c10d
 from megatron_moe.parallel.fake import enter_fake_world
 from megatron_moe.parallel.mailbox import Mailbox
 from megatron_moe.specs.emulation import RoutedLoad
-from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, OtherRankProblem
 from megatron_moe.specs.grid import all_groups
 from megatron_moe.specs.parallel import Launch, ParallelSpec
 from megatron_moe.specs.precision import FloatName
 
+_MAX_NAMED = 16
 _DTYPES = (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
 
 
@@ -246,15 +247,49 @@ def _rendezvous(spec: ParallelSpec, launch: Launch, device: torch.device) -> Non
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{launch.master_addr}:{launch.master_port}",
+            store=_meet(spec, launch),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(minutes=spec.timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise EnvironmentProblem(
+        raise OtherRankProblem(
             f"rank {launch.rank} of {launch.world_size} could not meet the others at "
             f"{launch.master_addr}:{launch.master_port} within {spec.timeout_minutes:g} minutes: {error}; "
-            f"check that all ranks were started with the same master address and that the port is free"
+            f"check that all ranks were started with the same master address and that the port is free",
+            code=ExitCode.RENDEZVOUS,
         ) from error
+
+
+def _meet(spec: ParallelSpec, launch: Launch) -> dist.Store:
+    """The store of the process group, after all ranks have come.
+
+    torchrun's agent serves it, else the first rank. That one waits for the others here, rather than in the constructor
+    of the store, which cannot say which ranks are missing; the others wait for its word.
+
+    Raises OtherRankProblem on the first rank when others did not come; errors of torch otherwise.
+    """
+    timeout = timedelta(minutes=spec.timeout_minutes)
+    is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = launch.master_addr, launch.master_port
+    store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=is_server)
+    came = [f"rank {rank} came" for rank in range(launch.world_size)]
+    store.set(came[launch.rank], "")
+    if launch.rank != 0:
+        store.wait(["all ranks came"], timeout)
+        return store
+    try:
+        store.wait(came, timeout)
+    except dist.DistError as error:
+        missing = [rank for rank, key in enumerate(came) if not store.check([key])]
+        named = ", ".join(map(str, missing[:_MAX_NAMED])) + " ..." * (len(missing) > _MAX_NAMED)
+        raise OtherRankProblem(
+            f"{len(missing)} of {launch.world_size} ranks did not come to {address}:{port} within "
+            f"{spec.timeout_minutes:g} minutes: rank {named}; see what they printed, and "
+            "check that all ranks were started with the same master address",
+            missing[0] if missing else None,
+            ExitCode.RENDEZVOUS,
+        ) from error
+    store.set("all ranks came", "")
+    return store

@@ -5,11 +5,15 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 
 LOCK = ".lock"
+RUN_FOLDER: Mapping[str, str] = MappingProxyType({"does": "writes into the run folder", "option": "--run-dir"})
+"""Keywords of `FolderLock` and `refuse_held` for run folders."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.1
 """Between two tries: who asks for the holder (`held_by`) has a lock himself for a moment."""
@@ -37,9 +41,7 @@ class FolderLock:
         except BlockingIOError as error:
             holder = _holder(self._file.fileno())
             self._file.close()
-            raise EnvironmentProblem(
-                f"another job {does} {folder}: {holder}; stop it or give another {option} folder"
-            ) from error
+            raise _refusal(folder, does, option, holder) from error
         except OSError as error:
             raise EnvironmentProblem(
                 f"{folder / LOCK}, which keeps other jobs out, cannot be written: {error.strerror or error}; free it "
@@ -77,6 +79,14 @@ class FolderLock:
         self._file.close()
 
 
+def refuse_held(folder: Path, *, does: str, option: str) -> None:
+    """Raises EnvironmentProblem when another job holds the folder. For ranks that write there before this job locks
+    it."""
+    holder = held_by(folder)
+    if holder is not None:
+        raise _refusal(folder, does, option, holder)
+
+
 def held_by(folder: Path) -> str | None:
     """Who holds the folder; None when nobody does, or nobody can know."""
     try:
@@ -92,6 +102,10 @@ def held_by(folder: Path) -> str | None:
     finally:
         os.close(file)
     return None
+
+
+def _refusal(folder: Path, does: str, option: str, holder: str) -> EnvironmentProblem:
+    return EnvironmentProblem(f"another job {does} {folder}: {holder}; stop it or give another {option} folder")
 
 
 def _holder(file: int) -> str:

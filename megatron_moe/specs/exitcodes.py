@@ -24,6 +24,8 @@ class ExitCode(IntEnum):
     HANG = 10
     OTHER_RANK = 11
     DRIFT = 12
+    RENDEZVOUS = 13
+    LAUNCHER = 14
     RERUN_DISAMBIGUATE = 16
     RERUN_FAILED = 17
     PREEMPTED_SAVED = 75

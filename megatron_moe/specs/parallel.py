@@ -15,6 +15,8 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     launcher: Literal["none", "torchrun", "slurm", "openmpi", "dry run"] = "none"
+    supervised: bool = False
+    """The parent process is a launcher that waits for this rank: not a shell in which the variables were set."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,14 @@ run that ends again and again without a new checkpoint is not started for ever.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron_moe.parallel.folder_lock import held_by
 from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.watch.status import STATUS, Report
+from megatron_moe.watch.status import STARTED, STATUS, Report
 
 HISTORY = "restarts.jsonl"
 """In the run folder: one Ending per line."""
@@ -25,6 +26,8 @@ RESTARTED: Mapping[int, str] = MappingProxyType(
         ExitCode.HANG: "the run hung",
         ExitCode.OTHER_RANK: "a rank vanished without a report: its node failed, or it was killed",
         ExitCode.DRIFT: "copies of the weights differed: suspect the hardware",
+        ExitCode.RENDEZVOUS: "the ranks could not meet",
+        ExitCode.LAUNCHER: "the launcher of a rank died",
         ExitCode.RERUN_DISAMBIGUATE: "a suspicious step is to be repeated on other hardware",
         ExitCode.PREEMPTED_SAVED: "it was preempted and has saved",
         ExitCode.PREEMPTED_UNSAVED: "it was preempted before it could save",
@@ -114,13 +117,19 @@ def _without_report(exit_code: int) -> Decision:
 
 def read_report(run_dir: Path, since: float = 0.0) -> Report | None:
     """status.json, unless it cannot be read or is older than `since` (seconds since the epoch, by the clock that stamps
-    the folder's files): of an earlier start."""
-    path = run_dir / STATUS
+    the folder's files): of an earlier start. A start that was killed before it could write one has the report of a
+    start that has just begun."""
     try:
+        path = run_dir / STATUS
         report, written = Report(**json.loads(path.read_text())), path.stat().st_mtime
+        if written >= since:
+            return report
     except (OSError, ValueError, TypeError):
-        return None
-    return report if written >= since else None
+        pass
+    with suppress(OSError):
+        if (run_dir / STARTED).stat().st_mtime >= since:
+            return Report()
+    return None
 
 
 def read_history(run_dir: Path) -> tuple[Ending, ...]:

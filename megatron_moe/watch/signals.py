@@ -7,9 +7,13 @@ that the terminal has sent to every process already, so what comes within two se
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.watch.status import Status
 
 _ONE_WISH_SECONDS = 2.0
 
@@ -47,6 +51,31 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+    @contextmanager
+    def exit_at_once(self, status: Status) -> Iterator[None]:
+        """Around imports: Ctrl-C, unless it is one of the signals, writes the status and ends the process.
+
+        KeyboardInterrupt, which Ctrl-C raises afterwards, may come out of an import as another error.
+        """
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            status.fail(ExitCode.INTERRUPTED, "interrupted from the keyboard")
+            os._exit(int(ExitCode.INTERRUPTED))
+
+        if signal.SIGINT in self._before or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            yield
+            return
+        signal.signal(signal.SIGINT, leave)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def ignore(self) -> None:
+        """Ignores further signals: the run is ending, and its exit code is decided."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
 
     def take(self, number: int, frame: FrameType | None = None) -> None:
         """Takes note of a signal. Raises KeyboardInterrupt when it is the second one.

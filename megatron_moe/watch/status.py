@@ -21,6 +21,10 @@ from megatron_moe.specs.exitcodes import ExitCode, OtherRankProblem, Preempted, 
 State = Literal["starting", "running", "saving", "finished", "preempted", "failed"]
 
 STATUS = "status.json"
+STARTED = ".started"
+"""Touched by every rank when it starts: tells a start that was killed early from a command line that was refused."""
+_START_SECONDS = 10.0
+"""Within this time all ranks of a start begin. A failure this recent may be another rank's of the same start."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _SLOWEST_SECONDS = 1.0
 """How much earlier than this rank another one may have begun, and failed."""
@@ -66,7 +70,7 @@ class Status:
     The first rank writes while all is well; a rank that fails writes at once. Without a run folder nothing is written.
 
     Args:
-        say: told once when the file cannot be written.
+        say: gets one sentence when the file cannot be written.
         clock: seconds since the epoch.
         timer: seconds; nobody sets it.
     """
@@ -90,8 +94,9 @@ class Status:
         self._said = False
         self._failed: Path | None = None
         """What this rank has left in crash/."""
-        self.report = Report()
-        self.update(state="starting")
+        self.report = Report(time=clock())
+        if not self._others_failed() and rank == 0:
+            self._write(STATUS, self.report)
 
     def __enter__(self) -> "Status":
         return self
@@ -125,6 +130,12 @@ class Status:
         due = self._written is None or changed or self._timer() - self._written >= _SECONDS_BETWEEN_WRITES
         if self._rank == 0 and due:
             self._write(STATUS, self.report)
+
+    def starting(self, *, say: Callable[[str], None]) -> None:
+        """The ranks have met, so that a failure of an earlier start may be overwritten. `say`: from now on gets the
+        sentence when the file cannot be written."""
+        self._say = say
+        self.update(state="starting")
 
     def finish(self, state: Literal["finished", "preempted"], code: ExitCode, sentence: str = "") -> None:
         """The run ends as it should, or by a signal."""
@@ -167,6 +178,19 @@ class Status:
                 if failure is not None and failure.time >= begun:
                     found.append(failure)
         return found
+
+    def _others_failed(self) -> bool:
+        """Touches STARTED. True if another rank of this start has failed already, whose report must stay."""
+        if self._run_dir is None:
+            return False
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            started, status = self._run_dir / STARTED, self._run_dir / STATUS
+            started.touch()
+            recent = started.stat().st_mtime - status.stat().st_mtime < _START_SECONDS
+            return recent and json.loads(status.read_text())["state"] == "failed"
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
 
     def _write(self, name: str, report: Report) -> Path | None:
         """Written aside and put in place in one step, so that a reader never sees half of it. None: it could not be."""

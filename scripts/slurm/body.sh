@@ -10,7 +10,7 @@ trap 'stopped=yes' TERM # SLURM ends the whole job, batch script included: cance
 # srun leaves its tasks one core each unless it is told, since SLURM 22.05
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
-echo "job $SLURM_JOB_ID, start number $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
+echo "job $SLURM_JOB_ID, restarted ${SLURM_RESTART_COUNT:-0} times, on $SLURM_JOB_NODELIST"
 since=$(date +%s)
 code=0
 # the first rank to leave may not end the others: rank 0 may still commit a checkpoint; but none waits for ever

@@ -226,6 +226,35 @@ def test_variables_of_a_file_become_the_runs_unless_the_user_set_them(tmp_path):
     assert plan_of(f"--config {path}", environ={"B": "3"}).environment == (("A", "1"),)
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ('"A; touch x; B": v', "a.yaml:1 names the environment variable 'A; touch x; B'"),
+        ("A=B: 1", "names the environment variable 'A=B'"),
+        ('"": 1', "names the environment variable ''"),
+        ("1A: 1", "names the environment variable '1A'"),
+        ('"A\\n": 1', "names the environment variable 'A\\n'"),
+        ("Ä: 1", "names the environment variable 'Ä'"),
+        ('BASH_ENV: "$$(touch x)"', "sets BASH_ENV, whose value shells execute"),
+        ('A: "b\\0"', "holds a NUL character, 'b\\x00'"),
+        ('A: "b\\ntouch x"', "sets the environment variable A to 'b\\ntouch x', which contains the character U+000A"),
+        ('A: "b\\x1b[2J"', "which contains the character U+001B"),
+    ],
+)
+@pytest.mark.parametrize("more", ["", " --dry-run"])
+def test_variables_that_no_environment_or_script_can_hold_are_refused(tmp_path, entry, message, more):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"environment: {{{entry}}}\n", encoding="utf-8")
+    (text,) = texts_of(f"--config {path}{more}")
+    assert message in text
+
+
+def test_a_flag_with_a_nul_character_is_refused(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text('run-dir: "runs/a\\0b"\n', encoding="utf-8")
+    assert texts_of(f"--config {path}", without="--run-dir") == [f"{path}:1 holds a NUL character, 'runs/a\\x00b'"]
+
+
 def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch):
     folder, path = tmp_path / "recipes", tmp_path / "a.yaml"
     folder.mkdir()

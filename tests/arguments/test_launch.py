@@ -59,7 +59,19 @@ def test_torchrun_tells_ranks_and_master():
         master_addr="node7",
         master_port=1234,
         launcher="torchrun",
+        supervised=True,
     )
+
+
+def test_a_shell_that_sets_the_variables_may_end_before_the_ranks():
+    by_hand = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert not launch_of(by_hand).supervised and not launch_of({}).supervised
+
+
+@pytest.mark.parametrize("port", ["-1", "70000"])
+def test_a_port_that_does_not_exist_is_refused(port):
+    with pytest.raises(LaunchProblem, match=f"MASTER_PORT={port} is not a port"):
+        launch_of({"MASTER_PORT": port})
 
 
 def test_srun_tells_ranks_and_the_first_host_is_the_master():
@@ -71,6 +83,7 @@ def test_srun_tells_ranks_and_the_first_host_is_the_master():
         master_addr="node007",
         master_port=20000 + 123456 % 20000,
         launcher="slurm",
+        supervised=True,
     )
     assert launch_of({**SRUN, "MASTER_ADDR": "me", "MASTER_PORT": "7"}).master_port == 7
 
@@ -126,7 +139,13 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, first):
 
 def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
     assert launch_of(MPIRUN) == Launch(
-        rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="head", launcher="openmpi"
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        master_addr="head",
+        launcher="openmpi",
+        supervised=True,
     )
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     del alone["MASTER_ADDR"]

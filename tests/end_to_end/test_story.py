@@ -1,22 +1,28 @@
 """The story of `pretrain_moe.py` in this process: what it opens it closes, what is asked for is switched on."""
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+import arguments.read
 import pretrain_moe
 from megatron_moe.build import build_context
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.sampler import SampleOrder
-from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, ExitCode
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import BatchSpec, CheckpointSpec
+from megatron_moe.watch import signals
 from pretrain_moe import main, pretrain
 from tests import tiny
 
@@ -44,10 +50,36 @@ def test_a_second_signal_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def interrupted(plan: RunPlan, goodbye: ExitStack) -> None:
         raise KeyboardInterrupt("SIGTERM, the second signal")
 
-    monkeypatch.setattr(pretrain_moe, "read_plan", lambda argv, environ, vocab_size_of: tiny.plan())
+    monkeypatch.setattr(arguments.read, "read_plan", lambda argv, environ, vocab_size_of: tiny.plan())
     monkeypatch.setattr(pretrain_moe, "pretrain", interrupted)
     assert main([], {}) == 130
     assert capsys.readouterr().err == "rank 0: left at once: SIGTERM, the second signal\n"
+
+
+def test_a_second_signal_while_the_run_ends_keeps_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 29: the first comes before a step, the second while everything is closed."""
+    plan = plan_of(tmp_path)
+    plan = replace(plan, resilience=replace(plan.resilience, exit_signals=("SIGUSR1",)))
+    next_step, close = TrainLoader.next_step, Reporter.close
+    monkeypatch.setattr(signals, "_ONE_WISH_SECONDS", 0.0)
+    monkeypatch.setattr(arguments.read, "read_plan", lambda argv, environ, vocab_size_of: plan)
+    for owner, name, method in ((TrainLoader, "next_step", next_step), (Reporter, "close", close)):
+        monkeypatch.setattr(owner, name, signalled(method))
+    assert main([], {}) == ExitCode.PREEMPTED_UNSAVED
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["code"]) == ("preempted", ExitCode.PREEMPTED_UNSAVED)
+
+
+def signalled(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The method, before which this process gets SIGUSR1."""
+
+    def call(self: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return method(self)
+
+    return call
 
 
 @pytest.mark.parametrize("wanted", [True, False])

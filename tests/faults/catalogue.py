@@ -146,7 +146,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/arguments/test_checks.py::test_an_impossible_fold_is_refused_with_what_is_near",
         ),
         37: (
-            "tests/parallel/test_rendezvous.py::test_a_peer_that_never_comes_is_told_with_place_and_time",
+            "tests/parallel/test_rendezvous.py::test_a_rank_that_never_comes_is_named_with_place_and_time",
+            "tests/parallel/test_rendezvous.py::test_a_first_rank_that_never_comes_is_told_with_place_and_time",
             "tests/parallel/test_rendezvous.py::test_a_port_in_use_is_told",
         ),
         38: ("tests/watch/test_requeue.py::test_three_ends_at_one_checkpoint_are_enough",),

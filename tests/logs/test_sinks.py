@@ -1,11 +1,13 @@
 """Sinks write what they are told, and their failures stay theirs (promise P11)."""
 
+import errno
 import json
 import resource
 import signal
 import time
 
 import pytest
+from tensorboard.compat.tensorflow_stub.io import gfile
 
 from megatron_moe.logs.metrics import read_metrics
 from megatron_moe.logs.sinks import HOUR, Entry, Guard, JsonLines, LogFile, TensorBoard, WandB
@@ -121,6 +123,33 @@ def test_the_log_file_keeps_earlier_lines_and_is_shared(tmp_path):
     first.close()
     second.close()
     assert (tmp_path / "log.txt").read_text() == "before\none\ntwo\nthree\n"
+
+
+def test_a_full_disk_under_tensorboard_is_one_sentence_and_a_new_file_follows(tmp_path, monkeypatch, capfd):
+    """Fault 15: the writer's thread prints no traceback, and its end is not the end of the curves."""
+    said, clock = [], [0.0]
+    guard, sink = Guard(said.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
+
+    def full(system, filename, content, binary_mode=False):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def log(iteration):
+        guard.run("TensorBoard", lambda: sink.log(entry(iteration, mfu=1.0)), rest_seconds=sink.rest_seconds)
+
+    log(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(gfile.LocalFileSystem, "append", full)
+        patch.setattr(gfile.LocalFileSystem, "write", full)
+        until = time.monotonic() + 60
+        while not said and time.monotonic() < until:
+            log(2)
+            time.sleep(0.01)
+    assert len(said) == 1 and "No space left on device" in said[0]
+    clock[0] += 61
+    log(3)
+    sink.close()
+    assert "Traceback" not in capfd.readouterr().err
+    assert len(list(tmp_path.glob("events.*"))) == 2
 
 
 def test_tensorboard_gets_scalars_by_iteration_and_by_samples(tmp_path):

@@ -10,30 +10,36 @@ from torch.distributed import distributed_c10d
 
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode
+from megatron_moe.specs.exitcodes import ExitCode, OtherRankProblem
 from megatron_moe.specs.parallel import Launch, ParallelSpec
 from megatron_moe.watch.peers import is_broken_connection
 from tests.ranks import free_port, on_processes
 
 
-def refused(rank: int, port: int) -> EnvironmentProblem:
+def refused(rank: int, port: int) -> OtherRankProblem:
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
-    with pytest.raises(EnvironmentProblem) as problem:
+    with pytest.raises(OtherRankProblem) as problem:
         ParallelContext.start(ParallelSpec(world_size=2, timeout_minutes=0.02), launch, device="cpu")
+    assert problem.value.code == ExitCode.RENDEZVOUS
     return problem.value
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_peer_that_never_comes_is_told_with_place_and_time(rank: int) -> None:
-    """Fault 37: code 3."""
+def test_a_rank_that_never_comes_is_named_with_place_and_time() -> None:
+    """Fault 37: code 13."""
     port = free_port()
-    problem = refused(rank, port)
-    assert problem.code == ExitCode.ENVIRONMENT
-    assert f"rank {rank} of 2 could not meet the others at 127.0.0.1:{port} within 0.02 minutes" in str(problem)
+    problem = refused(0, port)
+    assert problem.rank == 1
+    assert f"1 of 2 ranks did not come to 127.0.0.1:{port} within 0.02 minutes: rank 1" in str(problem)
+
+
+def test_a_first_rank_that_never_comes_is_told_with_place_and_time() -> None:
+    """Fault 37: code 13."""
+    port = free_port()
+    assert f"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0.02 minutes" in str(refused(1, port))
 
 
 def test_a_port_in_use_is_told() -> None:
-    """Fault 37."""
+    """Fault 37: code 13, since another start may find it free."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

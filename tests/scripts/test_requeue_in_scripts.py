@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from arguments.environment import Variable
 from arguments.jobs.scripts import Job, slurm_script, torchrun_script
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.watch.requeue import read_history
@@ -118,6 +120,19 @@ def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
     starts = [line for line in asked(tmp_path) if "torch.distributed.run" in line]
     assert len(starts) == 1, "of several machines none is started again alone"
     assert "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr host0 --master-port 29500" in starts[0]
+
+
+@pytest.mark.parametrize("name", ["container", "flags", "python", "root", "SLURM_RESTART_COUNT", "NNODES"])
+@pytest.mark.parametrize("write", [partial(slurm_script, body=BODY), torchrun_script], ids=["slurm", "torchrun"])
+def test_a_variable_of_a_file_reaches_no_command_of_the_script(tmp_path, write, name):
+    """Neither by a name that the script uses itself nor by a value that arithmetic would evaluate."""
+    value = f"a[$(touch {tmp_path / 'executed'})]"
+    job = replace(job_in(tmp_path), variables=(Variable(name, value, "a file sets it"),))
+    done = start(tmp_path, write(job), None)
+    assert done.returncode == 0, done.stderr
+    started = [line for line in asked(tmp_path) if "pretrain_moe.py" in line]
+    assert "touch" not in "".join(started) and started[-1].endswith(f"{REPOSITORY}/pretrain_moe.py --recipe mine")
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_signal_ends_torchrun_for_good(tmp_path):

@@ -126,6 +126,13 @@ def test_torchrun_cannot_start_other_machines(here, capsys):
     assert "NODE_RANK=0..1 MASTER_ADDR=HOST bash" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--name", "a\ntouch x"], ["--slurm", "comment=a\ntouch x"], ["--run-dir", "a\nb"]])
+def test_a_value_with_a_newline_is_refused_before_anything_is_written(here, capsys, words):
+    assert main(["--submit", "--gpus-per-node", "4", *FLAGS, *words]) == ExitCode.CONFIG
+    assert "which contains the character U+000A" in capsys.readouterr().err
+    assert asked(here) == [] and not (here / "runs").exists()
+
+
 def test_a_machine_without_slurm_is_told_so(here, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(here / "nothing"))
     assert main(["--submit", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT

@@ -10,13 +10,15 @@ import pytest
 from megatron_moe.parallel.folder_lock import FolderLock
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.watch.requeue import HISTORY, Ending, decide, judge, read_history, read_report
-from megatron_moe.watch.status import STATUS, Report
+from megatron_moe.watch.status import STARTED, STATUS, Report, Status
 from tools.requeue import main
 
 AGAIN = {
     ExitCode.HANG,
     ExitCode.OTHER_RANK,
     ExitCode.DRIFT,
+    ExitCode.RENDEZVOUS,
+    ExitCode.LAUNCHER,
     ExitCode.RERUN_DISAMBIGUATE,
     ExitCode.PREEMPTED_SAVED,
     ExitCode.PREEMPTED_UNSAVED,
@@ -51,6 +53,15 @@ def test_a_finished_run_is_left_whatever_the_launcher_says():
 )
 def test_without_a_report_only_a_signal_is_a_reason_to_start_again(code, restart):
     assert decide(None, code).restart == restart
+
+
+def test_a_start_that_was_killed_before_it_wrote_a_report_is_started_again(tmp_path):
+    """torchrun turns the signal into code 1, as it does with the code of a refused command line."""
+    since = time.time() - 5
+    Status(tmp_path, rank=1)
+    assert judge(tmp_path, 1, since=since, now=time.time()).reason.startswith("it ended without a report")
+    os.utime(tmp_path / STARTED, (0.0, since - 60))
+    assert "before it wrote status.json" in judge(tmp_path, 1, since=since, now=time.time()).reason
 
 
 def test_the_host_whose_weights_drifted_is_named():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.specs.exitcodes import DataProblem, ExitCode
-from megatron_moe.watch.status import Status
+from megatron_moe.watch.status import STARTED, Status
 
 
 class Clock:
@@ -143,11 +143,27 @@ def test_a_folder_that_somebody_removes_while_a_rank_fails_does_no_harm(
     assert read(tmp_path)["sentence"] == "now"
 
 
-def test_other_ranks_write_nothing_while_all_is_well(tmp_path: Path) -> None:
+def test_other_ranks_write_no_report_while_all_is_well(tmp_path: Path) -> None:
     status = Status(tmp_path, rank=1)
     status.update(state="running", iteration=3)
     status.finish("finished", ExitCode.OK)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [STARTED]
+
+
+def test_a_failure_before_the_ranks_have_met_is_not_overwritten_by_the_first_rank(tmp_path: Path) -> None:
+    """The first rank may start after another one has failed."""
+    Status(tmp_path, rank=1).fail(ExitCode.ENVIRONMENT, "no GPU")
+    first = Status(tmp_path)
+    assert (read(tmp_path)["state"], read(tmp_path)["sentence"]) == ("failed", "no GPU")
+    first.starting(say=print)
+    assert read(tmp_path)["state"] == "starting"
+
+
+def test_a_failure_of_an_earlier_start_is_overwritten(tmp_path: Path) -> None:
+    Status(tmp_path, rank=1).fail(ExitCode.ENVIRONMENT, "no GPU")
+    os.utime(tmp_path / "status.json", (0.0, time.time() - 60))
+    Status(tmp_path)
+    assert read(tmp_path)["state"] == "starting"
 
 
 def test_no_half_written_file_is_ever_in_place(tmp_path: Path) -> None:
@@ -156,7 +172,7 @@ def test_no_half_written_file_is_ever_in_place(tmp_path: Path) -> None:
         clock.now += 10
         status.update(state="running", iteration=iteration)
         assert read(tmp_path)["iteration"] == iteration
-    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != STARTED] == ["status.json"]
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_and_does_no_harm(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arguments.environment import Variable
+from arguments.errors import FlagErrors
 from arguments.jobs.scripts import Job, slurm_options, slurm_script, slurm_setting, torchrun_script
 
 BODY = '#!/usr/bin/env bash\n# What it is.\nset -uo pipefail\n\nprintf "%s\\n" "${flags[@]}" "${container[@]}"\n'
@@ -49,6 +50,34 @@ def test_variables_stand_with_their_reasons_and_leave_what_is_set_already(monkey
     assert lines_printed(script) == ["one", 'q"$}']
     monkeypatch.setenv("MOE_A", "mine")
     assert lines_printed(script) == ["mine", 'q"$}']
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "a\ntouch x"}, r"--name is 'a\\ntouch x', which contains the character U\+000A"),
+        ({"run_dir": Path("/runs/a\nb")}, r"--run-dir is '/runs/a\\nb'"),
+        ({"folder": Path("/a\rb")}, r"the current folder is '/a\\rb', which contains the character U\+000D"),
+        ({"python": "python\n"}, "--python is"),
+        ({"container": "a\nb"}, "--container is"),
+        ({"mounts": ("/a:/a\n",)}, "--mounts is"),
+        ({"flags": ("--config", "a\nb.yaml")}, "a word of the command line is"),
+        ({"flags": ("--config", "\udc80.yaml")}, r"which contains the character U\+DC80"),
+        ({"slurm": (("comment", "a\nb"),)}, "--slurm comment is"),
+        ({"slurm": (("a\nb", None),)}, r"--slurm 'a\\nb' is not the name of an sbatch option"),
+        ({"slurm": (("a b", "c"),)}, "--slurm 'a b' is not the name"),
+        ({"variables": (Variable("A;x", "1", "r"),)}, "the configuration names the environment variable 'A;x'"),
+        ({"variables": (Variable("A", "1\n", "r"),)}, "the environment variable A is"),
+    ],
+)
+def test_a_value_that_would_become_part_of_the_code_is_refused(changes, message):
+    with pytest.raises(FlagErrors, match=message):
+        replace(JOB, **changes)
+
+
+def test_every_line_of_the_summary_is_a_comment():
+    script = torchrun_script(replace(JOB, summary=("one\ntwo",), waits=("three\nfour",)))
+    assert "# one\n# two\n" in script and "# Cannot be trained yet: three\n# four\n" in script
 
 
 def test_usual_slurm_options_can_be_changed_and_taken_away():

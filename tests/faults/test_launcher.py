@@ -1,0 +1,111 @@
+"""A rank whose launcher dies ends as well, and status.json tells of starts that end before the ranks have met."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.watch.requeue import judge
+from megatron_moe.watch.status import STARTED
+from tests.end_to_end.tiny_run import arguments
+from tests.faults.processes import TIMEOUT, read_until, start, status
+from tests.ranks import REPOSITORY, free_port
+
+ENDLESS = ("--train-iters", "100000", "--eval-iters", "0")
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen(sys.argv[1:])
+print(f"rank is process {rank.pid}", flush=True)
+rank.wait()
+"""
+
+
+def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> None:
+    """P7, P8: it holds no GPU any longer, and another start follows."""
+    run, since = tmp_path / "run", time.time()
+    program = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, run, *ENDLESS)]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *program],
+        env={**os.environ, **TORCHRUN, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    rank = os.pidfd_open(int(read_until(launcher, "rank is process").split()[-1]))
+    read_until(launcher, " iteration        2/")
+    launcher.kill()
+    ended = select.select([rank], [], [], 30.0)[0]
+    if not ended:
+        signal.pidfd_send_signal(rank, signal.SIGKILL)
+    said = launcher.communicate(timeout=TIMEOUT)[0]
+    assert ended, said
+    assert f"the launcher of rank 0 (process {launcher.pid}) died; this rank ends as well" in said
+    assert (status(run)["code"], status(run)["rank"]) == (ExitCode.LAUNCHER, 0)
+    assert judge(run, 137, since=since, now=time.time()).reason == "the launcher of a rank died"
+
+
+def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
+    """As under nohup: without torchrun the parent is the user's shell."""
+    code = "import time; print('ready', flush=True); time.sleep(3); print('done', flush=True)"
+    watched = (
+        "from pathlib import Path; from megatron_moe.specs.parallel import Launch; "
+        "from megatron_moe.watch.launcher import LauncherWatch; from megatron_moe.watch.status import Status\n"
+        f"with LauncherWatch(Launch(), Status(Path({str(tmp_path)!r}))): exec({code!r})"
+    )
+    shell = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, sys.executable, "-c", watched], stdout=subprocess.PIPE, text=True
+    )
+    read_until(shell, "ready")
+    shell.kill()
+    assert "done" in shell.communicate(timeout=TIMEOUT)[0]
+
+
+@pytest.mark.parametrize("survivor", [0, 1])
+def test_a_run_whose_rank_is_killed_at_once_is_started_again(data: str, tmp_path: Path, survivor: int) -> None:
+    """P8, fault 32: before torch is imported. torchrun then ends the other rank, and itself with code 1."""
+    run, port, since = tmp_path / "run", free_port(), time.time()
+    ranks = [start(arguments(data, run, *ENDLESS), rank, 2, port) for rank in range(2)]
+    ranks[1 - survivor].kill()
+    while not (run / STARTED).exists():
+        assert ranks[survivor].poll() is None
+        time.sleep(0.01)
+    ranks[survivor].terminate()
+    said = ranks[survivor].communicate(timeout=TIMEOUT)[0]
+    assert ranks[survivor].returncode == -signal.SIGTERM, said
+    assert judge(run, 1, since=since, now=time.time()).restart
+
+
+def test_a_port_in_use_is_in_the_status_and_the_run_started_again(data: str, tmp_path: Path) -> None:
+    """P8, fault 37."""
+    run, since = tmp_path / "run", time.time()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        rank = start(arguments(data, run, *ENDLESS, "--distributed-timeout-minutes", "1"), 0, 2, port)
+        said = rank.communicate(timeout=TIMEOUT)[0]
+    assert rank.returncode == ExitCode.RENDEZVOUS == status(run)["code"], said
+    assert f"127.0.0.1:{port}" in status(run)["sentence"]
+    assert judge(run, 1, since=since, now=time.time()).restart
+
+
+def test_a_start_that_finds_another_job_in_the_folder_leaves_its_status_alone(data: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = start(arguments(data, run, *ENDLESS))
+    read_until(first, " iteration        1/")
+    second = start(arguments(data, run, *ENDLESS))
+    said = second.communicate(timeout=TIMEOUT)[0]
+    assert second.returncode == ExitCode.ENVIRONMENT and "another job writes into the run folder" in said
+    assert json.loads((run / "status.json").read_text())["state"] == "running"
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=TIMEOUT)
+    assert first.returncode == ExitCode.INTERRUPTED == status(run)["code"]
