@@ -8,13 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, heaviest, state_table
-from megatron_moe.specs.costs.hardware import GIB, Gpu, Placement, place
+from megatron_moe.specs.costs.hardware import GIB, Gpu
+from megatron_moe.specs.costs.placement import Placement, Placements
 from megatron_moe.specs.costs.routing import Spread, fullest
 from megatron_moe.specs.costs.shards import held_by_stage
 from megatron_moe.specs.costs.timing import StepTime, in_flight, stage_costs, step_time
 from megatron_moe.specs.costs.volumes import Communication, Traffic
 from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, all_groups, attention_grid, expert_grid
+from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.planning.turned import turned
 from megatron_moe.specs.run import RunPlan
@@ -27,7 +28,7 @@ RESERVE_GIB = 3.0
 def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
     """All that is known of a plan before it runs."""
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
-    placements = placements_of(plan, gpu)
+    placements = Placements(gpu).of_all(plan.parallel)
     memory = RankMemory(plan)
     ranks = memory.all_ranks(num_microbatches)
     time = step_time(plan, gpu, num_microbatches)
@@ -49,12 +50,6 @@ def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
         "experts": _experts(plan, traffic),
         "time": _time(plan, time, gpu),
     }
-
-
-def placements_of(plan: RunPlan, gpu: Gpu) -> dict[str, Placement]:
-    """Where the groups of every name stand."""
-    world = plan.parallel.world_size
-    return {name: place(groups, gpu, world) for name, groups in all_groups(plan.parallel).items()}
 
 
 def _model(plan: RunPlan) -> Facts:
