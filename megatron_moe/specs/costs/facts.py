@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, heaviest, state_table
+from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, groups_of_moments, heaviest, state_table
 from megatron_moe.specs.costs.hardware import GIB, Gpu
 from megatron_moe.specs.costs.placement import Placement, Placements
 from megatron_moe.specs.costs.routing import Spread, fullest
 from megatron_moe.specs.costs.shards import held_by_stage
-from megatron_moe.specs.costs.timing import StepTime, in_flight, stage_costs, step_time
+from megatron_moe.specs.costs.timing import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
 from megatron_moe.specs.costs.volumes import Communication, Traffic
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
@@ -23,6 +23,25 @@ from megatron_moe.specs.run import RunPlan
 Facts = dict[str, Any]
 RESERVE_GIB = 3.0
 """What is kept free for the CUDA context, NCCL, workspaces and fragmentation when a plan is said to fit."""
+
+
+_MOST_COMPUTATIONS = 50_000
+"""Of a schedule that is simulated; about half a second."""
+
+
+def too_long_to_simulate(plan: RunPlan) -> str | None:
+    """Why the schedule of a plan cannot be simulated in a second or two, with the numbers; None: it can."""
+    interval = plan.memory.expert_wgrad_interval
+    spec = plan.schedule(plan.batch.global_size // (plan.batch.micro * plan.parallel.dp))
+    groups = max(MANY_GROUPS, groups_of_moments(interval))
+    followed = min(spec.num_microbatches, groups * spec.group)
+    if followed * spec.vpp * spec.pp <= _MOST_COMPUTATIONS:
+        return None
+    return (
+        f"the schedule repeats itself after {followed:,} microbatches on {spec.pp} pipeline ranks x {spec.vpp} chunks "
+        f"only (groups of {spec.group:,} microbatches, weight gradients of experts every {interval:,}): too long to "
+        f"simulate"
+    )
 
 
 def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:

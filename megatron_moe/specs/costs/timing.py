@@ -12,7 +12,7 @@ from megatron_moe.specs.pipeline.schedule import ScheduleSpec, computations, num
 from megatron_moe.specs.pipeline.transfers import Task, gives, needs
 from megatron_moe.specs.run import RunPlan
 
-_MANY_GROUPS = 6
+MANY_GROUPS = 6
 """Groups of microbatches after which the steady phase repeats itself."""
 
 
@@ -65,8 +65,8 @@ def pipeline_bubble(spec: ScheduleSpec, costs: Sequence[float]) -> float:
     if spec.pp == 1:
         return 0.0
     few = spec
-    if spec.num_microbatches > _MANY_GROUPS * spec.group:
-        few = replace(spec, num_microbatches=_MANY_GROUPS * spec.group + spec.num_microbatches % spec.group)
+    if spec.num_microbatches > MANY_GROUPS * spec.group:
+        few = replace(spec, num_microbatches=MANY_GROUPS * spec.group + spec.num_microbatches % spec.group)
     time = _step_length(few, costs)
     groups_left = (spec.num_microbatches - few.num_microbatches) // spec.group
     if groups_left:
