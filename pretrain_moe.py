@@ -26,7 +26,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
     except Finished as answer:  # --help and its kin
-        return tell(answer.text)
+        return tell(answer.text, answer.code)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
@@ -141,13 +141,13 @@ def emulated(plan: RunPlan) -> str:
     return emulate(plan)
 
 
-def tell(text: str) -> int:
-    """Prints an answer; a reader that has seen enough of it (`| head`) is no error."""
+def tell(text: str, code: ExitCode = ExitCode.OK) -> int:
+    """Prints an answer and returns its exit code; a reader that has seen enough of it (`| head`) is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
-    return int(ExitCode.OK)
+    return int(code)
 
 
 def command() -> None:

@@ -20,8 +20,10 @@ from arguments.checks.run import (
     ignored_rare_names,
     missing_flags,
     unavailable_flags,
+    unknown_layers,
 )
 from arguments.dry_run import ask as dry_run
+from arguments.dry_run.inputs import missing_inputs
 from arguments.emulation import emulation, planned
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
@@ -75,15 +77,29 @@ def read_plan(
     told = _told(argv, environ, registry)
     _answer(told)
     rules = [rule for rule in RULES if not (played and rule in data_checks.RULES)]
-    flags, launch, blockers = _checked(told, environ, rules, only_dry=waiting or asked is not None)
+    only_dry = waiting or asked is not None
+    flags, launch, waits = _checked(told, environ, rules, only_dry=only_dry)
     if untrained or waiting:
         flags = dry_run.with_tokenizer(flags)
         vocab_size_of = dry_run.without_tokenizer(vocab_size_of, flags.data.vocab_size)
     plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
-    plan = replace(plan, blockers=blockers)
+    if only_dry:
+        plan = replace(
+            plan,
+            missing_inputs=(*_reasons(waits, "for an input"), *missing_inputs(plan)),
+            blockers=_reasons(waits, "for a feature"),
+        )
     if asked:
-        raise Finished(dry_run.answer(plan, asked, told.settings))
+        raise dry_run.answer(plan, asked, told.settings)
     return planned(plan, played) if played else plan
+
+
+def _reasons(problems: Sequence[Problem], waits: str) -> tuple[str, ...]:
+    """Problems of one kind, those with an input with their remedy."""
+    found = [problem for problem in problems if problem.waits == waits]
+    if waits == "for a feature":
+        return tuple(problem.what for problem in found)
+    return tuple(f"{problem.what}; {problem.remedy}" for problem in found)
 
 
 def _answer(told: "_Told") -> None:
@@ -207,9 +223,12 @@ def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:
 
 def _checked(
     told: _Told, environ: Mapping[str, str], rules: Sequence[Rule], *, only_dry: bool
-) -> tuple[Flags, Launch, tuple[str, ...]]:
-    """The flags and the launch, or everything that is wrong with them; for a dry run also what keeps the plan from
-    being trained, which else is wrong too."""
+) -> tuple[Flags, Launch, list[Problem]]:
+    """Flags, launch and, of a dry run, the problems that prevent a start but not a plan.
+
+    Raises:
+        FlagErrors: all other problems.
+    """
     settings = told.settings
     ignore = bool(settings.setting("allow_ignored_flags").value)
     problems = list(settings.problems)
@@ -227,7 +246,7 @@ def _checked(
     problems += missing_flags(settings)
     problems += broken_rules(settings, launch, rules)
     problems += unavailable_flags(settings, ignore)
-    blockers = tuple(problem.what for problem in problems if only_dry and problem.waits)
+    waits = [problem for problem in problems if only_dry and problem.waits]
     _refuse([problem for problem in problems if not (only_dry and problem.waits)])
     note = allocation_note(environ)
     settings.notes += [note] if note else []
@@ -238,7 +257,7 @@ def _checked(
         ignored = ignored_flags(settings)
         settings.notes += [*ignored.values(), *ignored_rare_names(settings)]
         values |= {name: settings.registry.flags[name].default for name in ignored}
-    return Flags.of(values), launch, blockers
+    return Flags.of(values), launch, waits
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -287,5 +306,6 @@ def _plan(
         command_line=shlex.join(argv),
         notes=(*told.settings.notes, *environment.notes(wanted, environ)),
     )
+    plan = replace(plan, unknown_layers=unknown_layers(told.settings))
     text = yaml_text(told.settings, told.environment, explain.derived(plan))
     return replace(plan, resolved_yaml=text, notes=(*plan.notes, *slow_sizes(flags, plan)))

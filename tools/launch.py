@@ -6,8 +6,8 @@
 
 Without `--dry-run` and `--submit` the script is written into the run folder. All other words are flags of
 pretrain_moe.py; they are checked for that number of ranks before anything is written. A plan that cannot be trained
-yet, because it waits for a feature or for data, is refused with exit code 2; `--dry-run` prints its script, with what
-it waits for as comments, and exits with 0 as pretrain_moe.py --dry-run does.
+yet, for lack of a feature or of data, is refused with exit code 2; `--dry-run` prints its script with the reasons as
+comments and exits with 13, as pretrain_moe.py --dry-run does.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from arguments.read import read_plan  # noqa: E402
 from arguments.recipes.find import about, find_recipe  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.specs.costs.hardware import GPUS  # noqa: E402
-from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError  # noqa: E402
+from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
 from tools.output import leave, wait_for, writing  # noqa: E402
 from tools.words import positive  # noqa: E402
@@ -118,7 +118,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         flags=tuple(flags),
         variables=tuple(Variable(name, value, reason) for (name, value), reason in pairs),
         summary=tuple(line.removeprefix("derived: ") for line in derived(plan)[1:]),
-        waits=plan.blockers,
+        waits=(*plan.missing_inputs, *plan.blockers),
         grace=options.grace,
         slurm=tuple(map(slurm_setting, options.slurm)),
         container=options.container,
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
         script = script_of(job, options.launcher)
         if options.dry_run:
             print(script, end="")
-            return 0
+            return int(ExitCode.NOT_READY if job.waits else ExitCode.OK)
         path = write(job, script, options.launcher)
         if options.submit:
             return submit(path, job, options.launcher)
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except Finished as answer:
         print(answer.text)
-        return 0
+        return int(answer.code)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)

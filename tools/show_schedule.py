@@ -93,8 +93,10 @@ def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
     ranks = str(options.ranks)
     environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}
     plan = read_plan(words, environ, waiting=True)
-    costs = flop_costs(plan.model, plan.data.seq_length)
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    if plan.unknown_layers:
+        return Shown(plan.schedule(num_microbatches), f"layers of {' '.join(plan.unknown_layers)} cannot be built yet")
+    costs = flop_costs(plan.model, plan.data.seq_length)
     return Shown(
         plan.schedule(num_microbatches),
         f"{plan.layout}\n{cost_table(plan.layout, costs)}",
@@ -137,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         schedule = build_schedule(spec)
     except Finished as answer:
         print(answer.text)
-        return int(ExitCode.OK)
+        return int(answer.code)
     except (ScheduleError, LayoutError, RunError) as error:
         print(error, file=sys.stderr)
         return int(ExitCode.CONFIG)

@@ -7,15 +7,15 @@ from typing import Literal
 
 from arguments.checks.run import shown
 from arguments.dry_run.text import report
-from arguments.errors import FlagErrors, Problem
+from arguments.errors import Finished, FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flags import Flags, Registry
 from arguments.launch import LaunchProblem, launch_of
 from arguments.parser import Settings, settle
 from arguments.recipes.find import About, about, find_recipe
-from megatron_moe.specs.costs.facts import Facts, facts_of
+from megatron_moe.specs.costs.facts import Facts, facts_of, too_long_to_simulate
 from megatron_moe.specs.costs.hardware import GPUS, Gpu
-from megatron_moe.specs.exitcodes import RunError
+from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import TokenizerSpec
 
@@ -104,17 +104,27 @@ def with_tokenizer(flags: Flags) -> Flags:
     return flags if kind else replace(flags, data=replace(flags.data, tokenizer_type="NullTokenizer"))
 
 
-def answer(plan: RunPlan, asked: Question, settings: Settings) -> str:
-    """What is told about a plan."""
+def answer(plan: RunPlan, asked: Question, settings: Settings) -> Finished:
+    """Report of a plan; its exit code is OK only if the plan would start.
+
+    Raises FlagErrors.
+    """
+    too_long = too_long_to_simulate(plan)
+    if too_long:
+        remedy = "use fewer pipeline ranks, smaller groups or a smaller --moe-expert-wgrad-interval"
+        raise FlagErrors([Problem(what=too_long, remedy=remedy)])
     facts = facts_with_words(plan, asked.gpu, settings)
-    return json.dumps(facts, indent=2) if asked.form == "json" else report(facts)
+    text = json.dumps(facts, indent=2) if asked.form == "json" else report(facts)
+    return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)
 
 
 def facts_with_words(plan: RunPlan, gpu: Gpu, settings: Settings) -> Facts:
-    """The plan's numbers, and what is to be said of its flags."""
+    """Numbers of a plan, and lists about its flags."""
     recipe = settings.setting("recipe").value
     return {
         "recipe": recipe,
+        "would_start": not (plan.missing_inputs or plan.blockers),
+        "missing_inputs": list(plan.missing_inputs),
         **facts_of(plan, gpu),
         "environment": dict(plan.environment),
         "cannot_train_yet": list(plan.blockers),
@@ -147,5 +157,6 @@ def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[st
 
 
 def without_words(facts: Facts) -> Facts:
-    """The numbers alone: what depends on the plan, and not on which features are available today."""
-    return {**facts, "environment": {}, "cannot_train_yet": [], "notes": [], "differences": []}
+    """The numbers alone, which do not depend on the features that are available today."""
+    lists = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
+    return {**facts, "would_start": True, "environment": {}, **lists}

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from arguments.checks.batch import length_is_given_once
-from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags
+from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags, unknown_layers
 from arguments.errors import Problem
 from arguments.export import value_text
 from arguments.files import read_files
@@ -80,6 +80,10 @@ def _of_another_program(name: str, start: Settings) -> Problem:
 def unplannable(settings: Settings) -> list[Problem]:
     """Why no layout on any number of GPUs can be planned: flags that are missing, or a model that cannot be."""
     missing = list(missing_flags(settings, _NEEDED))
+    unknown = unknown_layers(settings)
+    if unknown:
+        what = f"the cost model does not know the layers of {' '.join(unknown)}, which cannot be built yet"
+        missing.append(Problem(what=what, remedy="plan a model of attention, MLP and MoE layers"))
     return missing or _forbidden(_with(settings, _ONE_RANK), 1, (*FULL_SIZE_RULES, length_is_given_once))
 
 

@@ -24,6 +24,8 @@ class ExitCode(IntEnum):
     HANG = 10
     OTHER_RANK = 11
     DRIFT = 12
+    NOT_READY = 13
+    """Of a dry run: the plan is legal but would not start, for lack of an input or of a feature."""
     RERUN_DISAMBIGUATE = 16
     RERUN_FAILED = 17
     PREEMPTED_SAVED = 75

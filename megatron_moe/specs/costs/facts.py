@@ -45,17 +45,24 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
 
 
 def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
-    """All that is known of a plan before it runs."""
+    """All that is known of a plan before it runs: of one with unknown layers no figure that depends on them."""
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
     placements = Placements(gpu).of_all(plan.parallel)
+    of_sizes = {
+        "unknown_layers": list(plan.unknown_layers),
+        "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
+        "ranks": _ranks(plan, gpu, placements),
+        "schedule": _schedule(plan, num_microbatches),
+    }
+    if plan.unknown_layers:
+        return of_sizes
     memory = RankMemory(plan)
     ranks = memory.all_ranks(num_microbatches)
     time = step_time(plan, gpu, num_microbatches)
     traffic = Communication(plan, placements, num_microbatches)
     return {
-        "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
+        **of_sizes,
         "model": _model(plan),
-        "ranks": _ranks(plan, gpu, placements),
         "stages": list(_stages(plan)),
         "memory": {
             **_memory(ranks, memory, plan, gpu),
@@ -64,7 +71,7 @@ def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
                 for each in turned(plan, memory, heaviest(ranks).rank, num_microbatches, gpu, placements)
             ],
         },
-        "schedule": _schedule(plan, num_microbatches, time),
+        "schedule": of_sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
         "communication": _communication(traffic, heaviest(ranks).rank, gpu),
         "experts": _experts(plan, traffic),
         "time": _time(plan, time, gpu),
@@ -165,7 +172,7 @@ def _tensors(memory: RankMemory, plan: RunPlan) -> list[Facts]:
     return found
 
 
-def _schedule(plan: RunPlan, num_microbatches: int, time: StepTime) -> Facts:
+def _schedule(plan: RunPlan, num_microbatches: int) -> Facts:
     spec = plan.schedule(num_microbatches)
     return {
         "microbatches": num_microbatches,
@@ -173,8 +180,6 @@ def _schedule(plan: RunPlan, num_microbatches: int, time: StepTime) -> Facts:
         "global_batch_size": plan.batch.global_size,
         "pipeline_ranks": spec.pp,
         "virtual_stages": spec.vpp,
-        "layout": str(plan.layout),
-        "bubble": time.bubble,
         "in_flight": list(in_flight(spec)),
     }
 
