@@ -32,7 +32,7 @@ from arguments.flags import Flags, Registry, normal
 from arguments.huggingface.questions import compared_with, published_flags
 from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
 from arguments.names.data_lists import read_data_lists
-from arguments.parser import Given, Settings, near, settle, split
+from arguments.parser import Given, Settings, near, settle, split, start_settings
 from arguments.proxy.fold import Wish
 from arguments.proxy.machine import NEEDLESS
 from arguments.proxy.shrink import proxied, wish_of
@@ -70,7 +70,7 @@ def read_plan(
     answer = explain.answer(argv, registry)
     if answer is not None:
         raise Finished(answer)
-    start = _start_settings(argv, registry)
+    start = start_settings(argv, registry)
     asked, played = dry_run.question(start, environ), emulation(start, environ)
     untrained = asked or played
     environ = untrained.environ if untrained else environ
@@ -125,7 +125,7 @@ class _Told:
 
 def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
     words, problems = split(argv)
-    asked = _start_settings(argv, registry)
+    asked = start_settings(argv, registry)
     paths, missing = files_asked_for(asked)
     needless = NEEDLESS if asked.setting("proxy").value else frozenset()
     files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
@@ -193,16 +193,6 @@ def _small(
     return _Told(small, environment, wish_of(full, pinned))
 
 
-def _start_settings(argv: Sequence[str], registry: Registry) -> Settings:
-    """What the command line says of files, and of what it wants to know."""
-    return settle(registry, [[given for given in split(argv)[0] if _is_start_flag(given, registry)]])
-
-
-def _is_start_flag(given: Given, registry: Registry) -> bool:
-    found = registry.find(given.option)
-    return found is not None and found[0].group == "start"
-
-
 def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:
     """The files to read, the recipe first, or that it does not exist."""
     paths: list[Path] = []
@@ -235,7 +225,9 @@ def _checked(
     launch = Launch()
     try:
         launch = launch_of(environ)
-        problems += [] if only_dry or told.wish else other_ranks(settings.setting("world_size").value, launch)
+        if not (only_dry or told.wish):
+            planned_for = (settings.setting(name).value for name in ("world_size", "nodes", "gpus_per_node"))
+            problems += other_ranks(*planned_for, launch)
     except LaunchProblem as trouble:
         problems.append(trouble.problem)
     if only_dry:

@@ -21,19 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.environment import Variable  # noqa: E402
-from arguments.errors import Finished  # noqa: E402
+from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
 from arguments.explain import derived  # noqa: E402
-from arguments.flags import Registry  # noqa: E402
 from arguments.jobs.scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
 from arguments.parser import split  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
-from arguments.recipes.find import about, find_recipe  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
-from megatron_moe.specs.costs.hardware import GPUS  # noqa: E402
 from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
 from tools.output import leave, wait_for, writing  # noqa: E402
-from tools.words import positive  # noqa: E402
+from tools.words import add_cluster_options, cluster_asked, positive  # noqa: E402
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
 _PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
@@ -44,8 +41,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], allow_abbrev=False, epilog="All other words go to pretrain_moe.py."
     )
-    parser.add_argument("--nodes", type=positive, help="machines (default: as many as the recipe says, or 1)")
-    parser.add_argument("--gpus-per-node", type=positive, help="ranks on each (default: as the recipe says, or 8)")
+    add_cluster_options(parser)
     parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script and do nothing")
@@ -85,22 +81,22 @@ def asked_for(flags: Sequence[str], option: str) -> str:
     return words[-1][0] if words and words[-1] else ""
 
 
-def size_of(options: argparse.Namespace, flags: Sequence[str]) -> tuple[int, int]:
-    """(machines, ranks on each): as asked, else what the recipe says about itself, else one node of a cluster or one
-    rank here."""
-    recipe = asked_for(flags, "--recipe")
-    if find_recipe(recipe):
-        told = about(recipe, Registry.declared())
-        kind = GPUS.get(told.gpu)
-        ranks_per_node = options.gpus_per_node or min(told.gpus, kind.per_node if kind else 8)
-        return options.nodes or -(-told.gpus // ranks_per_node), ranks_per_node
-    return options.nodes or 1, options.gpus_per_node or (8 if options.launcher == "slurm" else 1)
+def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
+    """(nodes, ranks of each): of the options, else of the recipe or file, else one node of a cluster or one rank here.
+
+    Raises FlagErrors.
+    """
+    found = cluster_asked(options, flags, environ, otherwise=1 if options.launcher == "torchrun" else None)
+    if found.nodes * found.ranks_per_node != found.world_size:
+        what = f"{found.world_size} ranks do not fill nodes of {found.ranks_per_node}"
+        raise FlagErrors([Problem(what=what, remedy="give --nodes and --gpus-per-node")])
+    return found.nodes, found.ranks_per_node
 
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
     """The job of a checked plan; a run without a folder gets runs/NAME."""
     name = options.name or name_of(flags)
-    nodes, ranks_per_node = size_of(options, flags)
+    nodes, ranks_per_node = size_of(options, flags, environ)
     plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     if plan.logging.run_dir is None:
         flags = [*flags, "--run-dir", f"runs/{name}"]

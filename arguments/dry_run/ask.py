@@ -6,20 +6,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from arguments.checks.run import shown
+from arguments.cluster import Cluster, ClusterFlags, cluster_of
 from arguments.dry_run.text import report
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flags import Flags, Registry
 from arguments.launch import LaunchProblem, launch_of
 from arguments.parser import Settings, settle
-from arguments.recipes.find import About, about, find_recipe
+from arguments.recipes.find import find_recipe
 from megatron_moe.specs.costs.facts import Facts, facts_of, too_long_to_simulate
-from megatron_moe.specs.costs.hardware import GPUS, Gpu
+from megatron_moe.specs.costs.hardware import Gpu
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import TokenizerSpec
-
-_DEFAULT_GPU = "h100"
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,13 @@ def question(asked: Settings, environ: Mapping[str, str]) -> Question | None:
 
 
 def machine(asked: Settings, environ: Mapping[str, str]) -> tuple[Gpu, dict[str, str]]:
-    """The kind of GPU that is meant, and the environment of the first of the ranks."""
-    said = _said(asked)
-    gpu = GPUS[asked.setting("gpu").value or said.gpu or _DEFAULT_GPU]
-    num_ranks = asked.setting("world_size").value or _launched(environ)
-    if num_ranks == 1 and not asked.setting("world_size").value and not asked.setting("proxy").value:
-        num_ranks = said.gpus
-    return gpu, _first_rank(environ, num_ranks, gpu)
-
-
-def _said(asked: Settings) -> About:
-    """What the recipe says of itself."""
-    name = asked.setting("recipe").value
-    return about(str(name), asked.registry) if name is not None and find_recipe(str(name)) else About()
+    """Kind of GPU, and environment of the first rank."""
+    flags = ClusterFlags.of(asked)
+    launched = 1 if flags.has_size else _launched(environ)
+    if asked.setting("proxy").value and not flags.has_size:
+        flags = replace(flags, gpus=launched)
+    cluster = cluster_of(flags, asked, environ, launched=launched)
+    return cluster.gpu, _first_rank(environ, cluster)
 
 
 def _launched(environ: Mapping[str, str]) -> int:
@@ -66,9 +59,10 @@ def _launched(environ: Mapping[str, str]) -> int:
         raise FlagErrors([trouble.problem]) from None
 
 
-def _first_rank(environ: Mapping[str, str], num_ranks: int, gpu: Gpu) -> dict[str, str]:
+def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
     """The environment as torchrun would leave it there."""
-    ranks = {"RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": min(num_ranks, gpu.per_node)}
+    sizes = {"WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": cluster.ranks_per_node}
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, **sizes}
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
 
 

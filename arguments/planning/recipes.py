@@ -13,7 +13,7 @@ from arguments.export import value_text
 from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.huggingface.questions import published_flags
-from arguments.parser import Setting, Settings, settle, split
+from arguments.parser import Setting, Settings, settle, split, start_settings
 from arguments.read import files_asked_for
 from arguments.recipes.table import planned
 from megatron_moe.specs.costs.hardware import GIB, Gpu
@@ -53,7 +53,7 @@ _FILES = ("recipe", "config", "from_hf_config")
 def settings_of(words: Sequence[str], registry: Registry) -> Settings:
     """What a command line with `--recipe`, `--config` and `--from-hf-config` says, its files first."""
     given, problems = split(words)
-    start = settle(registry, [[one for one in given if _starts(one.option, registry)]])
+    start = start_settings(words, registry)
     paths, missing = files_asked_for(start)
     problems += [*missing, *(_of_another_program(name, start) for name in start.values if name not in _FILES)]
     folder = start.setting("from_hf_config").value
@@ -65,11 +65,6 @@ def settings_of(words: Sequence[str], registry: Registry) -> Settings:
     settings = settle(registry, [*layers, given])
     settings.problems[:0] = problems
     return settings
-
-
-def _starts(option: str, registry: Registry) -> bool:
-    found = registry.find(option)
-    return found is not None and found[0].group == "start"
 
 
 def _of_another_program(name: str, start: Settings) -> Problem:

@@ -85,7 +85,7 @@ def row_of(name: str, registry: Registry) -> Row:
     assert path, f"there is no recipe {name}"
     said = about(name, registry)
     settings = settle(registry, [file.flags for file in read_files(path, registry, {})])
-    launch = Launch(world_size=said.gpus)
+    launch = Launch(world_size=said.gpus or 1)
     problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
     family = name if path.parent in recipe_folders() else path.parent.name
     return Row(name, family, said, settings, planned(settings, launch), problems)
