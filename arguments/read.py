@@ -226,7 +226,8 @@ def _checked(
     try:
         launch = launch_of(environ)
         if not (only_dry or told.wish):
-            planned_for = (settings.setting(name).value for name in ("world_size", "nodes", "gpus_per_node"))
+            value = settings.setting
+            planned_for = value("world_size").value, value("nodes").value, value("gpus_per_node").value
             problems += other_ranks(*planned_for, launch)
     except LaunchProblem as trouble:
         problems.append(trouble.problem)

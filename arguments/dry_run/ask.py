@@ -152,5 +152,5 @@ def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[st
 
 def without_words(facts: Facts) -> Facts:
     """The numbers alone, which do not depend on the features that are available today."""
-    lists = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
+    lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
     return {**facts, "would_start": True, "environment": {}, **lists}

@@ -40,10 +40,12 @@ def _prefixes(words: Sequence[str]) -> Sequence[str]:
 
 
 def _tokenizer_files(tokenizer: TokenizerSpec) -> Iterator[str]:
-    """Files that are no names of a hub."""
-    files = [("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file)]
-    if tokenizer.kind != "HuggingFaceTokenizer":
-        files.append(("--tokenizer-model", tokenizer.model))
+    """Files that the tokenizer reads and that are no names of a hub."""
+    files: list[tuple[str, Path | None]] = []
+    if tokenizer.kind in ("SentencePieceTokenizer", "TikTokenizer"):
+        files = [("--tokenizer-model", tokenizer.model)]
+    elif tokenizer.kind == "GPT2BPETokenizer":
+        files = [("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file)]
     for flag, path in files:
         if path is not None and not path.exists():
             yield f"{flag} {path} does not exist"

@@ -48,7 +48,7 @@ def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
     """All that is known of a plan before it runs: of one with unknown layers no figure that depends on them."""
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
     placements = Placements(gpu).of_all(plan.parallel)
-    of_sizes = {
+    of_sizes: Facts = {
         "unknown_layers": list(plan.unknown_layers),
         "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
         "ranks": _ranks(plan, gpu, placements),

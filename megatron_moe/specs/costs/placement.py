@@ -115,7 +115,9 @@ class _Occupied:
 
 
 def _place(axes: Collection[Axis], gpu: Gpu) -> Placement:
-    inside, outside, world_size = [], [], 1
+    inside: list[_Progression] = []
+    outside: list[_Progression] = []
+    world_size = 1
     for is_inside, size in axes:
         (inside if is_inside else outside).append(_Progression(world_size, size))
         world_size *= size
