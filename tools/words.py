@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 
-from arguments.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
 from arguments.flags import Registry
 from arguments.parser import start_settings
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from arguments.checks.run import shown
-from arguments.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
 from arguments.dry_run.text import report
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.files import read_files
