@@ -183,6 +183,11 @@ def test_flags_that_add_no_layer_leave_the_figures(ready):
             None,
         ),
         (
+            f"{shlex.join(words(SMALL, '--train-iters --lr-warmup-iters'))} --train-samples {2 * 10**12} "
+            f"--rampup-batch-size 4 4 {10**12} --global-batch-size 800",
+            None,
+        ),
+        (
             f"{DEEPSEEK} --global-batch-size 8192000 --microbatch-group-size-per-virtual-pipeline-stage 64000",
             "groups of 64,000 microbatches",
         ),
