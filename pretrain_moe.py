@@ -38,7 +38,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         with ExitStack() as goodbye:
             pretrain(plan, goodbye)
     except Finished as answer:  # --help and its kin
-        return tell(answer.text)
+        return tell(answer.text, answer.code)
     except RunError as problem:
         print(f"{rank}{problem}", file=sys.stderr)
         return int(problem.code)
@@ -138,13 +138,13 @@ def pretrain(plan: "RunPlan", goodbye: ExitStack) -> None:
     deadlines.enter("exit", state.iteration)
 
 
-def tell(text: str) -> int:
-    """Prints an answer; a reader that has seen enough of it (`| head`) is no error."""
+def tell(text: str, code: int = 0) -> int:
+    """Prints an answer and returns its exit code; a reader that has seen enough of it (`| head`) is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
-    return 0
+    return int(code)
 
 
 def command() -> None:

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_moe.specs.exitcodes import ExitCode, RunError
+
+Waits = Literal["", "for an input", "for a feature"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +21,8 @@ class Problem:
     """Why it is a rule."""
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of the flags concerned."""
-    waits: bool = False
-    """It only keeps this program from training: for a feature that it will have, or for data. A dry run says so and
-    goes on."""
+    waits: Waits = ""
+    """Not empty: the problem prevents a start but not a plan. A dry run reports it and continues."""
 
     def lines(self) -> list[str]:
         """The problem as text, without its number."""
@@ -56,8 +58,9 @@ class FlagErrors(RunError):
 
 
 class Finished(Exception):
-    """The command line asked for a text, not for a run. The program prints it and exits with 0."""
+    """The command line asked for a text, not for a run. The program prints it and exits with `code`."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, code: ExitCode = ExitCode.OK) -> None:
         self.text = text
+        self.code = code
         super().__init__(text)

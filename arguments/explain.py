@@ -73,11 +73,12 @@ def derived(plan: RunPlan) -> list[str]:
     ranks, copies = parallel.world_size, parallel.dp
     num_moe = sum(layer.is_moe for layer in model.layers)
     microbatches = batch.global_size // (batch.micro * copies)
+    layers = [f"derived: {len(model.layers) - num_moe} dense layers, {num_moe} with experts"]
     return [
         "Every flag of this run and where its value came from. Start the same run with --config THIS_FILE.",
         f"derived: {ranks} ranks = {copies} data-parallel x {ranks // copies} model-parallel",
         f"derived: a step is {batch.global_size} sequences = {microbatches} microbatches of {batch.micro} per rank",
-        f"derived: {len(model.layers) - num_moe} dense layers, {num_moe} with experts",
+        *([] if plan.unknown_layers else layers),
         f"derived: vocabulary of {plan.data.vocab_size} tokens, padded to {model.vocab_size}",
         f"derived: {plan.loop.train_iters} iterations",
     ]

@@ -39,12 +39,17 @@ class StartFlags:
     """Folder with a Hugging Face config.json: compare the model with it, print what differs, and leave; exit code 2 if
     anything does."""
     dry_run: Literal["text", "json"] | None = flag(None, status="ours", essential=True, bare="text")
-    """Tell what the run would need and do, and leave: grids, stages, bytes, schedule, communication, time."""
-    world_size: int | None = flag(None, status="ours", least=1)
-    """Of a dry run or an emulation: ranks. Not set: those of the recipe, or of the launcher. A run that is started with
-    another number of ranks is refused."""
+    """Report grids, stages, bytes, schedule, communication and time of the run, and leave; exit code 0: it would start,
+    13: an input or a feature is missing, 2: the flags are wrong."""
+    world_size: int | None = flag(None, status="ours", least=1, names=("--gpus",))
+    """Ranks of a dry run or an emulation. Not set: `--nodes`, the launcher, or `about: gpus` of the recipe or file. A
+    run that is started with another number of ranks is refused."""
+    nodes: int | None = flag(None, status="ours", least=1)
+    """Nodes of a dry run or an emulation, as `--world-size`."""
+    gpus_per_node: int | None = flag(None, status="ours", least=1)
+    """Ranks of each node. Not set: those of a node of that kind of GPU, or of a smaller recipe."""
     gpu: Literal["h100", "h200", "b200", "b300", "gb200", "gb300"] | None = flag(None, status="ours")
-    """Of a dry run or an emulation: the kind of every rank's device. Not set: that of the recipe, or h100."""
+    """Kind of GPU of a dry run or an emulation. Not set: `about: gpu` of the recipe or file, or h100."""
     fake_process_group: bool = flag(
         False,
         names=("--fake-init-process-group",),

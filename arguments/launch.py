@@ -1,7 +1,7 @@
 """Who this process is: read from the environment that torchrun, srun or mpirun leave behind."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from arguments.errors import Problem
@@ -61,13 +61,22 @@ def allocation_note(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def other_ranks(planned: int | None, launch: Launch) -> list[Problem]:
-    """A command line that was planned for some ranks (`--world-size`) is not trained on others by mistake."""
-    started = launch.world_size
-    if planned in (None, started):
-        return []
-    what = f"--world-size {planned}, but this run was started with {started} rank{'s' * (started != 1)}"
-    return [Problem(what=what, remedy=f"start {planned} by torchrun or srun, add --dry-run, or leave --world-size out")]
+def other_ranks(
+    world_size: int | None, nodes: int | None, gpus_per_node: int | None, launch: Launch
+) -> Iterator[Problem]:
+    """Sizes of a plan (`--world-size`, `--nodes`, `--gpus-per-node`) that are not those of the launch."""
+    started_nodes = -(-launch.world_size // launch.local_world_size)
+    for option, planned, started, unit in (
+        ("--world-size", world_size, launch.world_size, "rank"),
+        ("--nodes", nodes, started_nodes, "node"),
+        ("--gpus-per-node", gpus_per_node, launch.local_world_size, "rank on this node"),
+    ):
+        if planned not in (None, started):
+            head, _, tail = unit.partition(" ")
+            counted = " ".join(filter(None, (f"{head}{'s' * (started != 1)}", tail)))
+            what = f"{option} {planned}, but this run was started with {started} {counted}"
+            remedy = f"start {planned} by torchrun or srun, add --dry-run, or leave {option} out"
+            yield Problem(what=what, remedy=remedy)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:

@@ -131,6 +131,17 @@ def _is_text(word: str) -> bool:
     return True
 
 
+def start_settings(words: Sequence[str], registry: Registry) -> Settings:
+    """Flags of a command line that name files or ask for a report, without reading the files."""
+    return settle(registry, [[given for given in split(words)[0] if is_start_flag(given.option, registry)]])
+
+
+def is_start_flag(option: str, registry: Registry) -> bool:
+    """Whether an option belongs to the group `start`, which counts on the command line alone."""
+    found = registry.find(option)
+    return found is not None and found[0].group == "start"
+
+
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
     """Every layer's flags; later layers win over earlier ones in silence, within a layer a change is noted."""
     settings = Settings(registry)

@@ -20,8 +20,10 @@ from arguments.checks.run import (
     ignored_rare_names,
     missing_flags,
     unavailable_flags,
+    unknown_layers,
 )
 from arguments.dry_run import ask as dry_run
+from arguments.dry_run.inputs import missing_inputs
 from arguments.emulation import emulation, planned
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
@@ -30,7 +32,7 @@ from arguments.flags import Flags, Registry, normal
 from arguments.huggingface.questions import compared_with, published_flags
 from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
 from arguments.names.data_lists import read_data_lists
-from arguments.parser import Given, Settings, near, settle, split
+from arguments.parser import Given, Settings, near, settle, split, start_settings
 from arguments.proxy.fold import Wish
 from arguments.proxy.machine import NEEDLESS
 from arguments.proxy.shrink import proxied, wish_of
@@ -68,23 +70,37 @@ def read_plan(
     answer = explain.answer(argv, registry)
     if answer is not None:
         raise Finished(answer)
-    start = _start_settings(argv, registry)
+    start = start_settings(argv, registry)
     asked, played = dry_run.question(start, environ), emulation(start, environ)
     untrained = asked or played
     environ = untrained.environ if untrained else environ
     told = _told(argv, environ, registry)
     _answer(told)
     rules = [rule for rule in RULES if not (played and rule in data_checks.RULES)]
-    flags, launch, blockers = _checked(told, environ, rules, only_dry=waiting or asked is not None)
+    only_dry = waiting or asked is not None
+    flags, launch, waits = _checked(told, environ, rules, only_dry=only_dry)
     unavailable: list[str] = []
     if untrained or waiting:
         flags = dry_run.with_tokenizer(flags)
         vocab_size_of = dry_run.or_known_size(vocab_size_of, flags, unavailable)
     plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
-    plan = replace(plan, blockers=(*blockers, *unavailable))
+    if only_dry:
+        plan = replace(
+            plan,
+            missing_inputs=(*_reasons(waits, "for an input"), *unavailable, *missing_inputs(plan)),
+            blockers=_reasons(waits, "for a feature"),
+        )
     if asked:
-        raise Finished(dry_run.answer(plan, asked, told.settings))
+        raise dry_run.answer(plan, asked, told.settings)
     return planned(plan, played) if played else plan
+
+
+def _reasons(problems: Sequence[Problem], waits: str) -> tuple[str, ...]:
+    """Problems of one kind, those with an input with their remedy."""
+    found = [problem for problem in problems if problem.waits == waits]
+    if waits == "for a feature":
+        return tuple(problem.what for problem in found)
+    return tuple(f"{problem.what}; {problem.remedy}" for problem in found)
 
 
 def _answer(told: "_Told") -> None:
@@ -110,7 +126,7 @@ class _Told:
 
 def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
     words, problems = split(argv)
-    asked = _start_settings(argv, registry)
+    asked = start_settings(argv, registry)
     paths, missing = files_asked_for(asked)
     needless = NEEDLESS if asked.setting("proxy").value else frozenset()
     files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
@@ -178,16 +194,6 @@ def _small(
     return _Told(small, environment, wish_of(full, pinned))
 
 
-def _start_settings(argv: Sequence[str], registry: Registry) -> Settings:
-    """What the command line says of files, and of what it wants to know."""
-    return settle(registry, [[given for given in split(argv)[0] if _is_start_flag(given, registry)]])
-
-
-def _is_start_flag(given: Given, registry: Registry) -> bool:
-    found = registry.find(given.option)
-    return found is not None and found[0].group == "start"
-
-
 def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:
     """The files to read, the recipe first, or that it does not exist."""
     paths: list[Path] = []
@@ -208,16 +214,22 @@ def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:
 
 def _checked(
     told: _Told, environ: Mapping[str, str], rules: Sequence[Rule], *, only_dry: bool
-) -> tuple[Flags, Launch, tuple[str, ...]]:
-    """The flags and the launch, or everything that is wrong with them; for a dry run also what keeps the plan from
-    being trained, which else is wrong too."""
+) -> tuple[Flags, Launch, list[Problem]]:
+    """Flags, launch and, of a dry run, the problems that prevent a start but not a plan.
+
+    Raises:
+        FlagErrors: all other problems.
+    """
     settings = told.settings
     ignore = bool(settings.setting("allow_ignored_flags").value)
     problems = list(settings.problems)
     launch = Launch()
     try:
         launch = launch_of(environ)
-        problems += [] if only_dry or told.wish else other_ranks(settings.setting("world_size").value, launch)
+        if not (only_dry or told.wish):
+            value = settings.setting
+            planned_for = value("world_size").value, value("nodes").value, value("gpus_per_node").value
+            problems += other_ranks(*planned_for, launch)
     except LaunchProblem as trouble:
         problems.append(trouble.problem)
     if only_dry:
@@ -228,7 +240,7 @@ def _checked(
     problems += missing_flags(settings)
     problems += broken_rules(settings, launch, rules)
     problems += unavailable_flags(settings, ignore)
-    blockers = tuple(problem.what for problem in problems if only_dry and problem.waits)
+    waits = [problem for problem in problems if only_dry and problem.waits]
     _refuse([problem for problem in problems if not (only_dry and problem.waits)])
     note = allocation_note(environ)
     settings.notes += [note] if note else []
@@ -239,7 +251,7 @@ def _checked(
         ignored = ignored_flags(settings)
         settings.notes += [*ignored.values(), *ignored_rare_names(settings)]
         values |= {name: settings.registry.flags[name].default for name in ignored}
-    return Flags.of(values), launch, blockers
+    return Flags.of(values), launch, waits
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -288,5 +300,6 @@ def _plan(
         command_line=shlex.join(argv),
         notes=(*told.settings.notes, *environment.notes(wanted, environ)),
     )
+    plan = replace(plan, unknown_layers=unknown_layers(told.settings))
     text = yaml_text(told.settings, told.environment, explain.derived(plan))
     return replace(plan, resolved_yaml=text, notes=(*plan.notes, *slow_sizes(flags, plan)))

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return int(_convert(options, words))
     except Finished as answer:
         print(answer.text)
-        return int(ExitCode.OK)
+        return int(answer.code)
     except FlagErrors as problems:
         print(problems.report(), file=sys.stderr)
         return int(ExitCode.CONFIG)

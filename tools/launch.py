@@ -6,8 +6,8 @@
 
 Without `--dry-run` and `--submit` the script is written into the run folder. All other words are flags of
 pretrain_moe.py; they are checked for that number of ranks before anything is written. A plan that cannot be trained
-yet, because it waits for a feature or for data, is refused with exit code 2; `--dry-run` prints its script, with what
-it waits for as comments, and exits with 0 as pretrain_moe.py --dry-run does.
+yet, for lack of a feature or of data, is refused with exit code 2; `--dry-run` prints its script with the reasons as
+comments and exits with 15, as pretrain_moe.py --dry-run does.
 """
 
 import argparse
@@ -22,19 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.environment import Variable  # noqa: E402
-from arguments.errors import Finished  # noqa: E402
+from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
 from arguments.explain import derived  # noqa: E402
-from arguments.flags import Registry  # noqa: E402
 from arguments.jobs.scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
 from arguments.parser import split  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
-from arguments.recipes.find import about, find_recipe  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
-from megatron_moe.specs.costs.hardware import GPUS  # noqa: E402
-from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError  # noqa: E402
+from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.specs.run import RunPlan  # noqa: E402
 from tools.output import leave, wait_for, writing  # noqa: E402
-from tools.words import positive  # noqa: E402
+from tools.words import add_cluster_options, cluster_asked, positive  # noqa: E402
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
 _PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
@@ -45,8 +42,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], allow_abbrev=False, epilog="All other words go to pretrain_moe.py."
     )
-    parser.add_argument("--nodes", type=positive, help="machines (default: as many as the recipe says, or 1)")
-    parser.add_argument("--gpus-per-node", type=positive, help="ranks on each (default: as the recipe says, or 8)")
+    add_cluster_options(parser)
     parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script and do nothing")
@@ -86,22 +82,22 @@ def asked_for(flags: Sequence[str], option: str) -> str:
     return words[-1][0] if words and words[-1] else ""
 
 
-def size_of(options: argparse.Namespace, flags: Sequence[str]) -> tuple[int, int]:
-    """(machines, ranks on each): as asked, else what the recipe says about itself, else one node of a cluster or one
-    rank here."""
-    recipe = asked_for(flags, "--recipe")
-    if find_recipe(recipe):
-        told = about(recipe, Registry.declared())
-        kind = GPUS.get(told.gpu)
-        ranks_per_node = options.gpus_per_node or min(told.gpus, kind.per_node if kind else 8)
-        return options.nodes or -(-told.gpus // ranks_per_node), ranks_per_node
-    return options.nodes or 1, options.gpus_per_node or (8 if options.launcher == "slurm" else 1)
+def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
+    """(nodes, ranks of each): of the options, else of the recipe or file, else one node of a cluster or one rank here.
+
+    Raises FlagErrors.
+    """
+    found = cluster_asked(options, flags, environ, otherwise=1 if options.launcher == "torchrun" else None)
+    if found.nodes * found.ranks_per_node != found.world_size:
+        what = f"{found.world_size} ranks do not fill nodes of {found.ranks_per_node}"
+        raise FlagErrors([Problem(what=what, remedy="give --nodes and --gpus-per-node")])
+    return found.nodes, found.ranks_per_node
 
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
     """The job of a checked plan; a run without a folder gets runs/NAME."""
     name = options.name or name_of(flags)
-    nodes, ranks_per_node = size_of(options, flags)
+    nodes, ranks_per_node = size_of(options, flags, environ)
     plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     if plan.logging.run_dir is None:
         flags = [*flags, "--run-dir", f"runs/{name}"]
@@ -119,7 +115,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         flags=tuple(flags),
         variables=tuple(Variable(name, value, reason) for (name, value), reason in pairs),
         summary=tuple(line.removeprefix("derived: ") for line in derived(plan)[1:]),
-        waits=plan.blockers,
+        waits=(*plan.missing_inputs, *plan.blockers),
         grace=options.grace,
         slurm=tuple(map(slurm_setting, options.slurm)),
         container=options.container,
@@ -166,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
         script = script_of(job, options.launcher)
         if options.dry_run:
             print(script, end="")
-            return 0
+            return int(ExitCode.NOT_READY if job.waits else ExitCode.OK)
         path = write(job, script, options.launcher)
         if options.submit:
             return submit(path, job, options.launcher)
@@ -175,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except Finished as answer:
         print(answer.text)
-        return 0
+        return int(answer.code)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)

@@ -21,11 +21,11 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
 from arguments.parser import Settings
 from arguments.planning import recipes
-from arguments.recipes.find import About, about, find_recipe
 from megatron_moe.specs.costs.hardware import GIB, GPUS, Gpu
 from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.planning.search import Found
 from tools.output import leave, writing
+from tools.words import add_cluster_options, cluster_asked, positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,9 +81,8 @@ def _question(asked: argparse.Namespace, words: Sequence[str]) -> tuple[Settings
     registry = Registry.declared()
     settings = recipes.settings_of(words, registry)
     _refuse(settings.problems or recipes.unplannable(settings))
-    name = settings.setting("recipe").value
-    said = about(str(name), registry) if name and find_recipe(str(name)) else About()
-    return settings, GPUS[asked.gpu or said.gpu or "h100"], asked.gpus or said.gpus
+    cluster = cluster_asked(asked, words, {})
+    return settings, cluster.gpu, cluster.world_size
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -108,15 +107,13 @@ def _write(folder: Path, name: str, text: str) -> None:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
-    parser.add_argument("--gpu", choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
-    parser.add_argument("--gpus", type=int, help="how many (the recipe's, or 1)")
-    parser.add_argument("--best", type=int, default=10, help="how many layouts to print (10)")
+    parser.add_argument("--gpu", type=str.lower, choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
+    add_cluster_options(parser)
+    parser.add_argument("--best", type=positive, default=10, help="how many layouts to print (10)")
     parser.add_argument("--imbalance", type=float, default=1.0, help="rows of the fullest rank over the mean (1)")
     parser.add_argument("--write", type=Path, metavar="DIR", help="leave each as a recipe there")
     parser.add_argument("--fit", action="store_true", help="keep the layout; pick the cheapest memory switches")
     asked, words = parser.parse_known_args(argv)
-    if asked.best < 1 or (asked.gpus is not None and asked.gpus < 1):
-        parser.error("--gpus and --best must be at least 1")
     if not 1 <= asked.imbalance < inf:
         parser.error(f"--imbalance {asked.imbalance:g} must be at least 1, rows that are spread evenly")
     return asked, words

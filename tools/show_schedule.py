@@ -2,7 +2,7 @@
 
 Prints who computes what and when, the idle part of the time (bubble), how many microbatches every rank holds at most,
 and whether the lists of all ranks can deadlock when every send waits for its receive. With --layout also which stage
-holds which layers. Or give a run: `python tools/show_schedule.py --ranks 1024 -- --config my.yaml` shows the schedule
+holds which layers. Or give a run: `python tools/show_schedule.py --gpus 1024 -- --config my.yaml` shows the schedule
 of its steps and what its stages hold, and lets them take time by their floating-point operations.
 
 Exit code 0: a good schedule; 1: it deadlocks or is wrong; 2: there is none with these sizes.
@@ -27,7 +27,7 @@ from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, bu
 from megatron_moe.specs.pipeline.simulate import Durations, Report, simulate  # noqa: E402
 from tools.output import writing  # noqa: E402
 from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
-from tools.words import words_around_dashes  # noqa: E402
+from tools.words import add_cluster_options, cluster_asked, words_around_dashes  # noqa: E402
 
 CHARTS = (".svg", ".png", ".pdf")
 
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--transfer-time", type=float, default=0.0, help="of one message")
     parser.add_argument("--queue", type=int, help="messages a sender may be ahead (default: any number; 0: none)")
     parser.add_argument("--layout", help="layers of the stages, such as 'Ett|(ttt|)*2tL'; says --vpp as well")
-    parser.add_argument("--ranks", type=int, default=1, help="of the run whose command line stands behind --")
+    add_cluster_options(parser, "--ranks")
     parser.add_argument("--lists", action="store_true", help="print every rank's list, sends and receives included")
     parser.add_argument(
         "--draw", type=Path, action="append", default=[], metavar="FILE", help="chart: .svg, .png, .pdf"
@@ -90,11 +90,13 @@ def of_sizes(options: argparse.Namespace) -> Shown:
 
 def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
     """The schedule of a training run, also of one that waits for a feature or for data. Raises FlagErrors."""
-    ranks = str(options.ranks)
+    ranks = str(cluster_asked(options, words, {}).world_size)
     environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}
     plan = read_plan(words, environ, waiting=True)
-    costs = flop_costs(plan.model, plan.data.seq_length)
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    if plan.unknown_layers:
+        return Shown(plan.schedule(num_microbatches), f"layers of {' '.join(plan.unknown_layers)} cannot be built yet")
+    costs = flop_costs(plan.model, plan.data.seq_length)
     return Shown(
         plan.schedule(num_microbatches),
         f"{plan.layout}\n{cost_table(plan.layout, costs)}",
@@ -137,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         schedule = build_schedule(spec)
     except Finished as answer:
         print(answer.text)
-        return int(ExitCode.OK)
+        return int(answer.code)
     except (ScheduleError, LayoutError, RunError) as error:
         print(error, file=sys.stderr)
         return int(ExitCode.CONFIG)

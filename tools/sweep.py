@@ -64,6 +64,8 @@ def start(point: Point, options: argparse.Namespace, flags: list[str]) -> tuple[
     options.name = point.name
     job = launch.job_of(options, [*flags, *point.flags, "--run-dir", str(run_dir)], os.environ)
     if options.dry_run:
+        if job.waits:
+            return f"would not start: {'; '.join(job.waits)}", int(ExitCode.NOT_READY)
         return f"would be started: {' '.join(point.flags)}", 0
     path = launch.write(job, launch.script_of(job, options.launcher), options.launcher)
     if options.launcher == "slurm":
@@ -95,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
             print(as_text([summarize(options.output / name, name) for name in runs]))
     except Finished as answer:
         print(answer.text)
-        return int(ExitCode.OK)
+        return int(answer.code)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)

@@ -61,7 +61,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return int(_verify(_question(argv), environ))
     except Finished as answer:
         print(answer.text)
-        return int(ExitCode.OK)
+        return int(answer.code)
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)

@@ -1,5 +1,7 @@
 """Rules about ranks, batches, the length of a run, learning rate and weight decay."""
 
+from math import isqrt
+
 from arguments import derive
 from arguments.checks.complaint import Complaint
 
@@ -89,10 +91,11 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
     near = []
     for option, size in sizes.items():
         others = product // size
-        below = min(size, world_size + 1)  # nothing larger than the world divides it, however large the mistake
-        fits = [smaller for smaller in range(1, below) if world_size % (others * smaller) == 0]
+        share = world_size // others if world_size % others == 0 else 0
+        small = [divisor for divisor in range(1, isqrt(share) + 1) if share % divisor == 0]
+        fits = [divisor for low in small for divisor in (low, share // low) if divisor < size]
         if fits:
-            near.append(f"{option} {fits[-1]} ({others} x {fits[-1]} = {others * fits[-1]})")
+            near.append(f"{option} {max(fits)} ({others} x {max(fits)} = {others * max(fits)})")
     more = -(-world_size // product) * product
     return f"nearest: {', or '.join([*near, f'{more} ranks'])}"
 

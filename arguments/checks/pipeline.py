@@ -63,10 +63,11 @@ def microbatches_fill_the_stages(
     last = derive.global_batch_size(global_batch_size, micro_batch_size, data_parallel_size)
     start, increment, _ = rampup_batch_size or (last, 1, 0)
     unit = micro_batch_size * data_parallel_size
-    sizes = (*range(start, last, max(increment, 1)), last)
-    if any(size % unit for size in sizes):
+    growing = range(start, last, max(increment, 1))
+    if any(size % unit for size in (*growing[:2], last)):
         return None  # batches that are no whole microbatches have a rule of their own
-    for size in sizes:
+    group = microbatch_group_size_per_virtual_pipeline_stage or pipeline_model_parallel_size
+    for size in (*growing[: group if virtual_stages > 1 else 1], last):  # remainders by the group repeat themselves
         spec = ScheduleSpec(
             num_microbatches=size // unit,
             pp=pipeline_model_parallel_size,

@@ -27,7 +27,7 @@ from arguments.checks import (
     tensor,
 )
 from arguments.checks.kernels import graphs
-from arguments.errors import Problem
+from arguments.errors import Problem, Waits
 from arguments.flag import Flag
 from arguments.parser import Settings
 from arguments.values import words_of
@@ -66,8 +66,13 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
 """Rules that `--proxy` must not hide: what they are about does not depend on the machine."""
 
 _LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
-WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *memory.WAITING, *graphs.WAITING, *data.RULES)
-"""Rules that hold for training alone: a plan that breaks them can be told about."""
+WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *memory.WAITING, *graphs.WAITING)
+"""Rules about missing features: a plan that breaks them or the rules about data can be reported, not trained."""
+
+_LAYER_GROUPS = ("attention", "model")
+_LAYER_FLAGS = ("moe_n_hash_layers",)
+_SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
+"""Flags of these groups that add no parameter and no product."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 FACTS = ("world_size", "data_parallel_size", "virtual_stages")
@@ -94,7 +99,13 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
             if complaint:
                 what, remedy = complaint
                 given = tuple(_row(name, settings, facts) for name in names)
-                yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=rule in WAITING)
+                yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=_waits(rule))
+
+
+def _waits(rule: Rule) -> Waits:
+    if rule in data.RULES:
+        return "for an input"
+    return "for a feature" if rule in WAITING else ""
 
 
 def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
@@ -144,6 +155,17 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
         if not (ignore_harmless and rare.harmless):
             hint = _LEAVE_OUT if rare.harmless else ""
             yield Problem(what=f"{given.option} {rare.reason} ({given.origin})", remedy=hint)
+
+
+def unknown_layers(settings: Settings) -> tuple[str, ...]:
+    """Flags whose layers this program cannot build yet, so that parameters, memory and time are not known."""
+    return tuple(
+        flag.option
+        for flag in _unavailable(settings)
+        if (flag.group in _LAYER_GROUPS or flag.name in _LAYER_FLAGS)
+        and flag.name not in _SAME_LAYERS
+        and not flag.declaration.harmless
+    )
 
 
 def ignored_rare_names(settings: Settings) -> Iterator[str]:
@@ -196,7 +218,7 @@ def _not_available(settings: Settings, flag: Flag) -> Problem:
     hints = [flag.declaration.note] if flag.declaration.note else []
     if flag.declaration.harmless:
         hints.append(_LEAVE_OUT)
-    waits = flag.declaration.status == "not yet"
+    waits: Waits = "for a feature" if flag.declaration.status == "not yet" else ""
     return Problem(what=f"{asked} is {ever} ({origin})", remedy="; ".join(hints), waits=waits)
 
 

@@ -7,20 +7,20 @@ from typing import Literal
 
 from arguments import derive
 from arguments.checks.run import shown
+from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
 from arguments.dry_run.text import report
-from arguments.errors import FlagErrors, Problem
+from arguments.errors import Finished, FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flags import Flags, Registry
 from arguments.launch import LaunchProblem, launch_of
 from arguments.parser import Settings, settle
-from arguments.recipes.find import About, about, find_recipe
-from megatron_moe.specs.costs.facts import Facts, facts_of
-from megatron_moe.specs.costs.hardware import GPUS, Gpu
-from megatron_moe.specs.exitcodes import RunError
+from arguments.recipes.find import find_recipe
+from megatron_moe.specs.costs.facts import Facts, facts_of, too_long_to_simulate
+from megatron_moe.specs.costs.hardware import Gpu
+from megatron_moe.specs.exitcodes import ExitCode, RunError
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import TokenizerSpec
 
-_DEFAULT_GPU = "h100"
 _GPT2_VOCABULARY = 50_257
 
 
@@ -46,19 +46,13 @@ def question(asked: Settings, environ: Mapping[str, str]) -> Question | None:
 
 
 def machine(asked: Settings, environ: Mapping[str, str]) -> tuple[Gpu, dict[str, str]]:
-    """The kind of GPU that is meant, and the environment of the first of the ranks."""
-    said = _said(asked)
-    gpu = GPUS[asked.setting("gpu").value or said.gpu or _DEFAULT_GPU]
-    num_ranks = asked.setting("world_size").value or _launched(environ)
-    if num_ranks == 1 and not asked.setting("world_size").value and not asked.setting("proxy").value:
-        num_ranks = said.gpus
-    return gpu, _first_rank(environ, num_ranks, gpu)
-
-
-def _said(asked: Settings) -> About:
-    """What the recipe says of itself."""
-    name = asked.setting("recipe").value
-    return about(str(name), asked.registry) if name is not None and find_recipe(str(name)) else About()
+    """Kind of GPU, and environment of the first rank."""
+    flags = ClusterFlags.of(asked)
+    launched = 1 if flags.has_size else _launched(environ)
+    if asked.setting("proxy").value and not flags.has_size:
+        flags = replace(flags, gpus=launched)
+    cluster = cluster_of(flags, asked, environ, launched=launched)
+    return cluster.gpu, _first_rank(environ, cluster)
 
 
 def _launched(environ: Mapping[str, str]) -> int:
@@ -68,9 +62,10 @@ def _launched(environ: Mapping[str, str]) -> int:
         raise FlagErrors([trouble.problem]) from None
 
 
-def _first_rank(environ: Mapping[str, str], num_ranks: int, gpu: Gpu) -> dict[str, str]:
+def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
     """The environment as torchrun would leave it there."""
-    ranks = {"RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": min(num_ranks, gpu.per_node)}
+    sizes = {"WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": cluster.ranks_per_node}
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, **sizes}
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
 
 
@@ -116,17 +111,27 @@ def with_tokenizer(flags: Flags) -> Flags:
     return flags if kind else replace(flags, data=replace(data, tokenizer_type="NullTokenizer"))
 
 
-def answer(plan: RunPlan, asked: Question, settings: Settings) -> str:
-    """What is told about a plan."""
+def answer(plan: RunPlan, asked: Question, settings: Settings) -> Finished:
+    """Report of a plan; its exit code is OK only if the plan would start.
+
+    Raises FlagErrors.
+    """
+    too_long = too_long_to_simulate(plan)
+    if too_long:
+        remedy = "use fewer pipeline ranks, smaller groups or a smaller --moe-expert-wgrad-interval"
+        raise FlagErrors([Problem(what=too_long, remedy=remedy)])
     facts = facts_with_words(plan, asked.gpu, settings)
-    return json.dumps(facts, indent=2) if asked.form == "json" else report(facts)
+    text = json.dumps(facts, indent=2) if asked.form == "json" else report(facts)
+    return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)
 
 
 def facts_with_words(plan: RunPlan, gpu: Gpu, settings: Settings) -> Facts:
-    """The plan's numbers, and what is to be said of its flags."""
+    """Numbers of a plan, and lists about its flags."""
     recipe = settings.setting("recipe").value
     return {
         "recipe": recipe,
+        "would_start": not (plan.missing_inputs or plan.blockers),
+        "missing_inputs": list(plan.missing_inputs),
         **facts_of(plan, gpu),
         "environment": dict(plan.environment),
         "cannot_train_yet": list(plan.blockers),
@@ -159,5 +164,6 @@ def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[st
 
 
 def without_words(facts: Facts) -> Facts:
-    """The numbers alone: what depends on the plan, and not on which features are available today."""
-    return {**facts, "environment": {}, "cannot_train_yet": [], "notes": [], "differences": []}
+    """The numbers alone, which do not depend on the features that are available today."""
+    lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
+    return {**facts, "would_start": True, "environment": {}, **lists}

@@ -10,30 +10,49 @@ _WIDTH = 120
 
 def report(facts: dict[str, Any]) -> str:
     """The whole report."""
+    unknown = facts["unknown_layers"]
+    assumed = "" if unknown else "; the figures count their known effects"
     sections = (
         _head(facts),
+        _list("missing or wrong, so that the run would not start", facts["missing_inputs"]),
         _ranks(facts["ranks"]),
-        _stages(facts["stages"], facts["memory"]["pipeline_ranks"]),
-        _memory(facts["memory"], facts["device"]),
-        _schedule(facts["schedule"]),
-        _communication(facts["communication"], facts["memory"]["heaviest"]["pipeline_rank"]),
-        _experts(facts["experts"]),
-        _time(facts["time"], facts["communication"], facts["device"]),
+        *([_schedule(facts["schedule"])] if unknown else _of_layers(facts)),
         _list("environment", [f"{name}={value}" for name, value in facts["environment"].items()]),
-        _list(
-            "cannot train yet here; the figures count what they know of it as if it worked", facts["cannot_train_yet"]
-        ),
+        _list(f"not available yet, so that the run would not start{assumed}", facts["cannot_train_yet"]),
         _list("notes", facts["notes"]),
         _list("differences from the recipe", facts["differences"]),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
 
+def _of_layers(facts: dict[str, Any]) -> tuple[Iterator[str], ...]:
+    """Sections with figures that depend on the layers of the model."""
+    memory, communication = facts["memory"], facts["communication"]
+    return (
+        _stages(facts["stages"], memory["pipeline_ranks"]),
+        _memory(memory, facts["device"]),
+        _schedule(facts["schedule"]),
+        _communication(communication, memory["heaviest"]["pipeline_rank"]),
+        _experts(facts["experts"]),
+        _time(facts["time"], communication, facts["device"]),
+    )
+
+
 def _head(facts: dict[str, Any]) -> Iterator[str]:
-    model, ranks, device = facts["model"], facts["ranks"], facts["device"]
+    ranks, unknown = facts["ranks"], facts["unknown_layers"]
     name = facts["recipe"] or "this command line"
-    kind = device["kind"].upper()
-    yield f"Dry run of {name} on {ranks['world_size']:,} {kind}, {_of_nodes(ranks)}"
+    machine = f"on {ranks['world_size']:,} {facts['device']['kind'].upper()}, {_of_nodes(ranks)}"
+    if unknown:
+        yield f"Dry run of {name}: its model cannot be built yet, so figures that depend on its layers are left out"
+        yield from textwrap.wrap(
+            f"  {machine}; layers of {' '.join(unknown)} are missing",
+            _WIDTH,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
+        return
+    yield f"Dry run of {name} {machine}"
+    model = facts["model"]
     layers = [f"{model['dense_layers']} dense", f"{model['moe_layers']} MoE"]
     layers += [f"{model['mtp_layers']} MTP"] * (model["mtp_layers"] > 0)
     mtp = f" ({_billions(model['parameters_without_mtp'])} without MTP)" if model["mtp_layers"] else ""
@@ -121,7 +140,7 @@ def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
         f"  {schedule['global_batch_size']:,} sequences a step = {count} microbatch{'es' * (count != 1)} of "
         f"{schedule['micro_batch_size']} per rank"
     )
-    if schedule["pipeline_ranks"] > 1:
+    if schedule["pipeline_ranks"] > 1 and "layout" in schedule:
         yield f"  layout {schedule['layout']}, {schedule['virtual_stages']} chunks per rank"
         waiting = " ".join(map(str, schedule["in_flight"]))
         yield f"  bubble at least {schedule['bubble']:.1%}; chunks in flight by pipeline rank: {waiting}"

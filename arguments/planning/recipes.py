@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import Any
 
 from arguments.checks.batch import length_is_given_once
-from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags
+from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags, unknown_layers
 from arguments.errors import Problem
 from arguments.export import value_text
 from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.huggingface.questions import published_flags
-from arguments.parser import Setting, Settings, settle, split
+from arguments.parser import Setting, Settings, settle, split, start_settings
 from arguments.read import files_asked_for
 from arguments.recipes.table import planned
 from megatron_moe.specs.costs.hardware import GIB, Gpu
@@ -53,7 +53,7 @@ _FILES = ("recipe", "config", "from_hf_config")
 def settings_of(words: Sequence[str], registry: Registry) -> Settings:
     """What a command line with `--recipe`, `--config` and `--from-hf-config` says, its files first."""
     given, problems = split(words)
-    start = settle(registry, [[one for one in given if _starts(one.option, registry)]])
+    start = start_settings(words, registry)
     paths, missing = files_asked_for(start)
     problems += [*missing, *(_of_another_program(name, start) for name in start.values if name not in _FILES)]
     folder = start.setting("from_hf_config").value
@@ -67,11 +67,6 @@ def settings_of(words: Sequence[str], registry: Registry) -> Settings:
     return settings
 
 
-def _starts(option: str, registry: Registry) -> bool:
-    found = registry.find(option)
-    return found is not None and found[0].group == "start"
-
-
 def _of_another_program(name: str, start: Settings) -> Problem:
     option = start.registry.flags[name].option
     return Problem(what=f"{option} is not for a planner", remedy="leave it out; --gpu and --gpus describe the machine")
@@ -80,6 +75,10 @@ def _of_another_program(name: str, start: Settings) -> Problem:
 def unplannable(settings: Settings) -> list[Problem]:
     """Why no layout on any number of GPUs can be planned: flags that are missing, or a model that cannot be."""
     missing = list(missing_flags(settings, _NEEDED))
+    unknown = unknown_layers(settings)
+    if unknown:
+        what = f"the cost model does not know the layers of {' '.join(unknown)}, which cannot be built yet"
+        missing.append(Problem(what=what, remedy="plan a model of attention, MLP and MoE layers"))
     return missing or _forbidden(_with(settings, _ONE_RANK), 1, (*FULL_SIZE_RULES, length_is_given_once))
 
 

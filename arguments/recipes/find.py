@@ -5,11 +5,15 @@ share, such as the architecture of a model, is written once in `scripts/recipes/
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from arguments.files import read_files
+from arguments.errors import FlagErrors, Problem
+from arguments.files import FlagFile, read_files, shown
 from arguments.flags import Registry
+from arguments.parser import Settings
+from megatron_moe.specs.costs.hardware import GPUS
 
 _PARTS = "parts"
 
@@ -21,8 +25,8 @@ class About:
     model: str = ""
     gpu: str = ""
     """h100, h200, b200, gb200, gb300; empty: any machine."""
-    gpus: int = 1
-    """Ranks of the published run."""
+    gpus: int | None = None
+    """Ranks of the published run; None: not said."""
     source: str = ""
     """Who published it; empty: nobody but this project."""
     published: str = ""
@@ -57,13 +61,46 @@ def recipe_files() -> list[tuple[str, Path]]:
 
 
 def about(name: str, registry: Registry) -> About:
-    """What the files of a recipe say about it, the last word on each point."""
+    """Section `about` of the files of a recipe, the last one on each point; one rank where none gives a number."""
     path = find_recipe(name)
     assert path, f"there is no recipe {name}"
+    said = _joined(read_files(path, registry, {}))
+    return said if said.gpus else replace(said, gpus=1)
+
+
+def said_by(start: Settings, environ: Mapping[str, str]) -> About:
+    """Sections `about` of the recipe and of the files that a command line names, the last one on each point.
+
+    Raises:
+        FlagErrors: one has an unknown entry, GPU or number.
+    """
+    name = start.setting("recipe").value
+    recipe = find_recipe(str(name)) if name is not None else None
+    paths = [*([recipe] if recipe else []), *map(Path, start.setting("config").value)]
+    said = _joined(file for path in paths for file in read_files(path, start.registry, environ))
+    return replace(said, gpus=1) if recipe and not said.gpus else said
+
+
+def _joined(files: Iterable[FlagFile]) -> About:
     said: dict[str, str] = {}
-    for file in read_files(path, registry, {}):
+    problems = []
+    for file in files:
         said |= file.about
-    return About(**{**said, "gpus": int(said.get("gpus", 1))})  # type: ignore[arg-type]
+        problems += [Problem(what=f"{shown(file.path)}: {what}", remedy="correct it") for what in _wrong(file.about)]
+    if problems:
+        raise FlagErrors(problems)
+    gpus = int(said["gpus"]) if "gpus" in said else None
+    return About(**{**said, "gpu": said.get("gpu", "").lower(), "gpus": gpus})  # type: ignore[arg-type]
+
+
+def _wrong(said: Mapping[str, str]) -> Iterator[str]:
+    known = [entry.name for entry in fields(About)]
+    yield from (f"`about` has no entry {name!r}, but {', '.join(known)}" for name in said if name not in known)
+    gpus, gpu = said.get("gpus", "1"), said.get("gpu", "")
+    if not gpus.isdecimal() or int(gpus) < 1:
+        yield f"`gpus` of `about` is {gpus!r}, not a whole number of at least 1"
+    if gpu and gpu.lower() not in GPUS:
+        yield f"`gpu` of `about` is {gpu!r}, not one of {', '.join(GPUS)}"
 
 
 def _recipes() -> dict[str, Path]:

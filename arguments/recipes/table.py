@@ -1,10 +1,10 @@
 """The list of recipes: what each trains, where, and what it waits for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from arguments.checks.run import broken_rules, unavailable_flags
+from arguments.checks.run import broken_rules, unavailable_flags, unknown_layers
 from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flags import Flags, Registry
@@ -17,8 +17,6 @@ from megatron_moe.specs.parallel import Launch
 from megatron_moe.specs.run import RunPlan
 
 _NOT_YET = " is not available yet"
-_OTHER_MODEL = ("attention", "model")
-"""Groups of flags without which a model has other parameters."""
 _FORMATS: Mapping[str | None, str] = MappingProxyType(
     {None: "", "delayed": "FP8", "tensorwise": "FP8", "blockwise": "FP8 blockwise", "mxfp8": "MXFP8"}
 )
@@ -87,7 +85,7 @@ def row_of(name: str, registry: Registry) -> Row:
     assert path, f"there is no recipe {name}"
     said = about(name, registry)
     settings = settle(registry, [file.flags for file in read_files(path, registry, {})])
-    launch = Launch(world_size=said.gpus)
+    launch = Launch(world_size=said.gpus or 1)
     problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
     family = name if path.parent in recipe_folders() else path.parent.name
     return Row(name, family, said, settings, planned(settings, launch), problems)
@@ -96,7 +94,8 @@ def row_of(name: str, registry: Registry) -> Row:
 def planned(settings: Settings, launch: Launch) -> RunPlan:
     """The plan of settings that break no rule, available or not."""
     flags = Flags.of({name: settings.setting(name).value for name in settings.registry.flags})
-    return run_plan(flags, launch, flags.data.vocab_size or _QUICKSTART_VOCABULARY)
+    plan = run_plan(flags, launch, flags.data.vocab_size or _QUICKSTART_VOCABULARY)
+    return replace(plan, unknown_layers=unknown_layers(settings))
 
 
 def rows(registry: Registry) -> list[Row]:
@@ -164,7 +163,7 @@ def _status(row: Row) -> str:
 
 
 def _parameters(row: Row) -> str:
-    if set(_groups(row)) & set(_OTHER_MODEL):
+    if row.plan.unknown_layers:
         return "not counted"
     model = row.plan.model
     return f"{_size(count_parameters(model))} ({_size(count_parameters(model, active=True))})"

@@ -26,6 +26,8 @@ class ExitCode(IntEnum):
     DRIFT = 12
     RENDEZVOUS = 13
     LAUNCHER = 14
+    NOT_READY = 15
+    """Of a dry run: the plan is legal but would not start, for lack of an input or of a feature."""
     RERUN_DISAMBIGUATE = 16
     RERUN_FAILED = 17
     PREEMPTED_SAVED = 75

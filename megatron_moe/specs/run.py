@@ -72,8 +72,12 @@ class RunPlan:
     """One line each: flags accepted without effect, aliases, flags given twice."""
     emulation: EmulationSpec | None = None
     """Not a run, but one rank of it whose memory is watched; None: a run."""
+    missing_inputs: tuple[str, ...] = ()
+    """Inputs that are missing or wrong, so that the plan would not start. Only the plan of a dry run has any."""
     blockers: tuple[str, ...] = ()
-    """Why this program cannot train the plan yet. Only the plan of a dry run has any."""
+    """Features that this program lacks to train the plan. Only the plan of a dry run has any."""
+    unknown_layers: tuple[str, ...] = ()
+    """Flags of layers that cannot be built: `model` lacks them. Only the plan of a dry run has any."""
 
     @property
     def layout(self) -> PipelineLayout:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -95,8 +96,9 @@ class BatchSpec:
         """Number of whole batches in `samples` after the first `consumed`; a last partial batch is not trained."""
         steps, ramp_samples = 0, self.rampup[2] if self.rampup else -1
         while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
-            consumed += self.size_at(consumed)
-            steps += 1
+            together = self._steps_of_equal_size(consumed, min(ramp_samples, samples))
+            consumed += together * self.size_at(consumed)
+            steps += together
         return steps + max(samples - consumed, 0) // self.global_size
 
     def megatron_steps_for(self, samples: int) -> int:
@@ -110,6 +112,17 @@ class BatchSpec:
             consumed += self.size_at(consumed)
             steps += 1
         return steps + max(samples - consumed, 0) // self.global_size
+
+    def _steps_of_equal_size(self, consumed: int, end: int) -> int:
+        """Number of steps from `consumed`, at least 1, that have the size of the first and end by `end`."""
+        assert self.rampup is not None, "without a ramp-up all steps have the same size"
+        size, (start, increment, over) = self.size_at(consumed), self.rampup
+        num_increments = (self.global_size - start) // increment
+        next_size_at = over / max(num_increments, 1) * ((size - start) // increment + 1)
+        number = min(ceil((next_size_at - consumed) / size), (end - consumed) // size)
+        while number > 1 and self.size_at(consumed + (number - 1) * size) != size:  # rounding
+            number -= 1
+        return max(number, 1)
 
 
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(

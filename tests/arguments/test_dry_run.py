@@ -1,6 +1,9 @@
 """The dry run: its report of every recipe, what it needs, what it refuses, and that it is the plan that runs."""
 
 import json
+import shlex
+from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -9,7 +12,8 @@ from arguments.dry_run.text import report
 from arguments.errors import Finished, FlagErrors
 from arguments.read import read_plan
 from arguments.recipes.find import recipe_names
-from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode
+from pretrain_moe import main
 from tests.command_lines import SMALL, VOCAB_SIZE, calls_of, vocab_size_of, words
 from tools.write_dry_runs import DOCUMENT, FOLDER, numbers, with_example
 
@@ -17,10 +21,14 @@ UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
 DEEPSEEK = "--recipe deepseek-v3-h100-1024"
 
 
-def answer_to(text: str, environ: dict[str, str] | None = None) -> str:
+def finished(text: str, environ: dict[str, str] | None = None) -> Finished:
     with pytest.raises(Finished) as caught:
-        read_plan(text.split(), environ or {}, vocab_size_of=vocab_size_of)
-    return caught.value.text
+        read_plan(shlex.split(text), environ or {}, vocab_size_of=vocab_size_of)
+    return caught.value
+
+
+def answer_to(text: str, environ: dict[str, str] | None = None) -> str:
+    return finished(text, environ).text
 
 
 def facts(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
@@ -79,9 +87,157 @@ def test_what_keeps_a_plan_from_training_is_told_and_counted():
         read_plan(DEEPSEEK.split(), {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"})
 
 
-def test_data_may_be_missing_but_not_the_architecture():
-    line = " ".join(words(SMALL, without="--data-path"))
-    assert facts(line)["cannot_train_yet"] == ["there is no training data"]
+@pytest.fixture
+def ready(tmp_path, monkeypatch) -> str:
+    """A command line whose files exist."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus_text_document.idx", "corpus_text_document.bin", "x.model"):
+        Path(name).touch()
+    return shlex.join(words(SMALL))
+
+
+def test_exit_code_0_means_that_the_run_would_start(ready):
+    told = finished(f"{ready} --dry-run")
+    assert told.code == ExitCode.OK and "would not start" not in told.text
+    assert facts(ready)["would_start"] and facts("--recipe m27")["would_start"]
+    assert not facts(DEEPSEEK)["would_start"] and finished(f"{DEEPSEEK} --dry-run").code == ExitCode.NOT_READY
+    argv = [*shlex.split(ready), "--vocab-size", "1000", "--dry-run"]
+    assert main([*argv, "--tokenizer-type", "NullTokenizer"], {}) == ExitCode.OK
+    assert main([*argv, "--tokenizer-type", "NullTokenizer", "--split", "a"], {}) == ExitCode.NOT_READY
+    assert main(argv, {}) == ExitCode.NOT_READY  # the file of the tokenizer is empty
+
+
+@pytest.mark.parametrize(
+    ("more", "without", "sentence"),
+    [
+        ("", "--data-path", "there is no training data; give --data-path, --train-data-path or --mock-data"),
+        ("--split 3,x", "", "--split 3,x is not up to three shares; write it like 99,1,0"),
+        ("--data-path 1 corpus_text_document 2 b", "", "2 of 4 files of --data-path do not exist, such as b.idx"),
+        ("--data-path corpus", "", "2 of 2 files of --data-path do not exist, such as corpus.idx"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-30B-A3B", "", None),
+        ("--load hf:none", "", "--load hf:none does not exist"),
+        ("--load none --finetune", "", "--load none does not exist"),
+        ("--load none", "", None),
+        ("--pretrained-checkpoint none", "", "--pretrained-checkpoint none does not exist"),
+    ],
+)
+def test_missing_and_wrong_inputs_are_reported_before_the_figures(ready, more, without, sentence):
+    line = f"{shlex.join(words(SMALL, without))} {more} --vocab-size 1000 --dry-run"
+    told = finished(line)
+    if sentence is None:
+        assert told.code == ExitCode.OK
+        return
+    assert told.code == ExitCode.NOT_READY
+    (found,) = facts(line)["missing_inputs"]
+    assert found.startswith(sentence) and facts(line)["cannot_train_yet"] == []
+    lines = told.text.splitlines()
+    assert lines[3] == "missing or wrong, so that the run would not start" and lines[4].startswith(f"  {sentence}")
+
+
+def test_missing_inputs_come_before_missing_features(ready):
+    text = answer_to(f"{ready} --split x --fp8-format e4m3 --dry-run")
+    assert text.index("--split x") < text.index("ranks\n") < text.index("--fp8-format e4m3 is not available yet")
+
+
+def test_a_second_start_reads_no_load_folder(ready):
+    Path("runs/a/checkpoints/iter_0000001").mkdir(parents=True)
+    assert finished(f"{ready} --load hf:none --dry-run").code == ExitCode.OK
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--recipe nemotron-3-nano-30b-a3b-h100-16",
+        "--recipe qwen3-next-80b-a3b-h100-128",
+        "--recipe deepseek-v4-flash-gb200-128",
+        f"{shlex.join(words(SMALL))} --moe-n-hash-layers 1",
+    ],
+)
+def test_layers_that_cannot_be_built_have_no_figures(line):
+    told, text = facts(line), answer_to(f"{line} --dry-run")
+    assert told["unknown_layers"] and not told["would_start"]
+    assert not {"model", "stages", "memory", "communication", "experts", "time"} & told.keys()
+    assert "cannot be built yet, so figures that depend on its layers are left out" in text.splitlines()[0]
+    assert "parameters" not in text and "GiB" not in text and "FLOP" not in text
+    assert told["ranks"]["world_size"] >= 1 and told["schedule"]["microbatches"] >= 1
+
+
+def test_flags_that_add_no_layer_leave_the_figures(ready):
+    assert facts(f"{ready} --qk-clip --linear-conv-kernel-dim 8")["model"] == facts(ready)["model"]
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("--recipe m27 --global-batch-size 4000000000000", None),
+        (f"{DEEPSEEK} --global-batch-size 1048576000000", None),
+        (f"{DEEPSEEK} --world-size 104857600 --global-batch-size 838860800", None),
+        ("--recipe mixtral-8x7b-h100-64 --world-size 104857600 --global-batch-size 1048576000 --gpu gb200", None),
+        (
+            "--recipe mixtral-8x7b-h100-64 --world-size 99999999 --tensor-model-parallel-size 100000000",
+            "100000000 ranks",
+        ),
+        (
+            f"{shlex.join(words(SMALL, '--train-iters --lr-warmup-iters'))} --train-samples {2 * 10**12} "
+            f"--rampup-batch-size 8 8 {10**12} --global-batch-size {4 * 10**12}",
+            None,
+        ),
+        (
+            f"{shlex.join(words(SMALL, '--train-iters --lr-warmup-iters'))} --train-samples {2 * 10**12} "
+            f"--rampup-batch-size 4 4 {10**12} --global-batch-size 800",
+            None,
+        ),
+        (
+            f"{DEEPSEEK} --global-batch-size 8192000 --microbatch-group-size-per-virtual-pipeline-stage 64000",
+            "groups of 64,000 microbatches",
+        ),
+        ("--recipe m27 --global-batch-size 8192000 --moe-expert-wgrad-interval 600000", "experts every 600,000"),
+    ],
+)
+def test_any_batch_and_any_world_is_answered_or_refused_in_two_seconds(line, refused):
+    started = process_time()
+    with pytest.raises(FlagErrors if refused else Finished, match=refused):
+        read_plan(shlex.split(f"{line} --dry-run"), {}, vocab_size_of=vocab_size_of)
+    assert process_time() - started < 2
+
+
+@pytest.mark.parametrize("more", ["", "--nodes 3", "--gpus 24", "--world-size 24 --nodes 3"])
+def test_a_file_says_for_which_machine_as_a_recipe_does(ready, more):
+    Path("plan.yaml").write_text("about: {gpu: H200, gpus: 24}")
+    line = f"--config plan.yaml {ready} --global-batch-size 96"
+    told = facts(f"{line} {more}")
+    assert (told["ranks"]["world_size"], told["ranks"]["nodes"], told["device"]["kind"]) == (24, 3, "h200")
+
+
+def test_the_last_file_says_the_machine_and_flags_win(ready):
+    Path("a.yaml").write_text("about: {gpu: h200, gpus: 24}")
+    Path("b.yaml").write_text("about: {gpus: 16}")
+    line = f"{ready} --global-batch-size 64"
+    told = facts(f"--config a.yaml b.yaml {line}")
+    assert (told["ranks"]["world_size"], told["device"]["kind"]) == (16, "h200")
+    told = facts(f"--config a.yaml b.yaml {line} --gpu gb200 --nodes 2")
+    assert (told["ranks"]["world_size"], told["ranks"]["ranks_per_node"]) == (8, 4)
+    told = facts(f"--config a.yaml {line} --gpus 8 --nodes 4 --tensor-model-parallel-size 2 --sequence-parallel")
+    assert told["ranks"]["groups"]["dp"]["where"] == "over 4 NVLink domains, 4 nodes"
+
+
+@pytest.mark.parametrize(
+    ("about", "sentence"),
+    [
+        ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not a whole number of at least 1"),
+        ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of h100, "),
+        ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', but model, gpu, gpus"),
+    ],
+)
+def test_a_file_that_says_no_machine_is_rejected(ready, about, sentence):
+    Path("a.yaml").write_text(f"about: {{{about}}}")
+    with pytest.raises(FlagErrors) as caught:
+        answer_to(f"--config a.yaml {ready} --dry-run")
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(sentence)
+
+
+def test_the_architecture_must_be_given():
     with pytest.raises(FlagErrors) as caught:
         read_plan([*words(SMALL, without="--num-layers"), "--dry-run"], {}, vocab_size_of=vocab_size_of)
     assert [problem.what for problem in caught.value.problems] == ["--num-layers is required"]
@@ -134,7 +290,7 @@ def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: 
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--dry-run=json"], {}, vocab_size_of=missing)
     told = json.loads(caught.value.text)
-    assert told["cannot_train_yet"] == ["there is no training data", f"the tokenizer is not here{assumed}"]
+    assert told["missing_inputs"] == ["there is no training data", f"the tokenizer is not here{assumed}"]
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda spec: size)
     assert json.loads(caught.value.text)["model"] == told["model"]

@@ -234,6 +234,12 @@ def test_a_problem_with_ranks_says_who_told_their_number(environ, teller):
 
 
 def test_a_run_planned_for_some_ranks_is_not_started_on_others():
-    assert other_ranks(None, Launch()) == other_ranks(1, Launch()) == other_ranks(8, launch_of(TORCHRUN)) == []
-    (problem,) = other_ranks(16, launch_of(TORCHRUN))
+    started = launch_of(TORCHRUN)
+    for planned, launch in (((None, None, None), Launch()), ((1, 1, 1), Launch()), ((8, None, None), started)):
+        assert list(other_ranks(*planned, launch)) == []
+    (problem,) = other_ranks(16, None, None, started)
     assert problem.what == "--world-size 16, but this run was started with 8 ranks"
+    (problem,) = other_ranks(None, 2, None, Launch())
+    assert problem.what == "--nodes 2, but this run was started with 1 node"
+    (problem,) = other_ranks(None, None, 8, Launch())
+    assert problem.what == "--gpus-per-node 8, but this run was started with 1 rank on this node"

@@ -333,13 +333,25 @@ def test_the_batch_is_one_microbatch_per_rank_unless_told():
     assert plan_of(without="--global-batch-size", environ=environ).batch.global_size == 8
 
 
+def steps_one_by_one(batch: BatchSpec, samples: int) -> int:
+    consumed = steps = 0
+    while consumed + batch.size_at(consumed) <= samples:
+        consumed += batch.size_at(consumed)
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("rampup", [(1, 1, 0), (1, 1, 7), (3, 2, 59), (5, 1, 60), (7, 3, 500), (2, 5, 211), (17, 3, 9)])
+def test_steps_of_a_growing_batch_are_counted_as_they_are_trained(rampup):
+    batch = BatchSpec(micro=1, global_size=17, rampup=rampup)
+    for samples in range(400):
+        assert batch.steps_for(samples) == steps_one_by_one(batch, samples), samples
+
+
 def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
     batch = BatchSpec(micro=4, global_size=16, rampup=(4, 4, 60))
     assert [batch.size_at(consumed) for consumed in (0, 16, 20, 40, 60, 61)] == [4, 4, 8, 12, 16, 16]
-    consumed = steps = 0
-    while consumed + batch.size_at(consumed) <= 1000:
-        consumed += batch.size_at(consumed)
-        steps += 1
+    steps = steps_one_by_one(batch, 1000)
     plan = plan_of("--train-samples 1000 --rampup-batch-size 4 4 60", ITERS)
     assert plan.batch == batch
     assert plan.loop.train_iters == steps
@@ -480,7 +492,7 @@ def test_layers_are_placed_by_a_layout_or_evenly():
 
 def test_the_schedule_of_a_step_follows_from_the_flags():
     schedule = plan_of("--microbatch-group-size-per-virtual-pipeline-stage 3").schedule(7)
-    assert (schedule.num_microbatches, schedule.pp, schedule.vpp, schedule.group) == (7, 1, 1, 3)
+    assert (schedule.num_microbatches, schedule.pp, schedule.vpp, schedule.group_size) == (7, 1, 1, 3)
     assert plan_of().schedule(4, forward_only=True).forward_only
     assert not plan_of().schedule(4).split_backward
     assert plan_of("--delay-wgrad-compute").schedule(4).split_backward

@@ -21,15 +21,17 @@ SLURM = ["--slurm", "partition=big", "time=4:00:00", "--container", "image.sqsh"
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """An empty folder with stand-ins for SLURM; no variable of this machine's own plays a part."""
+    """A folder with data and stand-ins for SLURM, independent of variables of this machine."""
     monkeypatch.chdir(tmp_path)
+    for ending in (".idx", ".bin"):
+        Path(f"corpus_text_document{ending}").touch()
     for name, value in write_stubs(tmp_path).items():
         monkeypatch.setenv(name, value)
     return tmp_path
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(argv) == ExitCode.OK
+def printed(capsys: pytest.CaptureFixture[str], *argv: str, code: ExitCode = ExitCode.OK) -> str:
+    assert main(argv) == code
     return capsys.readouterr().out
 
 
@@ -72,7 +74,7 @@ def test_an_illegal_layout_is_refused_before_anything_is_written(here, capsys):
 
 def test_a_script_that_cannot_run_yet_is_printed_with_the_reasons_and_not_written(here, capsys):
     flags = ["--recipe", "deepseek-v3-gb200-256"]
-    script = printed(capsys, "--dry-run", *flags)
+    script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
     reasons = [line for line in script.splitlines() if line.startswith("# Cannot be trained yet: ")]
     assert any("--moe-token-dispatcher-type flex over 64 expert-parallel" in line for line in reasons)
     assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=64\n" in script
@@ -89,7 +91,7 @@ def test_what_is_wrong_in_itself_is_refused_by_a_dry_run_as_well(here, capsys):
 
 
 def test_a_recipe_names_its_job_and_its_folder(here, capsys):
-    words = ["--recipe", "quickstart", "--tokenizer-type", "ByteTokenizer", "--gpus-per-node", "1"]
+    words = ["--recipe", "quickstart", "--tokenizer-type", "ByteTokenizer", "--gpus-per-node", "1", "--mock-data"]
     script = printed(capsys, "--dry-run", *words)
     assert "#SBATCH --job-name=quickstart\n" in script and "run_dir=" + str(here / "runs" / "quickstart") in script
 
@@ -107,10 +109,33 @@ def test_a_recipe_names_its_job_and_its_folder(here, capsys):
         ("--config a.yaml", (1, 8)),
         ("--config a.yaml --launcher torchrun", (1, 1)),
         ("--config a.yaml --nodes 3", (3, 8)),
+        ("--config a.yaml --gpus 32", (4, 8)),
+        ("--config a.yaml --world-size 32 --gpu gb200", (8, 4)),
+        ("--config a.yaml --gpus 8 --nodes 2", (2, 4)),
+        ("--config b.yaml", (6, 4)),
+        ("--recipe m27 --config b.yaml", (6, 4)),
+        ("--config b.yaml --gpus 8", (2, 4)),
     ],
 )
-def test_a_recipe_says_how_many_machines_it_needs(argv, size):
-    assert size_of(*parser().parse_known_args(argv.split())) == size
+def test_options_recipe_or_file_give_the_number_of_nodes(here, argv, size):
+    Path("a.yaml").touch()
+    Path("b.yaml").write_text("about: {gpu: GB300, gpus: 24}")
+    options, flags = parser().parse_known_args(argv.split())
+    assert size_of(options, flags, {}) == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--gpus 9 --nodes 2", "--gpus 9 and --nodes 2 contradict each other"),
+        ("--gpus 12", "12 ranks do not fill nodes of 8"),
+        ("--config a.yaml", "a.yaml: `gpus` of `about` is 'many'"),
+    ],
+)
+def test_sizes_that_are_no_cluster_are_rejected(here, capsys, argv, sentence):
+    Path("a.yaml").write_text("about: {gpus: many}")
+    assert main([*argv.split(), "--dry-run", *FLAGS]) == ExitCode.CONFIG
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_machine_that_submits_leaves_no_trace_in_the_plan(here, capsys, monkeypatch):

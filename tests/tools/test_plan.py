@@ -1,9 +1,11 @@
 """tools/plan.py: what it prints, what it writes, how it ends."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from arguments.errors import Finished
 from arguments.read import read_plan
 from megatron_moe.specs.exitcodes import ExitCode
 from tools import plan
@@ -43,7 +45,9 @@ def test_a_model_without_a_tokenizer_is_planned(capsys):
         ("--recipe no-such", "there is no recipe 'no-such'"),
         ("--num-layers 4", "--hidden-size is required"),
         ("--recipe q6 --num-attention-heads 30", "4 query groups do not divide 30 heads"),
-        ("--recipe q6 --world-size 64", "--world-size is not for a planner"),
+        ("--recipe q6 --proxy", "--proxy is not for a planner"),
+        ("--recipe q6 --gpus 9 --nodes 2", "--gpus 9 and --nodes 2 contradict each other"),
+        ("--recipe qwen3-next-80b-a3b-h100-128", "does not know the layers of --experimental-attention-variant"),
         ("--fit --recipe q6 --gpus 3 --tensor-model-parallel-size 2", "does not divide 3 ranks"),
         ("--fit --recipe q6 --micro-batch-size 1000000", "is not a multiple of 1000000"),
     ],
@@ -53,11 +57,24 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_counted(words: str
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["--gpus 16", "--world-size 16", "--nodes 2"])
+def test_sizes_mean_the_same_as_in_a_dry_run_and_are_written(size: str, tmp_path: Path, capsys):
+    words = f"--recipe mixtral-8x7b-h100-64 --gpu H200 {size} --moe-token-dispatcher-type alltoall"
+    words = [*words.split(), "--best", "1", "--write"]
+    assert plan.main([*words, str(tmp_path)]) == ExitCode.OK
+    assert "on 16 H200" in capsys.readouterr().out
+    with pytest.raises(Finished) as caught:
+        read_plan(["--config", str(tmp_path / "plan-01.yaml"), "--dry-run=json"], {})
+    told = json.loads(caught.value.text)
+    assert (told["ranks"]["world_size"], told["device"]["kind"]) == (16, "h200")
+    assert caught.value.code == ExitCode.OK and told["memory"]["fits"]
+
+
 @pytest.mark.parametrize("words", ["--gpus 0", "--gpus -4", "--best 0", "--imbalance 0", "--imbalance nan"])
 def test_numbers_without_a_meaning_are_refused(words: str, capsys):
     with pytest.raises(SystemExit, match="2"):
         plan.main(["--recipe", "q6", *words.split()])
-    assert "must be at least 1" in capsys.readouterr().err
+    assert "at least 1" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys):

@@ -20,8 +20,10 @@ FLAGS = [
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """An empty folder with stand-ins for SLURM and for the program."""
+    """A folder with data and stand-ins for SLURM and for the program."""
     monkeypatch.chdir(tmp_path)
+    for name in ("x.idx", "x.bin"):
+        Path(name).touch()
     for name, value in write_stubs(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("STUB_PYTHON", sys.executable)

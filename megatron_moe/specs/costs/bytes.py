@@ -232,7 +232,7 @@ class RankMemory:
         microbatches: the rest of a long step repeats itself."""
         interval = self.plan.memory.expert_wgrad_interval
         group = self.plan.schedule(num_microbatches).group
-        several = min(num_microbatches, (_FEW_GROUPS + interval - 1) * group)
+        several = min(num_microbatches, groups_of_moments(interval) * group)
         known = rank, several, interval
         if known not in self._moments:
             entries = computations(self.plan.schedule(several), rank)
@@ -383,6 +383,11 @@ def _recomputes_whole(recompute: RecomputeSpec, place: int) -> bool:
 
 def _moves(kept: Kept, offload: OffloadSpec) -> bool:
     return kept.moves in offload.modules and kept.elements >= offload.min_elements
+
+
+def groups_of_moments(interval: int) -> int:
+    """Groups of microbatches of which `RankMemory.moments` follows every computation."""
+    return _FEW_GROUPS + interval - 1
 
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:

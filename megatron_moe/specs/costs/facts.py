@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, heaviest, state_table
-from megatron_moe.specs.costs.hardware import GIB, Gpu, Placement, place
+from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, groups_of_moments, heaviest, state_table
+from megatron_moe.specs.costs.hardware import GIB, Gpu
+from megatron_moe.specs.costs.placement import Placement, Placements
 from megatron_moe.specs.costs.routing import Spread, fullest
 from megatron_moe.specs.costs.shards import held_by_stage
-from megatron_moe.specs.costs.timing import StepTime, in_flight, stage_costs, step_time
+from megatron_moe.specs.costs.timing import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
 from megatron_moe.specs.costs.volumes import Communication, Traffic
 from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, all_groups, attention_grid, expert_grid
+from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
 from megatron_moe.specs.moe import MoESpec
 from megatron_moe.specs.planning.turned import turned
 from megatron_moe.specs.run import RunPlan
@@ -24,18 +25,44 @@ RESERVE_GIB = 3.0
 """What is kept free for the CUDA context, NCCL, workspaces and fragmentation when a plan is said to fit."""
 
 
+_MOST_COMPUTATIONS = 50_000
+"""Of a schedule that is simulated; about half a second."""
+
+
+def too_long_to_simulate(plan: RunPlan) -> str | None:
+    """Why the schedule of a plan cannot be simulated in a second or two, with the numbers; None: it can."""
+    interval = plan.memory.expert_wgrad_interval
+    spec = plan.schedule(plan.batch.global_size // (plan.batch.micro * plan.parallel.dp))
+    groups = max(MANY_GROUPS, groups_of_moments(interval))
+    followed = min(spec.num_microbatches, groups * spec.group)
+    if followed * spec.vpp * spec.pp <= _MOST_COMPUTATIONS:
+        return None
+    return (
+        f"the schedule repeats itself after {followed:,} microbatches on {spec.pp} pipeline ranks x {spec.vpp} chunks "
+        f"only (groups of {spec.group:,} microbatches, weight gradients of experts every {interval:,}): too long to "
+        f"simulate"
+    )
+
+
 def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
-    """All that is known of a plan before it runs."""
+    """All that is known of a plan before it runs: of one with unknown layers no figure that depends on them."""
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
-    placements = placements_of(plan, gpu)
+    placements = Placements(gpu).of_all(plan.parallel)
+    of_sizes: Facts = {
+        "unknown_layers": list(plan.unknown_layers),
+        "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
+        "ranks": _ranks(plan, gpu, placements),
+        "schedule": _schedule(plan, num_microbatches),
+    }
+    if plan.unknown_layers:
+        return of_sizes
     memory = RankMemory(plan)
     ranks = memory.all_ranks(num_microbatches)
     time = step_time(plan, gpu, num_microbatches)
     traffic = Communication(plan, placements, num_microbatches)
     return {
-        "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
+        **of_sizes,
         "model": _model(plan),
-        "ranks": _ranks(plan, gpu, placements),
         "stages": list(_stages(plan)),
         "memory": {
             **_memory(ranks, memory, plan, gpu),
@@ -44,17 +71,11 @@ def facts_of(plan: RunPlan, gpu: Gpu) -> Facts:
                 for each in turned(plan, memory, heaviest(ranks).rank, num_microbatches, gpu, placements)
             ],
         },
-        "schedule": _schedule(plan, num_microbatches, time),
+        "schedule": of_sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
         "communication": _communication(traffic, heaviest(ranks).rank, gpu),
         "experts": _experts(plan, traffic),
         "time": _time(plan, time, gpu),
     }
-
-
-def placements_of(plan: RunPlan, gpu: Gpu) -> dict[str, Placement]:
-    """Where the groups of every name stand."""
-    world = plan.parallel.world_size
-    return {name: place(groups, gpu, world) for name, groups in all_groups(plan.parallel).items()}
 
 
 def _model(plan: RunPlan) -> Facts:
@@ -151,7 +172,7 @@ def _tensors(memory: RankMemory, plan: RunPlan) -> list[Facts]:
     return found
 
 
-def _schedule(plan: RunPlan, num_microbatches: int, time: StepTime) -> Facts:
+def _schedule(plan: RunPlan, num_microbatches: int) -> Facts:
     spec = plan.schedule(num_microbatches)
     return {
         "microbatches": num_microbatches,
@@ -159,8 +180,6 @@ def _schedule(plan: RunPlan, num_microbatches: int, time: StepTime) -> Facts:
         "global_batch_size": plan.batch.global_size,
         "pipeline_ranks": spec.pp,
         "virtual_stages": spec.vpp,
-        "layout": str(plan.layout),
-        "bubble": time.bubble,
         "in_flight": list(in_flight(spec)),
     }
 

@@ -1,6 +1,6 @@
-"""What machines can do, as their data sheets say, and how ranks stand on them."""
+"""Capabilities of GPUs and their machines, from data sheets."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -78,53 +78,3 @@ of HBM; NVLink 900 and 1800 GB/s in both directions together; a port of 400 or 8
 drivers report of it, in GiB."""
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where the ranks of groups of one name stand, when ranks fill nodes one after the other."""
-
-    size: int
-    """Ranks of a group."""
-    nodes: tuple[int, int]
-    """(fewest, most) nodes that one group touches."""
-    domains: tuple[int, int]
-    """(fewest, most) NVLink domains."""
-    near: float
-    """Share of a rank's peers that are in its NVLink domain; the mean over ranks."""
-
-    def __str__(self) -> str:
-        if self.size == 1:
-            return "one rank"
-        if self.nodes[1] == 1:
-            return "inside a node"
-        if self.domains[1] == 1:
-            return f"inside an NVLink domain, {_span(self.nodes)} nodes"
-        return f"over {_span(self.domains)} NVLink domains, {_span(self.nodes)} nodes"
-
-
-def place(groups: Sequence[Sequence[int]], gpu: Gpu, world_size: int) -> Placement:
-    """Where the groups of one name stand. `groups` cover the world."""
-    domain_ranks = gpu.domain_ranks(world_size)
-    nodes = [len({rank // gpu.per_node for rank in group}) for group in groups]
-    by_domain = [_counts(rank // domain_ranks for rank in group) for group in groups]
-    size = len(groups[0])
-    pairs = sum(count * (count - 1) for counts in by_domain for count in counts)
-    everyone = sum(len(group) * (len(group) - 1) for group in groups)
-    return Placement(
-        size=size,
-        nodes=(min(nodes), max(nodes)),
-        domains=(min(map(len, by_domain)), max(map(len, by_domain))),
-        near=pairs / everyone if everyone else 1.0,
-    )
-
-
-def _counts(values: Iterable[int]) -> list[int]:
-    found: dict[int, int] = {}
-    for value in values:
-        found[value] = found.get(value, 0) + 1
-    return list(found.values())
-
-
-def _span(ends: tuple[int, int]) -> str:
-    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"

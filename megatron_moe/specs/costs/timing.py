@@ -8,12 +8,11 @@ from megatron_moe.specs.costs.hardware import Gpu
 from megatron_moe.specs.count_flops import FlopCount, count_flops
 from megatron_moe.specs.pipeline.actions import parts
 from megatron_moe.specs.pipeline.auto import StageCosts, flop_costs
-from megatron_moe.specs.pipeline.schedule import ScheduleSpec, computations
-from megatron_moe.specs.pipeline.simulate import most_in_flight
+from megatron_moe.specs.pipeline.schedule import ScheduleSpec, computations, num_warmup
 from megatron_moe.specs.pipeline.transfers import Task, gives, needs
 from megatron_moe.specs.run import RunPlan
 
-_MANY_GROUPS = 6
+MANY_GROUPS = 6
 """Groups of microbatches after which the steady phase repeats itself."""
 
 
@@ -66,8 +65,8 @@ def pipeline_bubble(spec: ScheduleSpec, costs: Sequence[float]) -> float:
     if spec.pp == 1:
         return 0.0
     few = spec
-    if spec.num_microbatches > _MANY_GROUPS * spec.group:
-        few = replace(spec, num_microbatches=_MANY_GROUPS * spec.group + spec.num_microbatches % spec.group)
+    if spec.num_microbatches > MANY_GROUPS * spec.group:
+        few = replace(spec, num_microbatches=MANY_GROUPS * spec.group + spec.num_microbatches % spec.group)
     time = _step_length(few, costs)
     groups_left = (spec.num_microbatches - few.num_microbatches) // spec.group
     if groups_left:
@@ -104,5 +103,7 @@ def _step_length(spec: ScheduleSpec, costs: Sequence[float]) -> float:
 
 
 def in_flight(spec: ScheduleSpec) -> tuple[int, ...]:
-    """Of every pipeline rank: most (microbatch, chunk) pairs between forward and backward."""
-    return tuple(most_in_flight(computations(spec, rank)) for rank in range(spec.pp))
+    """Most (microbatch, chunk) pairs between forward and backward, per pipeline rank: those of the warm-up and one of
+    the steady phase."""
+    total = spec.num_microbatches * spec.vpp
+    return tuple(min(num_warmup(spec, rank) + 1, total) for rank in range(spec.pp))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec
 from megatron_moe.specs.costs.activations import Sizes, num_bytes
-from megatron_moe.specs.costs.hardware import LINK_EFFICIENCY, Gpu, Placement
+from megatron_moe.specs.costs.hardware import LINK_EFFICIENCY, Gpu
+from megatron_moe.specs.costs.placement import Placement
 from megatron_moe.specs.costs.routing import Choice, Spread
 from megatron_moe.specs.costs.shards import held_by_rank, share_of_layer
 from megatron_moe.specs.model import LayerSpec

@@ -43,7 +43,7 @@ class ScheduleSpec:
 
     @property
     def group(self) -> int:
-        return self.pp if self.group_size is None else self.group_size
+        return self.pp if self.group_size is None or self.vpp == 1 else self.group_size
 
     @property
     def stages(self) -> StageMap:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megatron_moe.specs.costs.activations import num_bytes
 from megatron_moe.specs.costs.bytes import RankMemory
-from megatron_moe.specs.costs.hardware import Gpu, Placement
+from megatron_moe.specs.costs.hardware import Gpu
+from megatron_moe.specs.costs.placement import Placement
 from megatron_moe.specs.costs.shards import held_by_rank
 from megatron_moe.specs.costs.timing import pipeline_bubble
 from megatron_moe.specs.costs.volumes import Communication, Destinations, Traffic

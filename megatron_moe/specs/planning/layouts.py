@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isqrt
 
 from megatron_moe.specs.attention import AttentionSpec
 from megatron_moe.specs.costs.hardware import Gpu
@@ -157,4 +158,5 @@ def _may_overlap(plan: RunPlan) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

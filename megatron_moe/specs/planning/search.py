@@ -5,7 +5,7 @@ Phase 1 asks what fits, phase 2 which layout is best, phase 3 which switches are
 cheapest switches with which it fits, and the search ends when nothing that is left can be better than what is found.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, combinations
@@ -14,9 +14,9 @@ from math import inf
 
 from megatron_moe.specs.costs.bytes import RankBytes, RankMemory, heaviest
 from megatron_moe.specs.costs.facts import RESERVE_GIB
-from megatron_moe.specs.costs.hardware import GIB, Gpu, Placement, place
+from megatron_moe.specs.costs.hardware import GIB, Gpu
+from megatron_moe.specs.costs.placement import Placements
 from megatron_moe.specs.costs.volumes import Destinations
-from megatron_moe.specs.grid import ATTENTION_GROUPS, EXPERT_GROUPS, Grid, attention_grid, expert_grid
 from megatron_moe.specs.planning.estimate import Estimator, StepEstimate
 from megatron_moe.specs.planning.layouts import Degrees, Layouts, overlapped
 from megatron_moe.specs.planning.switches import (
@@ -58,7 +58,7 @@ class Planner:
         self._moves = _MOVED if offload else _MOVED[:1]
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
-        self._placements: dict[tuple[tuple[str, int], ...], Placement] = {}
+        self._placements = Placements(gpu)
         self._destinations = Destinations()
 
     def best(
@@ -95,23 +95,7 @@ class Planner:
 
     def estimator(self, plan: RunPlan) -> Estimator:
         """The cost model of a plan."""
-        parallel = plan.parallel
-        placements = {name: self._place(attention_grid(parallel), axes) for name, axes in ATTENTION_GROUPS}
-        placements |= {name: self._place(expert_grid(parallel), axes) for name, axes in EXPERT_GROUPS}
-        return Estimator(plan, self.gpu, placements, self._destinations)
-
-    def _place(self, grid: Grid, members: Sequence[str]) -> Placement:
-        """Where groups over some axes stand. It depends on the sizes of neighbouring axes inside and outside alone."""
-        runs: list[tuple[str, int]] = []
-        for axis, size in grid.axes:
-            side = "inside" if axis in members else "outside"
-            if size > 1:
-                runs.append((side, size * runs.pop()[1] if runs and runs[-1][0] == side else size))
-        key = tuple((f"{side} {index}", size) for index, (side, size) in enumerate(runs))
-        if key not in self._placements:
-            inside = [axis for axis, _ in key if axis.startswith("inside")]
-            self._placements[key] = place(Grid(key).groups(inside), self.gpu, grid.world_size)
-        return self._placements[key]
+        return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel), self._destinations)
 
     def as_it_is(self, plan: RunPlan) -> Found:
         """A plan with its own switches, whether it fits or not."""

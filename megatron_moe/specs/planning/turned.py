@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_moe.specs.costs.bytes import RankMemory
-from megatron_moe.specs.costs.hardware import Gpu, Placement
+from megatron_moe.specs.costs.hardware import Gpu
+from megatron_moe.specs.costs.placement import Placement
 from megatron_moe.specs.memory import RecomputeSpec
 from megatron_moe.specs.planning.estimate import Estimator
 from megatron_moe.specs.planning.switches import Switch, moving, recomputing

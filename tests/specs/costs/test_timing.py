@@ -1,5 +1,6 @@
 """The bubble is the published one for even stages and larger for uneven ones; the bound is operations over peak."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,14 @@ from megatron_moe.specs.costs.hardware import GPUS
 from megatron_moe.specs.costs.timing import in_flight, pipeline_bubble, stage_costs, step_time
 from megatron_moe.specs.parallel import ParallelSpec
 from megatron_moe.specs.pipeline.layout import even_layout
-from megatron_moe.specs.pipeline.schedule import ScheduleSpec, build_schedule
-from megatron_moe.specs.pipeline.simulate import Durations, simulate
+from megatron_moe.specs.pipeline.schedule import (
+    ScheduleError,
+    ScheduleSpec,
+    build_schedule,
+    check_schedule,
+    computations,
+)
+from megatron_moe.specs.pipeline.simulate import Durations, most_in_flight, simulate
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.train import BatchSpec
@@ -48,6 +55,20 @@ def test_many_microbatches_are_extrapolated():
         return spec.num_microbatches * 3 * sum(costs) / 4 / (1 - pipeline_bubble(spec, costs))
 
     FP64_REF.check((length(many) - length(few)) / 216, 3 * dearest)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_microbatches_in_flight_are_those_of_the_simulated_schedule(pp, vpp, overlap):
+    if pp == 1 and vpp > 1:
+        return
+    for microbatches in range(1, 5 * pp):
+        for group in range(pp, 2 * pp + 1):
+            spec = ScheduleSpec(num_microbatches=microbatches, pp=pp, vpp=vpp, group_size=group, overlap=overlap)
+            with suppress(ScheduleError):
+                check_schedule(spec)
+                assert in_flight(spec) == tuple(most_in_flight(computations(spec, rank)) for rank in range(pp)), spec
 
 
 def test_first_ranks_hold_most_microbatches():

@@ -16,10 +16,10 @@ from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sequence_split import SequencePart, split_places
 from megatron_moe.specs.costs.activations import Sizes
-from megatron_moe.specs.costs.hardware import GPUS, Placement, place
+from megatron_moe.specs.costs.hardware import GPUS
+from megatron_moe.specs.costs.placement import Placement, Placements
 from megatron_moe.specs.costs.routing import Choice, fullest
 from megatron_moe.specs.costs.volumes import Communication, Traffic, expert_traffic
-from megatron_moe.specs.grid import all_groups
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import CapacitySpec, MoESpec, RouterSpec, SharedExpertsSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
@@ -114,7 +114,7 @@ def plan(layer: LayerSpec, parallel: ParallelSpec, **changes) -> RunPlan:
 
 
 def placements(parallel: ParallelSpec) -> dict[str, Placement]:
-    return {name: place(groups, H100, parallel.world_size) for name, groups in all_groups(parallel).items()}
+    return Placements(H100).of_all(parallel)
 
 
 def predicted(changed: RunPlan, rank: int = 0) -> list[Traffic]:
@@ -249,18 +249,6 @@ def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
     (traffic,) = predicted(changed)
     assert traffic.far == traffic.bytes * 4 / 32
     FP64_REF.check(traffic.seconds(H100), traffic.far / H100.network / 0.7)
-
-
-def test_groups_are_placed_on_nodes_and_racks():
-    spec = ParallelSpec(tp=2, pp=4, ep=64, world_size=256, sequence_parallel=True)
-    groups = all_groups(spec)
-    on_h100 = {name: str(place(found, H100, 256)) for name, found in groups.items()}
-    on_gb200 = {name: str(place(found, GPUS["gb200"], 256)) for name, found in groups.items()}
-    assert on_h100["tp"] == on_gb200["tp"] == "inside a node"
-    assert on_h100["ep"] == "over 8 NVLink domains, 8 nodes"
-    assert on_gb200["ep"] == "inside an NVLink domain, 16 nodes"
-    assert on_gb200["pp"] == "over 4 NVLink domains, 4 nodes"
-    assert place(groups["ep"], H100, 256).near == pytest.approx(7 / 63)
 
 
 def test_the_example_of_the_document_is_what_the_formulas_give():

@@ -1,0 +1,88 @@
+"""GPUs that a run is planned for: from flags, else from what its recipe or files say, the same in all programs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from arguments.errors import FlagErrors, Problem
+from arguments.parser import Settings
+from arguments.recipes.find import said_by
+from megatron_moe.specs.costs.hardware import GPUS, Gpu
+
+_DEFAULT_GPU = "h100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """Size of a cluster as a command line gives it; None: not given."""
+
+    gpu: str | None = None
+    gpus: int | None = None
+    """`--gpus`, `--world-size`: ranks of all nodes."""
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+
+    @classmethod
+    def of(cls, start: Settings) -> "ClusterFlags":
+        """From the flags of `pretrain_moe.py`."""
+        values = {name: start.setting(name).value for name in ("gpu", "nodes", "gpus_per_node")}
+        return cls(gpus=start.setting("world_size").value, **values)
+
+    @property
+    def has_size(self) -> bool:
+        return self.gpus is not None or self.nodes is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes with the same number of ranks; the last one may have fewer."""
+
+    gpu: Gpu
+    """Kind of every GPU, in nodes of this cluster."""
+    world_size: int
+    ranks_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.ranks_per_node)
+
+
+def cluster_of(
+    flags: ClusterFlags, start: Settings, environ: Mapping[str, str], *, launched: int = 1, otherwise: int | None = 1
+) -> Cluster:
+    """The cluster of a command line.
+
+    Args:
+        flags: its sizes.
+        start: where it names its recipe and files, whose section `about` counts where `flags` say nothing.
+        environ: for variables in files.
+        launched: ranks that a launcher has started; more than one count before `about`.
+        otherwise: ranks where nothing says; None: one node.
+
+    Raises:
+        FlagErrors: the sizes contradict each other, or a section `about` cannot be read.
+    """
+    said = said_by(start, environ)
+    gpu = GPUS[flags.gpu or said.gpu or _DEFAULT_GPU]
+    total = launched if launched > 1 else said.gpus
+    per_node = flags.gpus_per_node or min(gpu.per_node, flags.gpus or total or gpu.per_node)
+    if flags.gpus and flags.nodes:
+        world_size, per_node = flags.gpus, flags.gpus_per_node or max(1, flags.gpus // flags.nodes)
+        if flags.nodes * per_node != world_size:
+            raise _contradiction(flags)
+    elif flags.nodes:
+        world_size = flags.nodes * per_node
+    elif flags.gpus_per_node and not flags.gpus:
+        world_size = -(-(total or 1) // per_node) * per_node
+    else:
+        world_size = flags.gpus or total or otherwise or per_node
+    if world_size > per_node and per_node != gpu.per_node:
+        domain = max(1, gpu.nvlink_domain * per_node // gpu.per_node)
+        gpu = replace(gpu, per_node=per_node, nvlink_domain=domain)
+    return Cluster(gpu=gpu, world_size=world_size, ranks_per_node=min(per_node, world_size))
+
+
+def _contradiction(flags: ClusterFlags) -> FlagErrors:
+    given = [f"--gpus {flags.gpus}", f"--nodes {flags.nodes}"]
+    given += [f"--gpus-per-node {flags.gpus_per_node}"] if flags.gpus_per_node else []
+    remedy = "leave out one of them: ranks of all nodes = nodes x ranks of each"
+    return FlagErrors([Problem(what=f"{' and '.join(given)} contradict each other", remedy=remedy)])
