@@ -13,11 +13,13 @@ from megatron_moe.checkpoint.load import HUGGING_FACE, Source, find, load
 from megatron_moe.checkpoint.save import Saved, Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.progress_log import ProgressLog, Standing
 from megatron_moe.logs.reporter import Reporter
+from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, named_parameters
-from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
 from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.exports import Exports
@@ -151,6 +153,7 @@ class Checkpoints:
         self._status.update(state="saving")
         self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {spec.save}")
         tensors = saved_tensors(self._trainer, optimizer=spec.save_optim)
+        self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
         texts = {"run.yaml": self._plan.resolved_yaml}
         if in_background:
             self._settle(self._saver.start(state.iteration, tensors, facts, texts=texts))
@@ -193,7 +196,22 @@ class Checkpoints:
 
     def _export(self, state: TrainState) -> None:
         if self._exports is not None:
-            self._exports.save(state.iteration, saved_tensors(self._trainer, optimizer=False))
+            tensors = saved_tensors(self._trainer, optimizer=False)
+            self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
+            self._exports.save(state.iteration, tensors)
+
+    def _refuse_nonfinite(self, tensors: Mapping[str, SavedTensor], what: str) -> None:
+        """Raises NumericsProblem on all ranks if a tensor of any rank is not finite; every rank calls it."""
+        boxes = [(key, box.data) for key, tensor in tensors.items() for box in tensor.boxes]
+        sound = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
+        bad = [key for key, finite in sound if not finite]
+        # world: nothing, or the names of bad tensors
+        every = sorted({key for names in gather_objects(bad, self._context.group("world")) for key in names})
+        if every:
+            raise NumericsProblem(
+                f"{what} was not written, as {len(every)} of its tensors would hold numbers that are not "
+                f"finite; {self._newest()}:\n  {listed(every)}"
+            )
 
     def _restore_from(self, source: Source, loader: TrainLoader | None) -> TrainState:
         trainer, say = self._trainer, self._reporter.note

@@ -27,6 +27,7 @@ def outcome(iteration):
         norms={"all": torch.tensor(2.0)},
         figures={"num_zeros": torch.tensor(7)},
         proceed=torch.tensor(True),
+        sound=torch.tensor(True),
         num_samples=4,
         learning_rate=0.1,
         iteration=iteration,

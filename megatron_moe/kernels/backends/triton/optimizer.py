@@ -61,7 +61,7 @@ def _launch(
     _adamw[(triton.cdiv(master.size, BLOCK),)](
         *(state.data for state in states), grad, rounded,
         *(state.data if state.exponents is None else state.exponents for state in states),
-        move.grad_scale, move.proceed.view(torch.uint8), move.step, master.size, first,
+        move.grad_scale, move.proceed.view(torch.uint8), move.nonfinite.view(torch.uint8), move.step, master.size, first,
         *_log2(move.beta1), *_log2(move.beta2), move.lr, move.beta1, move.beta2, move.eps, move.weight_decay,
         *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
         ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
@@ -83,7 +83,7 @@ def _log2(beta: float) -> tuple[float, float]:
 @triton.jit
 def _adamw(
     master_ptr, first_ptr, second_ptr, grad_ptr, weights_ptr, master_exp_ptr, first_exp_ptr, second_exp_ptr,
-    scale_ptr, proceed_ptr, step_ptr, num, number, log1_high, log1_low, log2_high, log2_low,
+    scale_ptr, proceed_ptr, nonfinite_ptr, step_ptr, num, number, log1_high, log1_low, log2_high, log2_low,
     lr, beta1, beta2, eps, weight_decay,
     MASTER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROOT: tl.constexpr, ROUNDED: tl.constexpr,
     AS_BITS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -121,10 +121,25 @@ def _adamw(
             master = _pack(
                 master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
             )  # fmt: skip
+        finite = _finite(first, first_ptr, FIRST) & _finite(second, second_ptr, SECOND)
         if AS_BITS:
-            tl.store(weights_ptr + each, _bf16_bits(master).to(tl.int16), mask=held)
-        elif ROUNDED:
-            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+            high = _bf16_bits(master)
+            tl.store(weights_ptr + each, high.to(tl.int16), mask=held)
+            finite = finite & ((high & 0x7F80) != 0x7F80)
+        else:
+            finite = finite & _finite(master, weights_ptr, PLAIN)
+            if ROUNDED:
+                tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+        # no lane stores in a sound step, and all store the same value
+        tl.store(nonfinite_ptr + tl.zeros_like(each), 1, mask=held & ~finite)
+
+
+@triton.jit
+def _finite(wide, ptr, FORMAT: tl.constexpr):
+    """Elementwise: finite as they are stored. Packed formats scale, so they have the range of fp32."""
+    if FORMAT == PLAIN:
+        wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
+    return tl.abs(wide) < float("inf")
 
 
 @triton.jit
