@@ -111,6 +111,7 @@ def _adamw(
         second = beta2 * second + (1.0 - beta2) * grad * grad
         update = first / correction1 / (tl.sqrt(second / correction2) + eps)
         master = master * (1.0 - lr * weight_decay) - lr * update
+        largest = tl.maximum(_size_bits(first, first_ptr, FIRST), _size_bits(second, second_ptr, SECOND))
         _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
         _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
         if MASTER == REMAINDER:
@@ -121,25 +122,25 @@ def _adamw(
             master = _pack(
                 master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
             )  # fmt: skip
-        finite = _finite(first, first_ptr, FIRST) & _finite(second, second_ptr, SECOND)
         if AS_BITS:
             high = _bf16_bits(master)
             tl.store(weights_ptr + each, high.to(tl.int16), mask=held)
-            finite = finite & ((high & 0x7F80) != 0x7F80)
+            largest = tl.maximum(largest, (high & 0x7FFF) << 16)
+        elif ROUNDED:
+            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+            largest = tl.maximum(largest, _size_bits(master, weights_ptr, PLAIN))
         else:
-            finite = finite & _finite(master, weights_ptr, PLAIN)
-            if ROUNDED:
-                tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
-        # no lane stores in a sound step, and all store the same value
-        tl.store(nonfinite_ptr + tl.zeros_like(each), 1, mask=held & ~finite)
+            largest = tl.maximum(largest, _size_bits(master, master_ptr, MASTER))
+        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(held, largest, 0)) >= 0x7F800000)
 
 
 @triton.jit
-def _finite(wide, ptr, FORMAT: tl.constexpr):
-    """Elementwise: finite as they are stored. Packed formats scale, so they have the range of fp32."""
+def _size_bits(wide, ptr, FORMAT: tl.constexpr):
+    """Bits of the absolute values as they are stored; 0x7F800000 and above are not finite. Packed formats have the range
+    of fp32."""
     if FORMAT == PLAIN:
         wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
-    return tl.abs(wide) < float("inf")
+    return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
