@@ -12,7 +12,7 @@ from arguments.flags import Flags, Registry
 from arguments.resolve_model import model_spec
 from arguments.values import LayerPattern
 from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec
-from megatron_moe.specs.families.derive import differences
+from megatron_moe.specs.differences import differences
 from megatron_moe.specs.model import LayerSpec, ModelSpec
 from megatron_moe.specs.moe import ActivationSpec, MLPSpec, MoESpec, SharedExpertsSpec
 

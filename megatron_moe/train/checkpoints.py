@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from megatron_moe.checkpoint.huggingface import load_hf
-from megatron_moe.checkpoint.load import HUGGING_FACE, Source, find, load
+from megatron_moe.checkpoint.load import HUGGING_FACE, Loaded, Source, find, load
 from megatron_moe.checkpoint.save import Saved, Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
@@ -23,7 +23,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem, NumericsProblem, Pre
 from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.exports import Exports
-from megatron_moe.train.state import TrainState
+from megatron_moe.train.state import TrainState, config_differences
 from megatron_moe.train.step import Trainer
 from megatron_moe.train.upcycle import load_upcycled
 from megatron_moe.watch.status import Status
@@ -232,10 +232,12 @@ class Checkpoints:
             self._saver.loaded_from = loaded.path
         trainer.restored(with_optimizer=source.optimizer)
         say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
+        self._compare_config(loaded, source)
         if not source.train_state:
             return TrainState()
         if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
-            trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"])
+            sizes = self._plan.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
+            trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
             for line in differences:
                 say(line)
         if loader is not None:
@@ -245,6 +247,19 @@ class Checkpoints:
             ]:
                 say(line)
         return TrainState.from_json(loaded.train_state)
+
+    def _compare_config(self, loaded: Loaded, source: Source) -> None:
+        """Reports what changed since the checkpoint in how the model is trained. Raises CheckpointProblem when weights
+        would mean something else; with --finetune that is reported, too."""
+        model, training = config_differences(loaded.train_state, self._plan)
+        if model and source.train_state:
+            raise CheckpointProblem(
+                f"the model flags make another model of the weights in {loaded.path}; give the checkpoint's values (they "
+                f"are in its run.yaml), or --finetune to start anew from its weights:\n  {listed(model)}"
+            )
+        going_on = source.train_state and loaded.iteration > 0
+        for line in [*model, *(training if going_on else ())]:
+            self._reporter.note(f"differs from the checkpoint: {line}")
 
     def _upcycles(self, source: Source) -> bool:
         """The source is the dense model, and not what an earlier start of this run made of it."""
