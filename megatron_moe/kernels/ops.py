@@ -103,7 +103,7 @@ class AdamWStep:
     proceed: Tensor
     """bool scalar on the device. False: nothing changes, even if the gradient is not finite."""
     nonfinite: Tensor
-    """bool scalar on the device, set to True when a weight or moment that the step stores is not finite. Never reset."""
+    """bool scalar on the device, set to True when a stored weight or moment is not finite. Never reset."""
 
 
 class BalanceSums(NamedTuple):

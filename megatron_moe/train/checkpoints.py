@@ -254,8 +254,8 @@ class Checkpoints:
         model, training = config_differences(loaded.train_state, self._plan)
         if model and source.train_state:
             raise CheckpointProblem(
-                f"the model flags make another model of the weights in {loaded.path}; give the checkpoint's values (they "
-                f"are in its run.yaml), or --finetune to start anew from its weights:\n  {listed(model)}"
+                f"the model flags make another model of the weights in {loaded.path}; give the checkpoint's values "
+                f"(see its run.yaml), or --finetune to start anew from its weights:\n  {listed(model)}"
             )
         going_on = source.train_state and loaded.iteration > 0
         for line in [*model, *(training if going_on else ())]:

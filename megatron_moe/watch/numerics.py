@@ -77,8 +77,8 @@ class Finding:
         noun = "expert" if len(self.experts) == 1 else "experts"
         where = "the output of " if "activation" in self.kind else ""
         what = self.kind.removesuffix(" of activation") if where else self.kind
-        verb = {"activation": "", "gradient": "the gradient of ", "weight": "the weights of ", "moment": "the moment "}[what]
-        return f"{verb}{where}{self.name}" + (f" ({noun} {shown}{more})" if self.experts else "")
+        verbs = {"activation": "", "gradient": "the gradient of ", "weight": "the weights of ", "moment": "the moment "}
+        return f"{verbs[what]}{where}{self.name}" + (f" ({noun} {shown}{more})" if self.experts else "")
 
 
 def bad_weights(model: nn.Module) -> Iterator[Finding]:

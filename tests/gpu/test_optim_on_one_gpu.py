@@ -84,7 +84,9 @@ def test_the_step_flags_numbers_that_are_not_finite(what: str, ops) -> None:
     check_nonfinite_flag(ops, what, "cuda")
 
 
-@pytest.mark.parametrize("formats", [("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8"), ("plain", "plain", "plain")])
+@pytest.mark.parametrize(
+    "formats", [("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8"), ("plain", "plain", "plain")], ids="-".join
+)
 def test_a_captured_step_flags_numbers_that_are_not_finite(formats: tuple[str, str, str]) -> None:
     """In the Triton kernel, without a word to the host; the flag then stays set."""
     size, device = 5000, torch.device("cuda")

@@ -91,16 +91,18 @@ def model_functions() -> dict[str, tuple[ModelSpec, str]]:
         return replace(tiny.model(), layers=layers)
 
     eps = NormSpec(kind="RMSNorm", eps=1e-3)
+    sinkhorn = with_router(balancing=("sinkhorn",), aux_loss_coeffs=(0.0,))
+    unrotated = replace(tiny.model(), position_embedding="none")
     core = tiny.attention().core
     return {
         "top-k": (with_router(topk=3), "layers 1-2 feed_forward router topk: 3, checkpoint 2"),
         "score function": (with_router(score_function="sigmoid"), "score_function: 'sigmoid', checkpoint 'softmax'"),
-        "selection": (with_router(balancing=("sinkhorn",), aux_loss_coeffs=(0.0,)), "router selection: 'sinkhorn', checkpoint 'topk'"),
+        "selection": (sinkhorn, "router selection: 'sinkhorn', checkpoint 'topk'"),
         "rotary base": (with_attention(rope=RopeSpec(dim=8, base=1e6)), "layers 0-2 mixer rope base: 1000000.0"),
         "rotary dim": (with_attention(rope=None), "mixer rope: None, checkpoint RopeSpec"),
         "window": (with_attention(core=replace(core, window=(7, 0))), "mixer core window: (7, 0), checkpoint None"),
         "epsilon": (replace(tiny.model(), norm=eps), "norm eps: 0.001, checkpoint 1e-05"),
-        "positions": (replace(tiny.model(), position_embedding="none"), "position_embedding: 'none', checkpoint 'rope'"),
+        "positions": (unrotated, "position_embedding: 'none', checkpoint 'rope'"),
     }
 
 

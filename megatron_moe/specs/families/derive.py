@@ -61,13 +61,13 @@ def _model_spec(config: HFConfig, mtp: bool) -> ModelSpec:
 
 
 def _family(config: HFConfig) -> tuple[LayerSpec, ...]:
+    read = dict(FAMILIES).get(config.model_type)
+    if read is None:
+        known = ", ".join(name for name, _ in FAMILIES)
+        raise CheckpointProblem(f"config.json has the model type {config.model_type}; this program knows {known}.")
     num_layers = config.get("num_hidden_layers", 0)
     config.refuse_if(num_layers > _MOST_LAYERS, f"has num_hidden_layers = {num_layers}")
-    for name, read in FAMILIES:
-        if name == config.model_type:
-            return read(config)
-    known = ", ".join(name for name, _ in FAMILIES)
-    raise CheckpointProblem(f"config.json has the model type {config.model_type}; this program knows {known}.")
+    return read(config)
 
 
 def with_latent_norms_of(ours: ModelSpec, published: ModelSpec) -> ModelSpec:

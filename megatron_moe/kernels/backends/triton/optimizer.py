@@ -61,7 +61,8 @@ def _launch(
     _adamw[(triton.cdiv(master.size, BLOCK),)](
         *(state.data for state in states), grad, rounded,
         *(state.data if state.exponents is None else state.exponents for state in states),
-        move.grad_scale, move.proceed.view(torch.uint8), move.nonfinite.view(torch.uint8), move.step, master.size, first,
+        move.grad_scale, *(flag.view(torch.uint8) for flag in (move.proceed, move.nonfinite)), move.step,
+        master.size, first,
         *_log2(move.beta1), *_log2(move.beta2), move.lr, move.beta1, move.beta2, move.eps, move.weight_decay,
         *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
         ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
@@ -136,8 +137,8 @@ def _adamw(
 
 @triton.jit
 def _size_bits(wide, ptr, FORMAT: tl.constexpr):
-    """Bits of the absolute values as they are stored; 0x7F800000 and above are not finite. Packed formats have the range
-    of fp32."""
+    """Bits of the absolute values as they are stored; from 0x7F800000 on they are not finite. Packed formats have the
+    range of fp32."""
     if FORMAT == PLAIN:
         wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
     return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
