@@ -13,9 +13,9 @@ from arguments.huggingface.model_flags import described, model_flags
 from arguments.parser import Given, Settings
 from arguments.resolve_model import model_spec
 from arguments.values import words_of
-from megatron_moe.specs.differences import differences
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.specs.families.derive import model_spec_from_hf, with_latent_norms_of
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import Launch
 

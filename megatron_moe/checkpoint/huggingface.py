@@ -17,9 +17,9 @@ from megatron_moe.checkpoint.hf_folder import HFFolder, read_config
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import Group
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
-from megatron_moe.specs.differences import differences
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
 from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.model import ModelSpec
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_moe.specs.count_flops import flops_per_step
-from megatron_moe.specs.differences import model_differences, recorded_model
+from megatron_moe.specs.families.differences import model_differences, recorded_model
 from megatron_moe.specs.run import RunPlan
 
 

@@ -14,9 +14,9 @@ from arguments.huggingface.model_flags import described, model_flags
 from arguments.huggingface.questions import AnotherModel
 from arguments.read import read_plan
 from megatron_moe.specs.attention import MLASpec
-from megatron_moe.specs.differences import differences
 from megatron_moe.specs.exitcodes import ExitCode
 from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.run import RunPlan
 from tests.command_lines import plan_of

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_moe.specs.attention import AttentionSpec, yarn_mscale
 from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.differences import differences
 from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.families.derive import model_spec_from_hf, with_latent_norms_of
+from megatron_moe.specs.families.differences import differences
 from tests.zoo import model_spec, zoo_rows
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(

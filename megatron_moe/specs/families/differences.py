@@ -65,8 +65,8 @@ def model_differences(ours: ModelSpec, theirs: Mapping[str, Any], whose: str) ->
     if len(mine["layers"]) != len(theirs["layers"]):
         return [Difference(f"number of layers: {len(mine['layers'])}, {whose} {len(theirs['layers'])}", training=False)]
     apart = ("layers", "kinds")
-    top = [{key: value for key, value in table.items() if key not in apart} for table in (mine, theirs)]
-    found = list(_compare((), *top, whose))
+    my_top, their_top = ({key: each[key] for key in each if key not in apart} for each in (mine, theirs))
+    found = list(_compare((), my_top, their_top, whose))
     of_kinds: dict[tuple[int, int], list[int]] = {}
     for index, kinds in enumerate(zip(mine["layers"], theirs["layers"], strict=True)):
         of_kinds.setdefault(kinds, []).append(index)
