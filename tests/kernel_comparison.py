@@ -1,7 +1,8 @@
 """A backend's op against the reference, result and gradients."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +35,49 @@ def adamw_step(
         step=torch.tensor(number, device=device),
         grad_scale=torch.as_tensor(scale, device=device),
         proceed=torch.tensor(proceed, device=device),
+        nonfinite=torch.tensor(False, device=device),
     )
+
+
+class Overflow(NamedTuple):
+    """AdamW's numbers of one element from which a step stores something that is not finite."""
+
+    master: float
+    exp_avg_sq: float
+    grad: float
+    eps: float
+
+
+OVERFLOWS: Mapping[str, Overflow] = MappingProxyType(
+    {
+        "weight": Overflow(master=1.0, exp_avg_sq=0.0, grad=0.0, eps=0.0),
+        "second moment alone": Overflow(master=1.0, exp_avg_sq=1.0, grad=1e20, eps=1e-8),
+        "rounded weight alone": Overflow(master=3.4e38, exp_avg_sq=1.0, grad=1.0, eps=1e-8),
+    }
+)
+
+
+def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu") -> None:
+    """An applied step sets the flag if one element among many is stored as no finite number; no other step sets it."""
+    size, case = 2500, OVERFLOWS[what]
+    rounded = what == "rounded weight alone"
+    for place in (0, size - 1):
+        for bad, proceed in ((True, True), (True, False), (False, True)):
+            master, grad = draw(size).float().to(device), draw(size, seed=1).float().to(device)
+            exp_avg, exp_avg_sq = torch.zeros(size, device=device), torch.ones(size, device=device)
+            if bad:
+                master[place], exp_avg_sq[place], grad[place] = case.master, case.exp_avg_sq, case.grad
+            weights = master.bfloat16() if rounded else None
+            numbers = {"eps": case.eps, "lr": 1e-3, "weight_decay": 0.0}
+            move = adamw_step(1, scale=1.0, proceed=proceed, device=device, **numbers)
+            ops.adamw_(master, grad, exp_avg, exp_avg_sq, move, weights)
+            assert bool(move.nonfinite) == (bad and proceed), f"{what} at {place}: bad {bad}, proceed {proceed}"
+            stored = [each for each in (master, exp_avg, exp_avg_sq, weights) if each is not None]
+            if bad and proceed:
+                num_bad = sum(int((~each.isfinite()).sum()) for each in stored)
+                assert num_bad == 1, f"{num_bad} numbers are not finite"
+            ops.adamw_(*(torch.ones(3, device=device) for _ in range(4)), move)
+            assert bool(move.nonfinite) == (bad and proceed), "the flag was reset, or set by finite numbers"
 
 
 def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
+from arguments.flags import Registry  # noqa: E402
+from arguments.huggingface.questions import published_flags  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from megatron_moe.checkpoint.convert import Report, from_hf, to_hf  # noqa: E402
 from megatron_moe.checkpoint.folder import as_checkpoint  # noqa: E402
@@ -119,10 +121,12 @@ def _flags_for(folder: Path) -> list[str]:
     if not isinstance(length, int):
         raise CheckpointProblem(f"{folder / CONFIG}: max_position_embeddings is {length!r}, which is no whole number")
     length = min(length, _LONGEST)
+    published_flags(str(folder), Registry.declared())  # names an unknown family before its weights are looked for
     flags = ["--from-hf-config", str(folder), "--seq-length", str(length), "--micro-batch-size", "1", "--mock-data"]
     flags += ["--train-iters", "1", "--lr", "1e-5"]
     flags += ["--bf16"] if weights_dtype(folder, config) == "BF16" else []
     flags += [] if prediction_layers(folder, config) else ["--mtp-num-layers", "0"]
+    flags += ["--skip-train"] if config.get("num_experts_per_tok") == 1 else []  # its router may have no gradient
     if (folder / "tokenizer.json").is_file():
         return [*flags, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     return [*flags, "--tokenizer-type", "NullTokenizer"]

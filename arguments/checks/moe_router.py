@@ -76,11 +76,12 @@ def one_choice_needs_pre_softmax(
     moe_router_score_function: str,
     moe_router_pre_softmax: bool,
     moe_router_load_balancing_type: tuple[str, ...],
+    skip_train: bool,
 ) -> Complaint:
-    """The softmax over a single chosen expert is 1 whatever its logit, so the router would learn nothing."""
-    if not num_experts or moe_router_topk != 1 or moe_router_score_function != "softmax" or moe_router_pre_softmax:
+    """The softmax over a single chosen expert is 1 whatever its logit, so training would not change the router."""
+    if skip_train or not num_experts or moe_router_topk != 1 or moe_router_pre_softmax:
         return None
-    if {"sinkhorn", "expert_choice"} & set(moe_router_load_balancing_type):
+    if moe_router_score_function != "softmax" or {"sinkhorn", "expert_choice"} & set(moe_router_load_balancing_type):
         return None
     return "top-1 with softmax after the choice gives the router no gradient", "--moe-router-pre-softmax"
 

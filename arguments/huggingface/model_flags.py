@@ -1,6 +1,6 @@
 """From a `ModelSpec` back to the flags that describe it: what `resolve_model` reads, the other way round.
 
-What flags cannot say is left as they have it; `unsaid` finds it by building the model of the flags again.
+What flags cannot say is left as they have it; `described` builds the model of the flags again, to find it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,6 @@ from arguments.flags import Flags, Registry
 from arguments.resolve_model import model_spec
 from arguments.values import LayerPattern
 from megatron_moe.specs.attention import AttentionSpec, CoreAttentionSpec, MLASpec, NormSpec, RopeSpec
-from megatron_moe.specs.families.derive import differences
 from megatron_moe.specs.model import LayerSpec, ModelSpec
 from megatron_moe.specs.moe import ActivationSpec, MLPSpec, MoESpec, SharedExpertsSpec
 
@@ -46,10 +45,10 @@ def model_flags(model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def unsaid(model: ModelSpec) -> list[str]:
-    """What the flags of `model` leave different from it, one line per field."""
+def described(model: ModelSpec) -> ModelSpec:
+    """The model that the flags of `model` describe."""
     values = model_flags(model)
-    return differences(model_spec(_flags(values), values["vocab_size"]), model)
+    return model_spec(_flags(values), values["vocab_size"])
 
 
 def _flags(values: Mapping[str, Any]) -> Flags:

@@ -9,12 +9,13 @@ from arguments.checks.run import broken_rules, missing_flags, parameters, shown
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import REQUIRED
 from arguments.flags import Flags, Registry
-from arguments.huggingface.model_flags import model_flags, unsaid
+from arguments.huggingface.model_flags import described, model_flags
 from arguments.parser import Given, Settings
 from arguments.resolve_model import model_spec
 from arguments.values import words_of
 from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode, RunError
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.families.derive import model_spec_from_hf, with_latent_norms_of
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.parallel import Launch
 
@@ -40,7 +41,8 @@ class AnotherModel(RunError):
 def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[str]]:
     """The flags of the model in a Hugging Face folder, as one layer of settings, and notes on what no flag says.
 
-    Raises FlagErrors when the folder has no config.json that can be read, or describes a model that cannot be built.
+    Raises FlagErrors when the folder has no config.json that can be read, or describes a model that cannot be built or
+    that flags cannot describe. The epsilon of latent norms is noted alone: published weights go with either.
     """
     path = _config_path(folder)
     published = _published(path)
@@ -50,7 +52,13 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
         if value != flag.default:
             words = None if value is None else tuple(words_of(flag.type, value))
             layer.append(Given(flag.option, words, str(path)))
-    return layer, [f"{path}: no flag says that {line}" for line in unsaid(published)]
+    said = described(published)
+    refused = differences(said, with_latent_norms_of(said, published))
+    if refused:
+        remedy = "correct config.json, or give the model's flags without --from-hf-config to build what they describe"
+        what = [f"{path}: no flag describes its {line}" for line in refused]
+        raise FlagErrors([Problem(what=each, remedy=remedy) for each in what])
+    return layer, [f"{path}: no flag says that {line}" for line in differences(said, published)]
 
 
 def compared_with(folder: str, settings: Settings) -> str:

@@ -20,7 +20,8 @@ from megatron_moe.checkpoint.hf_folder import CONFIG, INDEX, SINGLE
 from megatron_moe.checkpoint.shards import bytes_of, safetensors_header
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf, with_latent_norms_of
+from megatron_moe.specs.families.derive import model_spec_from_hf, with_latent_norms_of
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.model import ModelSpec
 
 SHARD_BYTES = 5 * 10**9

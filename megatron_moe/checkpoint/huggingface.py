@@ -18,7 +18,8 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import Group
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 from megatron_moe.specs.exitcodes import CheckpointProblem, listed
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.model import ModelSpec
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
@@ -65,10 +66,13 @@ def fitting(
     wanted = set(_of_all((name for counterpart in counterparts for name in counterpart.theirs), stages))
     extra = sorted(source.names - wanted)
     ignored = [name for name in extra if _ignorable(name, spec, published)]
+    no_mtp = spec.mtp is not None and not any(_of_mtp(name, published) for name in source.names)
+    missing = [name for name in sorted(wanted - source.names) if not (no_mtp and _of_mtp(name, published))]
     problems = [
+        *(["it has no layers of multi-token prediction: give --mtp-num-layers 0"] if no_mtp else []),
         *_vocabulary_problems(spec, published),
         *(f"no counterpart: {name}" for name in unknown),
-        *(f"missing: {name}" for name in sorted(wanted - source.names)),
+        *(f"missing: {name}" for name in missing),
         *(f"left over: {name}" for name in extra if name not in ignored),
         *_misshaped(counterparts, targets, source),
     ]
@@ -79,6 +83,12 @@ def fitting(
             f"config.json:\n  {listed(problems)}"
         )
     return counterparts, ignored
+
+
+def _of_mtp(name: str, published: ModelSpec) -> bool:
+    """The tensor belongs to a layer after the last one of the model, which is one of multi-token prediction."""
+    match = _LAYER.fullmatch(name)
+    return match is not None and int(match[1]) >= len(published.layers)
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -147,10 +157,7 @@ def _ignorable(name: str, spec: ModelSpec, published: ModelSpec) -> bool:
         return True
     if name == "lm_head.weight":
         return published.tied_embeddings
-    match = _LAYER.fullmatch(name)
-    if match is None or int(match[1]) < len(published.layers):
-        return False
-    return spec.mtp is None or match[2] in _SHARED_COPIES
+    return _of_mtp(name, published) and (spec.mtp is None or name.split(".", 3)[3] in _SHARED_COPIES)
 
 
 def notes(spec: ModelSpec, published: ModelSpec, ignored: Sequence[str]) -> list[str]:

@@ -102,6 +102,8 @@ class AdamWStep:
     """Scalar on the device; the gradient is multiplied by it (clipping)."""
     proceed: Tensor
     """bool scalar on the device. False: nothing changes, even if the gradient is not finite."""
+    nonfinite: Tensor
+    """bool scalar on the device, set to True when a stored weight or moment is not finite. Never reset."""
 
 
 class BalanceSums(NamedTuple):
@@ -381,3 +383,16 @@ class Kernels(Protocol):
 def internal_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of internals: promote(fp32, dtype)."""
     return torch.promote_types(torch.float32, dtype)
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """bool scalar on the tensor's device: True if every element is finite. Reads once and allocates nothing large."""
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(torch.aminmax(tensor)).isfinite().all()
+
+
+def mark_nonfinite(move: AdamWStep, *stored: Tensor) -> None:
+    """Sets `move.nonfinite` if the step was applied and one of the tensors that it stored is not finite."""
+    for tensor in stored:
+        move.nonfinite.logical_or_(move.proceed & ~all_finite(tensor))

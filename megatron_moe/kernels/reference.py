@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, Span, internal_dtype
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, Span, internal_dtype, mark_nonfinite
 from megatron_moe.kernels.packed import FIRST_SALT, SECOND_SALT, Packed, dither, pack, round_weights, unpack
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
@@ -296,6 +296,7 @@ def adamw_(
         state.copy_(torch.where(move.proceed, new.to(state.dtype), state))
     if weights is not None:
         weights.copy_(torch.where(move.proceed, round_weights(master, weights.dtype), weights))
+    mark_nonfinite(move, exp_avg, exp_avg_sq, master if weights is None else weights)
 
 
 def adamw_packed_(
@@ -333,5 +334,8 @@ def step_unpacked(
             rounded = round_weights(unpack(new), weights.dtype)
         for old_part, new_part in zip(state.parts, new.parts, strict=True):
             old_part.copy_(torch.where(move.proceed, new_part, old_part))
+        if state.format == "plain" and state.data.dtype != moved.dtype:
+            mark_nonfinite(move, state.data)  # may be beyond the range of the narrower type
     if weights is not None and rounded is not None:
         weights.copy_(torch.where(move.proceed, rounded, weights))
+        mark_nonfinite(move, weights)

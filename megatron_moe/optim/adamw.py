@@ -52,6 +52,8 @@ class Optimizer:
         self._transfers = transfers_of(buffers.device)
         self.step_count = torch.zeros((), dtype=torch.int64, device=buffers.device)
         """Updates applied so far, on the device."""
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=buffers.device)
+        """True once an update has stored a weight or moment that is not finite, on this rank. Never reset."""
         self.states = tuple(
             state
             for buffer in buffers.buffers
@@ -121,7 +123,7 @@ class Optimizer:
         self._copies = []
         # a refused first step must not divide by 1 - beta^0
         number = self.step_count.clamp(min=1)
-        update = Update(lr, decoupled_lr, weight_decay, number, grad_scale, proceed)
+        update = Update(lr, decoupled_lr, weight_decay, number, grad_scale, proceed, self.nonfinite)
         if self._beside is not None:
             self._beside.start(update)
             return

@@ -11,21 +11,29 @@ from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 
 
-def gradient_norms(buffers: GradBuffers, context: ParallelContext) -> dict[str, Tensor]:
+def gradient_norms(
+    buffers: GradBuffers, context: ParallelContext, nonfinite: Tensor | None = None
+) -> dict[str, Tensor]:
     """L2 norms of the finished gradients, scalars in promote(fp32, accumulation dtype).
 
     "all" is the true norm: every element of the model counts once. Its parts are "experts", "router" (gate matrices)
     and "dense" (everything else). A non-finite element anywhere makes "all" non-finite on every rank.
+
+    Args:
+        nonfinite: bool scalar of this rank (`Optimizer.nonfinite`). It is summed over ranks in the same collective;
+            "nonfinite" of the result is above zero where any rank has set it.
     """
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
     for buffer in counted(buffers):
         for grads in buffer.owned_parts(buffer.grads):
             squares[_part(buffer)] += buffers.kernels.sum_of_squares(grads)
-    # world: 12 or 24 bytes
-    sums = over_the_world(torch.stack(list(squares.values())), buffers, context)
-    parts = dict(zip(squares, sums.unbind(), strict=True))
-    return {"all": sums.sum().sqrt()} | {part: square.sqrt() for part, square in parts.items()}
+    flags = [] if nonfinite is None else [nonfinite.to(zero.dtype)]
+    # world: 16 or 32 bytes
+    sums = over_the_world(torch.stack([*squares.values(), *flags]), buffers, context)
+    norms = {"all": sums[: len(squares)].sum().sqrt()}
+    norms |= {part: square.sqrt() for part, square in zip(squares, sums, strict=False)}
+    return norms if nonfinite is None else {**norms, "nonfinite": sums[-1]}
 
 
 def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:

@@ -11,6 +11,7 @@ from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.train import LRSpec, OptimizerSpec
 
 _NOT_PART_OF_THE_CURVE = ("override", "use_checkpoint")
+_LENGTHS = ("warmup_samples", "decay_samples", "wsd_decay_samples", "weight_decay_samples")
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,17 @@ class LRSchedule:
         curve = {name: value for name, value in asdict(self.spec).items() if name not in _NOT_PART_OF_THE_CURVE}
         return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
 
-    def resumed(self, saved: dict[str, Any]) -> tuple["LRSchedule", list[str]]:
+    def resumed(
+        self, saved: dict[str, Any], batch_sizes: tuple[int, int | None] = (1, None)
+    ) -> tuple["LRSchedule", list[str]]:
         """The schedule to go on with after a checkpoint that recorded `saved`, and a line per value that differs.
 
         `--override-opt_param-scheduler` lets the command line win, `--use-checkpoint-opt_param-scheduler` the
-        checkpoint; without either a difference is refused.
+        checkpoint; without either a difference is refused. Lengths that differ only because the same iterations have
+        another global batch size stay the checkpoint's: the learning rate goes on by samples.
+
+        Args:
+            batch_sizes: `--global-batch-size` of the run and of the checkpoint; None: not known.
 
         Raises:
             CheckpointProblem: values differ and neither flag was given.
@@ -69,6 +76,14 @@ class LRSchedule:
             return self, [f"learning rate schedule: {pair}, the command line wins" for pair in pairs]
         if self.spec.use_checkpoint:
             return self._with(saved), [f"learning rate schedule: {pair}, the checkpoint wins" for pair in pairs]
+        now, then = batch_sizes
+        if then and all(
+            name in _LENGTHS and ours is not None and theirs is not None and math.isclose(ours * then, theirs * now)
+            for name, (ours, theirs) in differences.items()
+        ):
+            remedy = "--override-opt_param-scheduler makes the command line's win"
+            why = f"the same iterations with another --global-batch-size; the checkpoint wins ({remedy})"
+            return self._with(saved), [f"learning rate schedule: {pair}, {why}" for pair in pairs]
         raise CheckpointProblem(
             f"the learning rate schedule differs from the checkpoint's: {'; '.join(pairs)}; give "
             f"--override-opt_param-scheduler to go on with the command line's values or "

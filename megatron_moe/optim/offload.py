@@ -34,6 +34,8 @@ class Update:
     """Number of the update, int64."""
     grad_scale: Tensor
     proceed: Tensor
+    nonfinite: Tensor
+    """See `AdamWStep`."""
 
 
 def apply(
@@ -51,6 +53,7 @@ def apply(
         step=update.step,
         grad_scale=update.grad_scale,
         proceed=update.proceed,
+        nonfinite=update.nonfinite,
     )
     follow = None if kept.master is None else weights
     master, exp_avg, exp_avg_sq = kept.master or Packed("plain", weights), kept.exp_avg, kept.exp_avg_sq
@@ -85,7 +88,7 @@ class HostSteps:
             offload = spec.offload
             self._grads = [transfers.room(size, grads, pinned=offload.pin_grads) for _ in range(2)]
             self._weights = [transfers.room(size, weights, pinned=offload.pin_params) for _ in range(2)]
-            self._scalars = transfers.room(3, torch.float64)
+            self._scalars = transfers.room(4, torch.float64)
 
     def run(self, update: Update) -> None:
         """Steps everything. When it returns new weights are on their way, and the device waits for them."""
@@ -113,6 +116,8 @@ class HostSteps:
                 self._transfers.host_waits(going[-1])
                 coming.append(self._bring(number + 1, chunks))
         self._transfers.device_waits(going[-1])
+        if here.nonfinite:
+            update.nonfinite.fill_(True)
 
     def _chunks(self) -> Iterator[tuple[AdamState, int, int]]:
         for state in self._states:
@@ -121,14 +126,16 @@ class HostSteps:
 
     def _on_host(self, update: Update) -> Update:
         """Waits for the step's scalars. The clip factor keeps its dtype."""
-        scalars = torch.stack([each.double() for each in (update.step, update.grad_scale, update.proceed)])
+        step_scalars = (update.step, update.grad_scale, update.proceed, update.nonfinite)
+        scalars = torch.stack([each.double() for each in step_scalars])
         self._transfers.host_waits(self._transfers.down(self._scalars, scalars))
-        step, scale, proceed = self._scalars.unbind()
+        step, scale, proceed, nonfinite = self._scalars.unbind()
         return replace(
             update,
             step=step.to(torch.int64),
             grad_scale=scale.to(update.grad_scale.dtype),
             proceed=proceed.to(torch.bool),
+            nonfinite=nonfinite.to(torch.bool),
         )
 
     def _bring(self, number: int, chunks: Sequence[tuple[AdamState, int, int]]) -> Mark:

@@ -9,19 +9,21 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from megatron_moe.checkpoint.huggingface import load_hf
-from megatron_moe.checkpoint.load import HUGGING_FACE, Source, find, load
+from megatron_moe.checkpoint.load import HUGGING_FACE, Loaded, Source, find, load
 from megatron_moe.checkpoint.save import Saved, Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
 from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.progress_log import ProgressLog, Standing
 from megatron_moe.logs.reporter import Reporter
+from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, named_parameters
-from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
 from megatron_moe.specs.params import sharded_dim
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.train.exports import Exports
-from megatron_moe.train.state import TrainState, check_train_state
+from megatron_moe.train.state import TrainState, check_train_state, config_differences
 from megatron_moe.train.step import Trainer
 from megatron_moe.train.upcycle import load_upcycled
 from megatron_moe.watch.status import Status
@@ -152,6 +154,7 @@ class Checkpoints:
         self._status.update(state="saving")
         self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {spec.save}")
         tensors = saved_tensors(self._trainer, optimizer=spec.save_optim)
+        self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
         texts = {"run.yaml": self._plan.resolved_yaml}
         if in_background:
             self._settle(self._saver.start(state.iteration, tensors, facts, texts=texts))
@@ -194,7 +197,22 @@ class Checkpoints:
 
     def _export(self, state: TrainState) -> None:
         if self._exports is not None:
-            self._exports.save(state.iteration, saved_tensors(self._trainer, optimizer=False))
+            tensors = saved_tensors(self._trainer, optimizer=False)
+            self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
+            self._exports.save(state.iteration, tensors)
+
+    def _refuse_nonfinite(self, tensors: Mapping[str, SavedTensor], what: str) -> None:
+        """Raises NumericsProblem on all ranks if a tensor of any rank is not finite; every rank calls it."""
+        boxes = [(key, box.data) for key, tensor in tensors.items() for box in tensor.boxes]
+        sound = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
+        bad = [key for key, finite in sound if not finite]
+        # world: nothing, or the names of bad tensors
+        every = sorted({key for names in gather_objects(bad, self._context.group("world")) for key in names})
+        if every:
+            raise NumericsProblem(
+                f"{what} was not written, as {len(every)} of its tensors would hold numbers that are not "
+                f"finite; {self._newest()}:\n  {listed(every)}"
+            )
 
     def _restore_from(self, source: Source, loader: TrainLoader | None) -> TrainState:
         trainer, say = self._trainer, self._reporter.note
@@ -216,10 +234,12 @@ class Checkpoints:
             self._saver.loaded_from = loaded.path
         trainer.restored(with_optimizer=source.optimizer)
         say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
+        self._compare_config(loaded, source)
         if not source.train_state:
             return TrainState()
         if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
-            trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"])
+            sizes = self._plan.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
+            trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
             for line in differences:
                 say(line)
         if loader is not None:
@@ -229,6 +249,19 @@ class Checkpoints:
             ]:
                 say(line)
         return TrainState.from_json(loaded.train_state)
+
+    def _compare_config(self, loaded: Loaded, source: Source) -> None:
+        """Reports what changed since the checkpoint in how the model is trained. Raises CheckpointProblem when weights
+        would mean something else; with --finetune that is reported, too."""
+        model, training = config_differences(loaded.train_state, self._plan)
+        if model and source.train_state:
+            raise CheckpointProblem(
+                f"the model flags make another model of the weights in {loaded.path}; give the checkpoint's values "
+                f"(see its run.yaml), or --finetune to start anew from its weights:\n  {listed(model)}"
+            )
+        going_on = source.train_state and loaded.iteration > 0
+        for line in [*model, *(training if going_on else ())]:
+            self._reporter.note(f"differs from the checkpoint: {line}")
 
     def _upcycles(self, source: Source) -> bool:
         """The source is the dense model, and not what an earlier start of this run made of it."""

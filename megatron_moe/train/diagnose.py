@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels.ops import all_finite
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.train.reading import StepReading
 from megatron_moe.train.step import KeptStep, Trainer
@@ -20,7 +21,7 @@ from megatron_moe.watch.numerics import Finding, FirstBadModule, bad_gradient, b
 from megatron_moe.watch.rerun import Twice, Verdict, judge
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
-_RANKING = ("weight", "activation", "gradient of activation", "gradient")
+_RANKING = ("weight", "moment", "activation", "gradient of activation", "gradient")
 """What comes first caused what comes later."""
 
 
@@ -63,6 +64,20 @@ def diagnose(trainer: Trainer, reading: StepReading, loader: TrainLoader, *, rep
     run_dir = trainer.plan.logging.run_dir
     if run_dir is not None and context.is_first:
         report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=reading.iteration)))
+    # world: some kilobytes per rank, once
+    return gather_objects(report, context.group("world"))
+
+
+def diagnose_state(trainer: Trainer) -> list[RankReport]:
+    """Weights and moments that are not finite on every rank, after an update that stored some; every rank calls it."""
+    context = trainer.context
+    moments = (
+        Finding(kind="moment", name=f"{state.kind} of {state.name}")
+        for state in trainer.optimizer.named_state()
+        if state.kind != "master" and not bool(all_finite(state.data))
+    )
+    findings = (*bad_weights(trainer.model), *moments)
+    report = RankReport(rank=context.rank, stage=context.group("pp").rank, findings=findings)
     # world: some kilobytes per rank, once
     return gather_objects(report, context.group("world"))
 

@@ -1,6 +1,8 @@
 """Follows the steps one behind, reports them, and stops a run whose numbers went bad."""
 
 import math
+from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import TrainLoader
@@ -8,7 +10,7 @@ from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.tally import Tally
 from megatron_moe.specs.count_flops import flops_per_step
 from megatron_moe.specs.exitcodes import NumericsProblem
-from megatron_moe.train.diagnose import diagnose, sentence, verdict, write_report
+from megatron_moe.train.diagnose import RankReport, diagnose, diagnose_state, sentence, verdict, write_report
 from megatron_moe.train.reading import LateReader, StepReading
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import StepOutcome, Trainer
@@ -26,6 +28,8 @@ class Progress:
         spec = self._spec = trainer.plan.resilience
         self._skipped = 0
         """Steps refused in a row."""
+        self._applied: StepReading | None = None
+        """The last step that was read and whose update was applied."""
         self._loss_spikes = Spikes("loss") if spec.report_spiky_loss else None
         self._norm_spikes = Spikes("gradient norm") if spec.report_large_grads else None
         self._waits_differently = spec.timeout_after_start
@@ -61,8 +65,13 @@ class Progress:
         self.restart_clock()
 
     def catch_up(self) -> None:
-        """Reports the held step too: before a save, an evaluation, or the end. Waits for the device."""
+        """Reports the held step too: before a save, an evaluation, or the end. Waits for the device.
+
+        Raises NumericsProblem when the step was refused, or when its update stored a number that is not finite.
+        """
         self._handle(self._late.flush())
+        if not self._trainer.is_sound():
+            self._state_is_bad()
 
     def restart_clock(self) -> None:
         """What happened since the last step was no training: do not count it as step time."""
@@ -76,8 +85,10 @@ class Progress:
             self._stragglers.step_took(reading.seconds)
         if self._reporter.due(reading.iteration) or not reading.proceed:
             self._report(reading)
+        if not reading.sound:
+            self._state_is_bad()
         if reading.proceed:
-            self._skipped = 0
+            self._applied, self._skipped = reading, 0
             self._tell_spikes(reading)
         else:
             self._refused(reading)
@@ -89,11 +100,9 @@ class Progress:
         finite = math.isfinite(reading.loss) and math.isfinite(reading.norms["all"])
         stops = (self._spec.on_spike if finite else self._spec.on_nonfinite) == "stop"
         reports = diagnose(self._trainer, reading, self._loader, repeat=stops)
-        run_dir = self._trainer.plan.logging.run_dir
-        path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
         kind = "a spike" if finite else "not finite"
         what = f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: {kind}"
-        details = f"; details in {path}" if path else ""
+        details = self._details(reading, reports)
         if stops:
             judged = verdict(reading, reports) if self._spec.rerun == "validate_results" else None
             text = (
@@ -109,6 +118,24 @@ class Progress:
                 f"{'--on-spike' if finite else '--on-nonfinite'} stop"
             )
         self._reporter.note(f"{what}; the iteration is left out, number {self._skipped} in a row{details}")
+
+    def _state_is_bad(self) -> NoReturn:
+        """Ends a run whose last update stored weights or moments that are not finite. Raises NumericsProblem."""
+        assert self._applied is not None, "weights or moments are not finite, and no update was applied"
+        reports = diagnose_state(self._trainer)
+        eps = self._trainer.plan.optimizer.eps
+        zero = "--adam-eps 0 divides zero by zero where a gradient has always been zero: " if eps == 0 else ""
+        raise NumericsProblem(
+            f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
+            f"{sentence(reports)}; no checkpoint of this state is written{self._details(self._applied, reports)}; "
+            f"{zero}go on from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
+        )
+
+    def _details(self, reading: StepReading, reports: Sequence[RankReport]) -> str:
+        """Writes the report of a bad step. Returns where, for the end of a sentence."""
+        run_dir = self._trainer.plan.logging.run_dir
+        path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
+        return f"; details in {path}" if path else ""
 
     def _tell_spikes(self, reading: StepReading) -> None:
         for spikes, value in ((self._loss_spikes, reading.loss), (self._norm_spikes, reading.norms["all"])):

@@ -18,6 +18,8 @@ class StepReading:
     figures: dict[str, float]
     """See `StepOutcome.figures`."""
     proceed: bool
+    sound: bool
+    """See `StepOutcome.sound`."""
     learning_rate: float
     """See `StepOutcome.learning_rate`."""
     applied_learning_rate: float
@@ -45,7 +47,7 @@ class LateReader:
     def push(self, outcome: StepOutcome) -> StepReading | None:
         """Takes a step's outcome and returns the reading of the step before it; None for the first."""
         previous = self.flush()
-        scalars = (outcome.loss, outcome.proceed, *outcome.norms.values(), *outcome.figures.values())
+        scalars = (outcome.loss, outcome.proceed, outcome.sound, *outcome.norms.values(), *outcome.figures.values())
         figures = torch.stack([scalar.double() for scalar in scalars])
         if figures.is_cuda:
             host = torch.empty_like(figures, device="cpu", pin_memory=True)
@@ -61,7 +63,7 @@ class LateReader:
         held, self._held = self._held, None
         held.end.wait()
         outcome = held.outcome
-        loss, proceed, *others = held.figures.tolist()
+        loss, proceed, sound, *others = held.figures.tolist()
         norms, figures = others[: len(outcome.norms)], others[len(outcome.norms) :]
         return StepReading(
             iteration=outcome.iteration,
@@ -69,6 +71,7 @@ class LateReader:
             norms=dict(zip(outcome.norms, norms, strict=True)),
             figures=dict(zip(outcome.figures, figures, strict=True)),
             proceed=bool(proceed),
+            sound=bool(sound),
             learning_rate=outcome.learning_rate,
             applied_learning_rate=outcome.applied_learning_rate,
             num_samples=outcome.num_samples,

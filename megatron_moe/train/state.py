@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_moe.checkpoint.format import TRAIN_STATE, Corrupt
 from megatron_moe.specs.count_flops import flops_per_step
+from megatron_moe.specs.families.differences import model_differences, recorded_model
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import LRSpec
 
@@ -64,6 +65,8 @@ class TrainState:
             "data_seed": plan.data.seed,
             "seq_length": plan.data.seq_length,
             "global_batch_size": plan.batch.size_at(self.consumed_samples),
+            "model": recorded_model(plan.model),
+            "training": _training(plan),
         }
 
     @classmethod
@@ -74,8 +77,10 @@ class TrainState:
 _CONTENT: Mapping[str, Any] = MappingProxyType(
     {"state": dict, "seed": int, "data_seed": int, "seq_length": int, "global_batch_size": int}
 )
-_OPTIONAL_CONTENT: Mapping[str, Any] = MappingProxyType({"learning_rate": dict, "data": dict})
-"""Imported and converted checkpoints have neither."""
+_OPTIONAL_CONTENT: Mapping[str, Any] = MappingProxyType(
+    {"learning_rate": dict, "data": dict, "model": dict, "training": dict}
+)
+"""Imported and converted checkpoints have none of them."""
 _DATA: Mapping[str, Any] = MappingProxyType({"consumed_samples": int, "fingerprint": str})
 _OPTIONAL_DATA: Mapping[str, Any] = MappingProxyType({"tokenizer": str, "end_of_document": int, "contents": dict})
 
@@ -127,3 +132,34 @@ def _is_a(value: Any, kind: Any) -> bool:
     if kind is float:
         return type(value) is int or type(value) is float and math.isfinite(value)
     return type(value) is kind
+
+
+def config_differences(saved: Mapping[str, Any], plan: RunPlan) -> tuple[list[str], list[str]]:
+    """What changed since a checkpoint whose train_state.json is `saved`: in what the weights mean, and in how they are
+    trained. One line per value. Checkpoints of older programs do not tell."""
+    found = model_differences(plan.model, saved["model"], "checkpoint") if "model" in saved else []
+    then, now = saved.get("training", {}), _training(plan)
+    changed = {name: (value, then[name]) for name, value in now.items() if name in then and value != then[name]}
+    training = [difference.line for difference in found if difference.training]
+    training += [f"{name}: {value}, checkpoint {old}" for name, (value, old) in changed.items()]
+    return [difference.line for difference in found if not difference.training], training
+
+
+def _training(plan: RunPlan) -> dict[str, Any]:
+    """Values outside of the model that change how it is trained, by name. Data and learning rate are recorded apart."""
+    optimizer, precision, data = plan.optimizer, plan.precision, plan.data
+    return {
+        "--global-batch-size": plan.batch.global_size,
+        "--adam-beta1": optimizer.beta1,
+        "--adam-beta2": optimizer.beta2,
+        "--adam-eps": optimizer.eps,
+        "--clip-grad": optimizer.clip_grad,
+        "--apply-wd-to-qk-layernorm": optimizer.decay_qk_norm,
+        "--calculate-per-token-loss": plan.loop.per_token_loss,
+        "--seed": plan.loop.seed,
+        "--eod-mask-loss": data.eod_mask_loss,
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "type of gradients": precision.grads,
+        "matrix products in low precision": precision.low,
+    }

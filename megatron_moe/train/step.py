@@ -49,6 +49,8 @@ class StepOutcome:
     """What costs a pass over all parameters and is only made when the log wants it: "num_zeros", "params_norm"."""
     proceed: Tensor
     """bool: the update was applied."""
+    sound: Tensor
+    """bool: no earlier update stored a weight or moment that is not finite, on any rank."""
     num_samples: int
     learning_rate: float
     """After this step's samples, which is what Megatron-LM logs."""
@@ -116,6 +118,7 @@ class Trainer:
         self.whole_step: WholeStep | None = None
         """Records and replays forward and backward; None: they are computed."""
         self._proceed = torch.ones((), device=self.context.device, dtype=torch.bool)
+        self._sound = self._proceed
         self._kept = self._proceed
         """Becomes False at a step that ends the run, and stays so."""
 
@@ -146,6 +149,7 @@ class Trainer:
             norms=norms,
             figures=figures,
             proceed=self._proceed,
+            sound=self._sound,
             num_samples=num_samples,
             learning_rate=self.schedule.lr(state.trained_samples + num_samples),
             applied_learning_rate=lr,
@@ -220,7 +224,8 @@ class Trainer:
     def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Norm, verdict, clipped update, routers. Returns gradient norms and the figures that the log wants."""
         logging, figures = self.plan.logging, {}
-        norms = gradient_norms(self.buffers, self.context)
+        norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
+        self._sound = norms.pop("nonfinite") == 0
         if logging.log_num_zeros:
             figures["num_zeros"] = count_zeros(self.buffers)
         self._proceed = self._verdict(loss, norms["all"])
@@ -239,8 +244,8 @@ class Trainer:
         return norms, figures
 
     def _verdict(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Shall this step reach the weights? Where the run stops at a bad step the verdict stays bad, until the host
-        has seen it and stopped."""
+        """Shall this step reach the weights? Where the run stops at a bad step, and after an update whose results are
+        not finite, the verdict stays bad, until the host has seen it and stopped."""
         spec, kept, now = self.plan.resilience, self._kept, torch.ones_like(self._proceed)
         if self.plan.loop.check_nonfinite:
             finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -250,7 +255,14 @@ class Trainer:
                 usual = limit.usual(value)
                 kept, now = (kept, now & usual) if spec.on_spike == "skip" else (kept & usual, now)
         self._kept = kept
-        return kept & now
+        return kept & now & self._sound
+
+    def is_sound(self) -> bool:
+        """True if no update so far stored a weight or moment that is not finite, on any rank. All ranks call it; waits
+        for the device."""
+        self.optimizer.finish_gather()
+        # world: 4 bytes
+        return not all_reduce_(self.optimizer.nonfinite.float(), self.context.group("world"), "max").item()
 
     def compare_replicas(self, iteration: int) -> None:
         """Every so many iterations, with `--check-weight-hash-across-dp-replicas-interval`: are all copies of the

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.kernels.ops import all_finite
 from megatron_moe.parallel.parameter import Parameter, held_experts, named_parameters
 
 _FACTOR = 10.0
@@ -64,7 +65,7 @@ class SpikeLimit:
 class Finding:
     """Something that is not finite."""
 
-    kind: Literal["weight", "activation", "gradient of activation", "gradient"]
+    kind: Literal["weight", "moment", "activation", "gradient of activation", "gradient"]
     name: str
     """Global name of a parameter, or of the module whose output it is."""
     experts: tuple[int, ...] = ()
@@ -76,8 +77,8 @@ class Finding:
         noun = "expert" if len(self.experts) == 1 else "experts"
         where = "the output of " if "activation" in self.kind else ""
         what = self.kind.removesuffix(" of activation") if where else self.kind
-        verb = {"activation": "", "gradient": "the gradient of ", "weight": "the weights of "}[what]
-        return f"{verb}{where}{self.name}" + (f" ({noun} {shown}{more})" if self.experts else "")
+        verbs = {"activation": "", "gradient": "the gradient of ", "weight": "the weights of ", "moment": "the moment "}
+        return f"{verbs[what]}{where}{self.name}" + (f" ({noun} {shown}{more})" if self.experts else "")
 
 
 def bad_weights(model: nn.Module) -> Iterator[Finding]:
@@ -150,4 +151,4 @@ def _experts(parameter: Parameter, values: Tensor) -> tuple[int, ...]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    return bool(all_finite(tensor))

@@ -10,12 +10,14 @@ import pytest
 
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
-from arguments.huggingface.model_flags import model_flags, unsaid
+from arguments.huggingface.model_flags import described, model_flags
 from arguments.huggingface.questions import AnotherModel
 from arguments.read import read_plan
 from megatron_moe.specs.attention import MLASpec
 from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.families.differences import differences
+from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.run import RunPlan
 from tests.command_lines import plan_of
 from tests.zoo import model_spec, zoo_rows
@@ -27,6 +29,14 @@ REST = (
     "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --tokenizer-type NullTokenizer "
     "--make-vocab-size-divisible-by 1"
 )
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+"""The one form that --use-rope-scaling describes."""
 ARCHITECTURES = (
     "--hidden-dropout 0 --attention-dropout 0 --apply-residual-connection-post-layernorm",
     "--normalization LayerNorm --apply-layernorm-1p --add-bias-linear --squared-relu --no-swiglu",
@@ -44,6 +54,11 @@ ARCHITECTURES = (
     "--num-experts 0 --moe-aux-loss-coeff 0",
 )
 """More of what a command line can ask of a model."""
+
+
+def unsaid(model: ModelSpec) -> list[str]:
+    """What the flags of a model leave different from it."""
+    return differences(described(model), model)
 
 
 def folder_of(tmp_path: Path, name: str, **change: Any) -> str:
@@ -90,6 +105,29 @@ def test_a_config_is_the_lowest_layer_and_its_values_know_their_origin(tmp_path)
 def test_what_no_flag_says_is_noted(tmp_path):
     notes = plan_from(folder_of(tmp_path, "Moonlight-16B-A3B")).notes
     assert any("no flag says that layers 0-26 mixer norm eps: 1e-05, published 1e-06" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"rope_type": "linear", "factor": 2.5}, "scaling_factor: 2.0, published 2.5"),
+        ({**LLAMA3, "high_freq_factor": 8.0}, "high_freq_factor: 4.0, published 8.0"),
+        ({**LLAMA3, "low_freq_factor": 2.0}, "low_freq_factor: 1.0, published 2.0"),
+        (
+            {**LLAMA3, "original_max_position_embeddings": 4096, "high_freq_factor": 2.0},
+            "original_max_positions: 8192, published 4096",
+        ),
+    ],
+)
+def test_what_changes_the_function_of_the_weights_and_no_flag_describes_is_refused(tmp_path, change, said):
+    with pytest.raises(FlagErrors) as problems:
+        plan_from(folder_of(tmp_path, "Qwen3-30B-A3B", rope_scaling=change))
+    report = problems.value.report()
+    assert f"no flag describes its layers 0-47 mixer rope {said}" in report and "without --from-hf-config" in report
+    for scaling in (LLAMA3, {"rope_type": "linear", "factor": 2.0}):
+        plan = plan_from(folder_of(tmp_path, "Qwen3-30B-A3B", rope_scaling=scaling))
+        published = model_spec_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "rope_scaling": scaling})
+        assert differences(plan.model, published) == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

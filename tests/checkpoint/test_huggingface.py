@@ -236,8 +236,11 @@ def test_a_published_mtp_layer_is_passed_over_by_a_model_without_one(tmp_path: P
 def test_a_model_with_an_mtp_layer_is_refused_by_a_folder_without_one(tmp_path: Path):
     spec = written("glm4_moe", tmp_path)
     message = refusal(tmp_path, replace(spec, mtp=MTPSpec(num_layers=1)))
-    assert "missing: model.layers.3.enorm.weight" in message
-    assert "missing: model.layers.3.mlp.experts.0.gate_proj.weight" in message
+    assert "does not fit this model in 1 places" in message
+    assert "it has no layers of multi-token prediction: give --mtp-num-layers 0" in message
+    rewrite(tmp_path, {"model.layers.3.enorm.weight": torch.ones(32)})
+    message = refusal(tmp_path, replace(spec, mtp=MTPSpec(num_layers=1)))
+    assert "missing: model.layers.3.hnorm.weight" in message and "--mtp-num-layers" not in message
 
 
 def test_a_spec_that_reads_the_weights_differently_is_told(tmp_path: Path):

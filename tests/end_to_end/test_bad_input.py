@@ -52,6 +52,15 @@ def test_a_token_id_beyond_the_vocabulary(copied, tmp_path):
     refuse(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, "4000", "corpus", "vocabulary of")
 
 
+def test_an_update_that_makes_weights_nan(data, tmp_path):
+    """Nothing of it is saved, although the loss and the gradients of the only step are finite."""
+    more = ["--adam-eps", "0", "--lr-warmup-iters", "0", "--train-iters", "1"]
+    argv = [*arguments(data, tmp_path / "run"), *more]
+    words = ("iteration 1: its update stored", "the weights of", "--adam-eps 0 divides")
+    refuse(argv, tmp_path, ExitCode.NUMERICS, *words)
+    assert not checkpoints(tmp_path)
+
+
 def test_missing_data(tmp_path):
     refuse(arguments(str(tmp_path / "none"), tmp_path / "run"), tmp_path, ExitCode.DATA, "none.idx")
 

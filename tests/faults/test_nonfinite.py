@@ -15,9 +15,9 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import ExitCode, NumericsProblem
-from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
 from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import LoggingSpec, ResilienceSpec
+from megatron_moe.specs.train import LoggingSpec, OptimizerSpec, ResilienceSpec, StateOffloadSpec
 from megatron_moe.train.progress import Progress
 from megatron_moe.train.state import TrainState
 from megatron_moe.train.step import Trainer
@@ -184,6 +184,69 @@ def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
     plan = tiny.plan(resilience=replace(SKIP, most_skips=2))
     with pytest.raises(NumericsProblem, match="iteration 3: .* iteration 2 in a row to be left out"):
         train(plan, ParallelContext.single(), spoil, steps=8)
+
+
+def spoil_second_moment(trainer: Trainer, name: str, value: float = -1.0) -> None:
+    """Changes one element, on the rank that owns it. The next update takes the root of it."""
+    for state in trainer.optimizer.named_state():
+        if (state.kind, state.name) == ("exp_avg_sq", name) and len(state.data):
+            state.data[0] = value
+
+
+STATES = {
+    "on the device": StateOffloadSpec(),
+    "stepped on the host": StateOffloadSpec(fraction=1.0, host_steps=True),
+    "parked on the host": StateOffloadSpec(fraction=1.0, host_steps=False),
+}
+
+
+@pytest.mark.parametrize("steps", [2, 6], ids=["read at the end", "read a step later"])
+@pytest.mark.parametrize("value, found", [(-1.0, "weights of"), (torch.inf, "moment exp_avg_sq of")])
+@pytest.mark.parametrize("where", STATES)
+def test_an_update_that_stores_a_nonfinite_number_ends_the_run(
+    where: str, value: float, found: str, steps: int, tmp_path: Path
+) -> None:
+    """Also where bad steps are skipped: the weights of the last good step are gone."""
+    optimizer = OptimizerSpec(clip_grad=0.5, offload=STATES[where])
+    plan = tiny.plan(resilience=SKIP, optimizer=optimizer, logging=LoggingSpec(run_dir=tmp_path))
+    trainers: list[Trainer] = []
+
+    def spoil(trainer: Trainer, iteration: int) -> None:
+        trainers.append(trainer)
+        if iteration == 2:
+            spoil_second_moment(trainer, "output_layer.weight", value)
+
+    with pytest.raises(NumericsProblem) as problem:
+        train(plan, ParallelContext.single(), spoil, steps)
+    said = str(problem.value)
+    assert "iteration 2: its update stored weights or moments that are not finite" in said
+    assert f"first not finite: the {found} output_layer.weight, on rank 0" in said and problem.value.code == 6
+    assert int(trainers[0].optimizer.step_count) == 2, "an update was applied after the bad one"
+    report = json.loads((tmp_path / "crash" / "nonfinite-0000002.json").read_text())
+    assert [finding["kind"] for finding in report["ranks"][0]["findings"]] == [found.split()[0].removesuffix("s")]
+
+
+@pytest.mark.parametrize("in_forward", [False, True], ids=["step", "step overlapped with the forward"])
+def test_all_ranks_stop_when_one_stores_nonfinite_weights(in_forward: bool) -> None:
+    """The ranks own shards of the optimizer's state: only the owner of the element sees it."""
+
+    def main(context: ParallelContext) -> tuple[str, int]:
+        trainers: list[Trainer] = []
+
+        def spoil(trainer: Trainer, iteration: int) -> None:
+            trainers.append(trainer)
+            if iteration == 1 and in_forward:
+                trainer.optimizer.step_in_forward(trainer.model)
+            if iteration == 2:
+                spoil_second_moment(trainer, "output_layer.weight")
+
+        plan = tiny.plan(data_parallel=DataParallelSpec(sharded_optimizer=True))
+        with pytest.raises(NumericsProblem) as problem:
+            train(plan, context, spoil, steps=6)
+        return str(problem.value), int(trainers[0].optimizer.step_count)
+
+    first, second = on_threads(ParallelSpec(world_size=2), main)
+    assert first == second and "iteration 2: its update stored" in first[0] and first[1] == 2
 
 
 @pytest.mark.parametrize("policy", ["report", "skip", "stop"])

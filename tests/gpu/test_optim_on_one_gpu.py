@@ -9,11 +9,14 @@ from torch import Tensor
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.kernels.backends import torch_native, triton_kernels
+from megatron_moe.kernels.packed import Packed
 from megatron_moe.optim.adamw import Optimizer
 from megatron_moe.optim.clip import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.finish import finish_gradients
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.train import CheckpointSpec
+from tests.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
 from tests.optim_parameters import BF16, FP64, make_buffers, make_gradients, make_parameters
 from tests.tolerances import EXACT, FP64_REF
 
@@ -73,3 +76,39 @@ def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path)
         tensor.zero_()
     load(find(CheckpointSpec(save=tmp_path), context), saved, context)
     EXACT.check_all({k: t.cpu() for k, t in tensors.items()}, {k: t.cpu() for k, t in expected.items()}, "tensors")
+
+
+@pytest.mark.parametrize("ops", [triton_kernels, torch_native], ids=["triton", "torch_native"])
+@pytest.mark.parametrize("what", OVERFLOWS)
+def test_the_step_flags_numbers_that_are_not_finite(what: str, ops) -> None:
+    check_nonfinite_flag(ops, what, "cuda")
+
+
+@pytest.mark.parametrize(
+    "formats", [("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8"), ("plain", "plain", "plain")], ids="-".join
+)
+def test_a_captured_step_flags_numbers_that_are_not_finite(formats: tuple[str, str, str]) -> None:
+    """In the Triton kernel, without a word to the host; the flag then stays set."""
+    size, device = 5000, torch.device("cuda")
+    roots = (False, False, True)
+    states = [
+        Packed.zeros(size, name, torch.float32, device, root=root and name != "plain")
+        for name, root in zip(formats, roots, strict=True)
+    ]
+    weights, grad = torch.ones(size, device=device).bfloat16(), torch.ones(size, device=device)
+    if formats[0] == "plain":
+        states[0].data.fill_(1.0)
+    move = adamw_step(1, scale=1.0, device=device)
+    master, exp_avg, exp_avg_sq = states
+
+    def step() -> None:
+        triton_kernels.adamw_packed_(master, grad, exp_avg, exp_avg_sq, move, weights)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for number, (last, expected) in enumerate([(1.0, False), (torch.nan, True), (1.0, True)]):
+        grad[-1] = last
+        graph.replay()
+        assert bool(move.nonfinite) == expected, f"replay {number}"

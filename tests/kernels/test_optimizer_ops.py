@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
-from tests.kernel_comparison import adamw_step
+from tests.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
 from tests.tolerances import EXACT, FP32_REF, FP64_REF
 
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
@@ -70,6 +70,20 @@ def test_nothing_changes_without_proceed_even_if_the_gradient_is_not_finite(ops,
     step(ops, state, grad, 4, scale=math.nan, proceed=False)
     for tensor, old in zip(state, before, strict=True):
         EXACT.check(tensor, old)
+
+
+@BACKENDS
+@pytest.mark.parametrize("what", OVERFLOWS)
+def test_the_step_flags_numbers_that_are_not_finite(ops, what: str) -> None:
+    check_nonfinite_flag(ops, what)
+
+
+@BACKENDS
+def test_the_step_flags_moments_beyond_the_range_of_their_type(ops) -> None:
+    exp_avg, exp_avg_sq = torch.zeros(5), torch.full((5,), 3.3895e38).bfloat16()
+    move = adamw_step(3, scale=1.0, beta2=0.1)
+    ops.adamw_(torch.ones(5), torch.full((5,), 1.8444e19), exp_avg, exp_avg_sq, move)
+    assert bool(exp_avg_sq.isinf().all()) and bool(move.nonfinite)
 
 
 @BACKENDS

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.packed import Packed, pack, unpack
-from tests.kernel_comparison import adamw_step, draw
+from tests.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag, draw
 from tests.tolerances import EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
@@ -71,6 +71,25 @@ def test_a_refused_step_keeps_every_bit(formats: tuple[str, str, str]) -> None:
         parts = zip(each.parts, old.parts, strict=True) if isinstance(each, Packed) else [(each, old)]
         for part, old_part in parts:
             EXACT.check(part, old_part, name)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("what", OVERFLOWS)
+def test_the_step_flags_numbers_that_are_not_finite(what: str) -> None:
+    check_nonfinite_flag(triton_kernels, what)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("ops", [reference, triton_kernels], ids=["reference", "triton"])
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_the_step_flags_numbers_that_are_not_finite_in_all_formats(formats: tuple[str, str, str], ops) -> None:
+    size = 1300
+    for grad, expected in ((1.0, False), (0.0, True), (1e20, True)):
+        state = make(formats, size)
+        grads, move = torch.ones(size), adamw_step(1, scale=1.0, eps=0.0, beta1=0.0, beta2=0.0)
+        grads[-1] = grad
+        ops.adamw_packed_(**state, grad=grads, move=move)
+        assert bool(move.nonfinite) == expected, f"a gradient of {grad}"
 
 
 def test_remainders_and_plain_masters_move_alike_bit_for_bit() -> None:

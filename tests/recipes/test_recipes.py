@@ -14,7 +14,7 @@ from arguments.read import read_plan
 from arguments.recipes.find import recipe_files, recipe_names
 from arguments.recipes.table import Row, document, planned, row_of, rows, waiting
 from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.families.derive import differences
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.grid import all_groups
 from megatron_moe.specs.parallel import Launch
 from tests.zoo import model_spec, zoo_rows

@@ -10,7 +10,8 @@ import pytest
 from megatron_moe.specs.attention import AttentionSpec, yarn_mscale
 from megatron_moe.specs.count import count_parameters
 from megatron_moe.specs.exitcodes import CheckpointProblem
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf, with_latent_norms_of
+from megatron_moe.specs.families.derive import model_spec_from_hf, with_latent_norms_of
+from megatron_moe.specs.families.differences import differences
 from tests.zoo import model_spec, zoo_rows
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
@@ -79,6 +80,7 @@ def test_yarn_without_a_factor_stretches_to_the_longest_position():
     "name, change, said",
     [
         ("Mixtral-8x7B", {"model_type": "llama"}, "model type llama; this program knows mixtral,"),
+        ("Mixtral-8x7B", {"model_type": "llama", "num_hidden_layers": "32"}, "model type llama; this program knows"),
         ("Mixtral-8x7B", {"hidden_act": "gelu"}, "activation gelu"),
         ("Mixtral-8x7B", {"hidden_size": None}, "has no hidden_size"),
         ("Mixtral-8x7B", {"hidden_size": "4096"}, "hidden_size = '4096'"),

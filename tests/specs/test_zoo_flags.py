@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from arguments.read import read_plan
-from megatron_moe.specs.families.derive import differences, model_spec_from_hf
+from megatron_moe.specs.families.derive import model_spec_from_hf
+from megatron_moe.specs.families.differences import differences
 from megatron_moe.specs.model import ModelSpec
 from tests.zoo import ZooRow, command_line, model_spec, zoo_rows
 

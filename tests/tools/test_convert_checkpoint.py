@@ -35,6 +35,26 @@ def test_there_and_back_with_the_same_logits(folder: Path, tmp_path: Path, capsy
     assert report.count("\n| model.") == len(tensors_in(folder)) - 1  # and lm_head
 
 
+def test_top_1_with_a_renormalised_softmax_is_converted(tmp_path: Path):
+    """Its router has no gradient, but its weights are a model."""
+    config = configs()[MODEL]
+    one = {**config.to_dict(), "num_experts_per_tok": 1, "norm_topk_prob": True}
+    folder = saved(hf_model(type(config)(**one)), tmp_path / "hf")
+    words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--compare-logits", "12"]
+    assert main(words) == ExitCode.OK
+    back = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/back", "--hf-config", str(folder)]
+    assert main(back) == ExitCode.OK
+    EXACT.check_all(tensors_in(tmp_path / "back"), tensors_in(folder), "tensors")
+
+
+def test_an_unknown_family_is_named_before_anything_is_missing(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "num_hidden_layers": "many"}')
+    words = ["--load", f"hf:{tmp_path}", "--save", str(tmp_path / "ours")]
+    assert main(words) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "config.json has the model type mamba2; this program knows mixtral," in said and "missing" not in said
+
+
 def test_latent_norms_with_the_epsilon_of_the_flags_are_told_and_no_obstacle(tmp_path: Path, capsys):
     """As in Moonlight: flags know one epsilon, transformers norms the latents with 1e-6."""
     folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")

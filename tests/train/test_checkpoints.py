@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.costs.bytes import checkpoint_bytes
-from megatron_moe.specs.exitcodes import CheckpointProblem, Preempted, SaveProblem
+from megatron_moe.specs.exitcodes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.specs.precision import PrecisionSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import CheckpointSpec
@@ -126,6 +127,22 @@ def test_the_status_tells_from_the_start_where_a_run_goes_on(trained: tuple[Path
     own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
     assert (own.iteration, own.last_checkpoint) == (2, 2)
     assert (other.iteration, other.last_checkpoint) == (2, None)
+
+
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+    """The flag of the update does not see numbers that something else has spoiled."""
+    run = start(plan_of(save=tmp_path))
+    run.train(1)
+    run.checkpoints.save(run.state, run.loader)
+    run.train(1)
+    run.trainer.model.get_parameter("decoder.final_layernorm.weight").data[3] = torch.nan
+    for save in (run.checkpoints.save, run.checkpoints.save_last, partial(run.checkpoints.save, in_background=True)):
+        with pytest.raises(NumericsProblem) as problem:
+            save(run.state, run.loader)
+        said = str(problem.value)
+        assert "the checkpoint of iteration 2 was not written, as 1 of its tensors" in said
+        assert "the newest there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
+    assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
 def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path) -> None:

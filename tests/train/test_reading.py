@@ -28,6 +28,7 @@ def outcome(iteration):
         norms={"all": torch.tensor(2.0)},
         figures={"num_zeros": torch.tensor(7)},
         proceed=torch.tensor(True),
+        sound=torch.tensor(True),
         num_samples=4,
         learning_rate=0.1,
         applied_learning_rate=0.05,

@@ -7,9 +7,11 @@ versions of the format (`tests/checkpoint/test_load.py`).
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_moe.specs.attention import NormSpec, RopeSpec
 from megatron_moe.specs.exitcodes import CheckpointProblem
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.precision import PrecisionSpec, StateName
@@ -63,6 +65,70 @@ def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained:
         run.train(1)
     FP64_LAYOUT.check_all(other.weights(), first.weights())
     assert "the next step takes" not in other.said
+
+
+@pytest.mark.parametrize("override", [False, True], ids=["goes on by samples", "the command line wins"])
+def test_another_global_batch_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
+    """100 iterations of 8 sequences become 100 of 4: the command line's lengths are half of the checkpoint's."""
+    plan = plan_of(load=trained[0], batch=BatchSpec(micro=2, global_size=4))
+    halved = replace(plan, lr=replace(plan.lr, decay_samples=400, override=override))
+    run = start(halved)
+    assert run.trainer.schedule.spec.decay_samples == (400 if override else 800)
+    assert "decay_samples 400 (checkpoint: 800), the" in run.said
+    for lr in (replace(halved.lr, decay_samples=500, override=False), replace(halved.lr, max_lr=1.0, override=False)):
+        with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
+            start(replace(halved, lr=lr))
+
+
+def model_functions() -> dict[str, tuple[ModelSpec, str]]:
+    """Models that compute something else from the same tensors, and what is said of it."""
+
+    def with_router(**changes: Any) -> ModelSpec:
+        return tiny.model(moe_spec=tiny.moe(tiny.router(**changes)))
+
+    def with_attention(**changes: Any) -> ModelSpec:
+        layers = tuple(replace(layer, mixer=tiny.attention(**changes)) for layer in tiny.model().layers)
+        return replace(tiny.model(), layers=layers)
+
+    eps = NormSpec(kind="RMSNorm", eps=1e-3)
+    sinkhorn = with_router(balancing=("sinkhorn",), aux_loss_coeffs=(0.0,))
+    unrotated = replace(tiny.model(), position_embedding="none")
+    core = tiny.attention().core
+    return {
+        "top-k": (with_router(topk=3), "layers 1-2 feed_forward router topk: 3, checkpoint 2"),
+        "score function": (with_router(score_function="sigmoid"), "score_function: 'sigmoid', checkpoint 'softmax'"),
+        "selection": (sinkhorn, "router selection: 'sinkhorn', checkpoint 'topk'"),
+        "rotary base": (with_attention(rope=RopeSpec(dim=8, base=1e6)), "layers 0-2 mixer rope base: 1000000.0"),
+        "rotary dim": (with_attention(rope=None), "mixer rope: None, checkpoint RopeSpec"),
+        "window": (with_attention(core=replace(core, window=(7, 0))), "mixer core window: (7, 0), checkpoint None"),
+        "epsilon": (replace(tiny.model(), norm=eps), "norm eps: 0.001, checkpoint 1e-05"),
+        "positions": (unrotated, "position_embedding: 'none', checkpoint 'rope'"),
+    }
+
+
+@pytest.mark.parametrize("what", model_functions())
+def test_another_function_of_the_same_tensors_is_refused(trained: tuple[Path, Run], what: str) -> None:
+    model, said = model_functions()[what]
+    with pytest.raises(CheckpointProblem, match="another model of the weights .* run.yaml.*, or --finetune") as problem:
+        start(plan_of(load=trained[0], model=model))
+    assert said in str(problem.value)
+    run = start(plan_of(load=trained[0], model=model, flags={"finetune": True}))
+    assert f"differs from the checkpoint: {said}" in run.said or said in run.said
+    assert run.state.iteration == 0
+
+
+def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -> None:
+    model = tiny.model(moe_spec=tiny.moe(tiny.router(aux_loss_coeffs=(0.5,))))
+    model = replace(model, layers=tuple(replace(layer, hidden_dropout=0.25) for layer in model.layers))
+    plan = plan_of(load=trained[0], model=model)
+    plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, beta2=0.5))
+    said = [line for line in start(plan).said.splitlines() if line.startswith("differs")]
+    assert said == [
+        "differs from the checkpoint: layers 0-2 hidden_dropout: 0.25, checkpoint 0.0",
+        "differs from the checkpoint: layers 1-2 feed_forward router aux_loss_coeffs: (0.5,), checkpoint (0.01,)",
+        "differs from the checkpoint: --adam-beta2: 0.5, checkpoint 0.999",
+        "differs from the checkpoint: --clip-grad: 2.0, checkpoint 0.5",
+    ]
 
 
 def test_another_global_batch_is_told_and_the_learning_rate_goes_on_by_samples(trained: tuple[Path, Run]) -> None:

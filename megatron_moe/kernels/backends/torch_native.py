@@ -16,7 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
 from megatron_moe.kernels.bundle import Fit, Judgement
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, RowIndex, Span, internal_dtype
+from megatron_moe.kernels.ops import (
+    AdamWStep,
+    GroupedPart,
+    Operand,
+    RowIndex,
+    Span,
+    internal_dtype,
+    mark_nonfinite,
+)
 from megatron_moe.kernels.packed import Packed, round_weights
 from megatron_moe.kernels.pairs import Pair, pairs
 from megatron_moe.kernels.reference_blocks import merge_
@@ -50,6 +58,8 @@ PROVIDES = (
     "adamw_packed_",
 )
 
+_ADAMW_CHUNK = 1 << 22
+"""Elements of a fused update: few enough for a cache, enough that launches are no part of the time."""
 GROUPED = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 BEST_ANYWHERE = (
     "rms_norm",
@@ -430,31 +440,42 @@ def adamw_(
     move: AdamWStep,
     weights: Tensor | None = None,
 ) -> None:
-    """Torch's fused kernel leaves the scaled gradient in `grad`."""
+    """Torch's fused kernel leaves the scaled gradient in `grad`.
+
+    It does not tell whether its results are finite. They are checked in chunks that are still in the cache.
+    """
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
         # so that narrow state has the arithmetic of wide state
         states = (Packed("plain", master), grad, Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
         adamw_packed_(*states, move, weights)
         return
-    torch._fused_adamw_(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [move.step.to(torch.float32)],
-        lr=move.lr,
-        beta1=move.beta1,
-        beta2=move.beta2,
-        weight_decay=move.weight_decay,
-        eps=move.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=move.grad_scale.to(torch.float32).reciprocal(),  # it divides
-        found_inf=(~move.proceed).to(torch.float32),
-    )
-    if weights is not None:
-        weights.copy_(round_weights(master, weights.dtype))  # after a refused step the same bits again
+    step, divisor = move.step.to(torch.float32), move.grad_scale.to(torch.float32).reciprocal()
+    refused = (~move.proceed).to(torch.float32)
+    for start in range(0, master.numel(), _ADAMW_CHUNK):
+        chunk = slice(start, start + _ADAMW_CHUNK)
+        new = master[chunk]
+        torch._fused_adamw_(
+            [new],
+            [grad[chunk]],
+            [exp_avg[chunk]],
+            [exp_avg_sq[chunk]],
+            [],
+            [step],
+            lr=move.lr,
+            beta1=move.beta1,
+            beta2=move.beta2,
+            weight_decay=move.weight_decay,
+            eps=move.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=refused,
+        )
+        if weights is not None:
+            new = round_weights(new, weights.dtype)
+            weights[chunk].copy_(new)  # after a refused step the same bits again
+        # the first moment is a factor of the update: where it is not finite, neither is the weight
+        mark_nonfinite(move, exp_avg_sq[chunk], new)
 
 
 def adamw_packed_(

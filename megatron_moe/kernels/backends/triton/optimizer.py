@@ -61,7 +61,8 @@ def _launch(
     _adamw[(triton.cdiv(master.size, BLOCK),)](
         *(state.data for state in states), grad, rounded,
         *(state.data if state.exponents is None else state.exponents for state in states),
-        move.grad_scale, move.proceed.view(torch.uint8), move.step, master.size, first,
+        move.grad_scale, *(flag.view(torch.uint8) for flag in (move.proceed, move.nonfinite)), move.step,
+        master.size, first,
         *_log2(move.beta1), *_log2(move.beta2), move.lr, move.beta1, move.beta2, move.eps, move.weight_decay,
         *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
         ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
@@ -83,7 +84,7 @@ def _log2(beta: float) -> tuple[float, float]:
 @triton.jit
 def _adamw(
     master_ptr, first_ptr, second_ptr, grad_ptr, weights_ptr, master_exp_ptr, first_exp_ptr, second_exp_ptr,
-    scale_ptr, proceed_ptr, step_ptr, num, number, log1_high, log1_low, log2_high, log2_low,
+    scale_ptr, proceed_ptr, nonfinite_ptr, step_ptr, num, number, log1_high, log1_low, log2_high, log2_low,
     lr, beta1, beta2, eps, weight_decay,
     MASTER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROOT: tl.constexpr, ROUNDED: tl.constexpr,
     AS_BITS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -111,6 +112,7 @@ def _adamw(
         second = beta2 * second + (1.0 - beta2) * grad * grad
         update = first / correction1 / (tl.sqrt(second / correction2) + eps)
         master = master * (1.0 - lr * weight_decay) - lr * update
+        largest = tl.maximum(_size_bits(first, first_ptr, FIRST), _size_bits(second, second_ptr, SECOND))
         _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
         _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
         if MASTER == REMAINDER:
@@ -122,9 +124,24 @@ def _adamw(
                 master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
             )  # fmt: skip
         if AS_BITS:
-            tl.store(weights_ptr + each, _bf16_bits(master).to(tl.int16), mask=held)
+            high = _bf16_bits(master)
+            tl.store(weights_ptr + each, high.to(tl.int16), mask=held)
+            largest = tl.maximum(largest, (high & 0x7FFF) << 16)
         elif ROUNDED:
             tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+            largest = tl.maximum(largest, _size_bits(master, weights_ptr, PLAIN))
+        else:
+            largest = tl.maximum(largest, _size_bits(master, master_ptr, MASTER))
+        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(held, largest, 0)) >= 0x7F800000)
+
+
+@triton.jit
+def _size_bits(wide, ptr, FORMAT: tl.constexpr):
+    """Bits of the absolute values as they are stored; from 0x7F800000 on they are not finite. Packed formats have the
+    range of fp32."""
+    if FORMAT == PLAIN:
+        wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
+    return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
