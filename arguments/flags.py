@@ -43,7 +43,9 @@ class StartFlags:
     world_size: int | None = flag(None, status="ours", least=1)
     """Of a dry run or an emulation: ranks. Not set: those of the recipe, or of the launcher. A run that is started with
     another number of ranks is refused."""
-    gpu: Literal["h100", "h200", "b200", "b300", "gb200", "gb300"] | None = flag(None, status="ours")
+    gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = flag(
+        None, status="ours"
+    )
     """Of a dry run or an emulation: the kind of every rank's device. Not set: that of the recipe, or h100."""
     fake_process_group: bool = flag(
         False,

@@ -477,7 +477,7 @@ def _profile(logging: LoggingFlags) -> ProfileSpec:
 
 def _graphs(flags: Flags, model: ModelSpec) -> GraphSpec:
     kernels = flags.kernels
-    warmup = kernels.cuda_graph_warmup_steps
+    warmup = max(kernels.cuda_graph_warmup_steps, 1)  # kernels compile and libraries plan in the first step
     match kernels.cuda_graph_impl:
         case "none":
             return GraphSpec(warmup_steps=warmup)

@@ -155,7 +155,10 @@ def _choice(choices: tuple[Any, ...], word: str) -> Any:
     for choice in choices:
         if str(choice) == word:
             return choice
-    raise BadValue(f"is none of {', '.join(str(choice) for choice in choices)}")
+    alike = [choice for choice in choices if str(choice).lower() == word.lower()]
+    if len(alike) == 1:
+        return alike[0]
+    raise BadValue(f"is not one of {', '.join(str(choice) for choice in choices)}")
 
 
 def _switch(word: str) -> bool:
@@ -164,6 +167,11 @@ def _switch(word: str) -> bool:
     if word.lower() in _FALSE:
         return False
     raise BadValue("takes no value, or true or false")
+
+
+def is_off(words: Sequence[str]) -> bool:
+    """Whether the words of a switch turn it off."""
+    return len(words) == 1 and words[0].lower() in _FALSE
 
 
 def _number(kind: Callable[[str], int | float], word: str) -> int | float:

@@ -108,7 +108,7 @@ def _write(folder: Path, name: str, text: str) -> None:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
-    parser.add_argument("--gpu", choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
+    parser.add_argument("--gpu", type=str.lower, choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
     parser.add_argument("--gpus", type=int, help="how many (the recipe's, or 1)")
     parser.add_argument("--best", type=int, default=10, help="how many layouts to print (10)")
     parser.add_argument("--imbalance", type=float, default=1.0, help="rows of the fullest rank over the mean (1)")

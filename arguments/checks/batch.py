@@ -152,15 +152,6 @@ def batch_grows_in_whole_steps(
     return None
 
 
-def growth_is_counted_in_samples(
-    rampup_batch_size: tuple[int, int, int] | None, train_samples: int | None
-) -> Complaint:
-    """A growing batch makes iterations unequal, so the run's length is given in samples."""
-    if rampup_batch_size is not None and train_samples is None:
-        return "--rampup-batch-size needs a run that is counted in samples", "--train-samples instead of --train-iters"
-    return None
-
-
 def length_is_given_once(train_iters: int | None, train_samples: int | None) -> Complaint:
     """A run is as long as its iterations or its samples say."""
     if train_iters is None and train_samples is None:
@@ -330,7 +321,6 @@ RULES = (
     ranks_share_the_experts,
     microbatches_make_the_batch,
     batch_grows_in_whole_steps,
-    growth_is_counted_in_samples,
     length_is_given_once,
     samples_fill_a_batch,
     schedule_counts_like_the_run,

@@ -140,15 +140,8 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
     for flag in _unavailable(settings):
         if not (ignore_harmless and flag.declaration.harmless):
             yield _not_available(settings, flag)
-    for given, rare in settings.rare:
-        if not (ignore_harmless and rare.harmless):
-            hint = _LEAVE_OUT if rare.harmless else ""
-            yield Problem(what=f"{given.option} {rare.reason} ({given.origin})", remedy=hint)
-
-
-def ignored_rare_names(settings: Settings) -> Iterator[str]:
-    """A line about every flag of Megatron-LM for what this program does not do, that may be ignored."""
-    return (f"ignored: {given.option} {rare.reason}" for given, rare in settings.rare if rare.harmless)
+    for given, reason in settings.refused:
+        yield Problem(what=f"{given.option} {reason} ({given.origin})")
 
 
 def ignored_flags(settings: Settings) -> dict[str, str]:
@@ -161,11 +154,12 @@ def ignored_flags(settings: Settings) -> dict[str, str]:
 
 
 def flags_without_effect(settings: Settings) -> Iterator[str]:
-    """A line about every given flag that changes nothing."""
-    for name, setting in settings.values.items():
-        flag = settings.registry.flags[name]
-        if flag.declaration.status == "no effect" and setting.value != flag.default:
-            yield f"without effect: {option_and_value(settings, flag)} ({flag.declaration.note})"
+    """One line per reason: the given flags that change nothing."""
+    by_reason: dict[str, list[str]] = {}
+    for given, reason in settings.without_effect.values():
+        by_reason.setdefault(reason, []).append(" ".join((given.option, *(given.words or ()))))
+    for reason, flags in by_reason.items():
+        yield f"without effect: {', '.join(flags)} ({reason})"
 
 
 def option_and_value(settings: Settings, flag: Flag) -> str:

@@ -20,7 +20,7 @@ class About:
 
     model: str = ""
     gpu: str = ""
-    """h100, h200, b200, gb200, gb300; empty: any machine."""
+    """A kind of `--gpu`; empty: any machine."""
     gpus: int = 1
     """Ranks of the published run."""
     source: str = ""
