@@ -156,14 +156,15 @@ def _flag_page(option: str, registry: Registry) -> str:
 
 
 def _find(word: str, registry: Registry) -> str:
-    wanted = normal(word.lower())
-    hits = [
-        _one_line(flag, text)
-        for flag, text in _documented(registry)
-        if any(wanted in normal(place.lower()) for place in _searched(flag, text))
-    ]
-    hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if wanted in old]
-    hits += [f"  {name:<{_NAME_COLUMN}} {outcome}" for name, outcome in _outcomes() if wanted in name]
+    wanted = normal(word.lower()).split()
+
+    def holds(*places: str) -> bool:
+        """Whether every wanted word occurs."""
+        return all(any(each in normal(place.lower()) for place in places) for each in wanted)
+
+    hits = [_one_line(flag, text) for flag, text in _documented(registry) if holds(*_searched(flag, text))]
+    hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if holds(old)]
+    hits += [f"  {name:<{_NAME_COLUMN}} {outcome}" for name, outcome in _outcomes() if holds(name)]
     return "\n".join(hits) if hits else f"No flag has {word!r} in its name, text, choices or default."
 
 

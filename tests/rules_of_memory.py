@@ -17,7 +17,7 @@ MEMORY_CASES = (
     Case(
         "method_belongs_to_whole_layers",
         "--recompute-activations --recompute-method uniform",
-        "--recompute-method without --recompute-granularity full",
+        "--recompute-method with --recompute-granularity selective",
         "--recompute-activations",
     ),
     Case(

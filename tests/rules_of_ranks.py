@@ -83,7 +83,7 @@ RANK_CASES = (
     Case(
         "heads_divide_among_tensor_ranks",
         f"{TP2} --num-attention-heads 3 --kv-channels 64",
-        "3 heads do not divide among 2 tensor-parallel ranks",
+        "3 heads cannot be divided among 2 tensor-parallel ranks",
         TP2,
         environ=EIGHT_RANKS,
     ),
@@ -97,21 +97,21 @@ RANK_CASES = (
     Case(
         "dense_width_divides_among_tensor_ranks",
         f"{TP2} --ffn-hidden-size 511",
-        "511 feed-forward channels do not divide among 2",
+        "511 feed-forward channels cannot be divided among 2",
         f"{TP2} --ffn-hidden-size 510",
         environ=EIGHT_RANKS,
     ),
     Case(
         "shared_expert_divides_among_tensor_ranks",
         f"{TP2} --moe-shared-expert-intermediate-size 63",
-        "63 channels of the shared experts do not divide among 2",
+        "shared experts of width 63 cannot be divided among 2",
         f"{TP2} --moe-shared-expert-intermediate-size 62",
         environ=EIGHT_RANKS,
     ),
     Case(
         "vocabulary_divides_among_tensor_ranks",
         f"{TP2} --padded-vocab-size 1001",
-        "a vocabulary padded to 1001 rows does not divide among 2",
+        "--padded-vocab-size 1001 cannot be divided among 2",
         f"{TP2} --padded-vocab-size 1002",
         environ=EIGHT_RANKS,
     ),
@@ -132,7 +132,7 @@ RANK_CASES = (
     Case(
         "sequence_divides_among_tensor_ranks",
         f"{TP2} --seq-length 127",
-        "sequences of 127 tokens do not divide among 2",
+        "--seq-length 127 cannot be divided among 2",
         f"{TP2} --seq-length 126",
         environ=EIGHT_RANKS,
     ),
@@ -195,7 +195,7 @@ RANK_CASES = (
     Case(
         "heads_divide_among_the_ranks",
         f"{CP} 8 --cp-comm-type a2a",
-        "4 heads do not divide among 8 ranks",
+        "4 heads cannot be divided among 8 ranks",
         f"{CP} 4 --cp-comm-type a2a",
         environ=EIGHT_RANKS,
     ),
@@ -239,7 +239,7 @@ RANK_CASES = (
     Case(
         "layers_fit_the_stages",
         "--num-layers-per-virtual-pipeline-stage 3",
-        "4 layers over 1 pipeline ranks are 4 per rank, which do not divide into virtual stages of 3 layers",
+        "4 layers over 1 pipeline rank: 4 per rank, which cannot be divided into virtual stages of 3 layers",
         "--num-layers-per-virtual-pipeline-stage 4",
     ),
     Case(
@@ -265,7 +265,7 @@ RANK_CASES = (
     Case(
         "expert_width_divides_among_tensor_ranks",
         f"{TP2} --moe-ffn-hidden-size 127",
-        "127 channels of an expert do not divide among 2",
+        "--moe-ffn-hidden-size 127 cannot be divided among 2",
         f"{TP2} --moe-ffn-hidden-size 127 --expert-tensor-parallel-size 1",
         environ=EIGHT_RANKS,
     ),
@@ -358,7 +358,7 @@ FOLD_CASES = (
     Case(
         "layers_fit_the_stages",
         f"{PP2} --account-for-loss-in-pipeline-split",
-        "4 layers and 1 for embedding and loss do not divide among 2 pipeline ranks",
+        "4 layers and 1 for embedding and loss cannot be divided among 2 pipeline ranks",
         f"{PP2} --decoder-last-pipeline-num-layers 1",
         environ=EIGHT_RANKS,
     ),

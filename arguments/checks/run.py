@@ -93,7 +93,9 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
             complaint = rule(**{name: _value(name, settings, facts) for name in names})
             if complaint:
                 what, remedy = complaint
-                given = tuple(_row(name, settings, facts) for name in names)
+                only_given = hasattr(rule, "asks_for")
+                listed = [name for name in names if name in facts or _is_listed(name, settings, only_given)]
+                given = tuple(_row(name, settings, facts) for name in listed)
                 yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=rule in WAITING)
 
 
@@ -212,6 +214,12 @@ def parameters(function: Callable[..., object]) -> list[str]:
         return list(asked)
     code = function.__code__
     return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
+    """Whether a problem lists a flag: one that was given, or whose default is more than off or not set."""
+    default = settings.registry.flags[name].default
+    return name in settings.values or not (only_given or default is None or default is False)
 
 
 def _reason(rule: Rule) -> str:

@@ -35,7 +35,7 @@ class KernelFlags:
         "none", status="close", note="local and transformer_engine are the same; on a CPU nothing is recorded"
     )
     """Record parts of layers, or whole steps, as CUDA graphs, and replay them."""
-    cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...] = flag(
+    cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"], ...] = flag(
         (), status="close", note="without it all parts that can be recorded are; moe may be dropless"
     )
     """Recorded parts of layers."""

@@ -18,9 +18,7 @@ class RecomputeFlags:
     """Of `--recompute-granularity full`: layers in a chunk, which keeps its input alone (uniform), or recomputed
     layers of a virtual stage (block)."""
     recompute_modules: (
-        tuple[
-            Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...
-        ]
+        tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
         | None
     ) = flag(
         None, status="close", note="layernorm covers both norms of every layer; gated delta attention has no modules"

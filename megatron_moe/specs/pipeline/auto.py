@@ -13,6 +13,7 @@ from itertools import accumulate
 from megatron_moe.specs.count_flops import count_flops, count_layer_flops
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.pipeline.layout import LayoutError, PipelineLayout, StageSpec, place_layers
+from megatron_moe.specs.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -
     """
     if len(costs.layers) < pp * vpp - 2:
         raise LayoutError(
-            f"{len(costs.layers)} layers are too few for {pp} pipeline ranks x {vpp} virtual stages: at most "
+            f"{counted(len(costs.layers), 'layer')} cannot fill {counted(pp, 'pipeline rank')} x "
+            f"{counted(vpp, 'virtual stage')}: at most "
             f"embedding and loss may have a stage without a layer"
         )
     last = pp * vpp - 1
