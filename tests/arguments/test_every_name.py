@@ -107,7 +107,7 @@ def test_a_recognised_name_in_a_file_is_reported_once_and_taken_back_by_null(tmp
     second.write_text("otel-enabled: null\nrope-fusion: false\n")
     notes = plan_of(f"--config {first} {second}").notes
     listed = [note.partition(" (")[0] for note in notes if note.startswith("without effect: ")]
-    assert listed == ["without effect: --rope-fusion false"]
+    assert listed == ["without effect: --rope-fusion false", "without effect: --logging-level"]
 
 
 def test_help_and_search_know_recognised_names():

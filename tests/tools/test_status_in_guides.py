@@ -40,9 +40,9 @@ def registry() -> Registry:
         ("--later 2", "not yet"),
         ("--later 3", "yes"),
         ("--never b", "refused"),
-        ("--tp-comm-overlap", "no effect"),
-        ("--works --tp-comm-overlap", "no effect"),
-        ("--tp-comm-overlap --later 2 --works", "not yet"),
+        ("--use-sharp", "no effect"),
+        ("--works --use-sharp", "no effect"),
+        ("--use-sharp --later 2 --works", "not yet"),
         ("--later 2 --never b", "refused"),
     ],
 )
@@ -51,10 +51,9 @@ def test_the_worst_flag_of_a_row_decides(registry, piece, answer):
 
 
 def test_only_the_column_here_of_rows_with_flags_is_written(registry):
-    text = "| a | here |\n|---|---|\n| `--tp-comm-overlap` | yes |\n| nothing | me |\n\n| a | b |\n|---|---|\n| `--tp-comm-overlap` | yes |\n"
-    assert refreshed(text, registry) == text.replace(
-        "| `--tp-comm-overlap` | yes |", "| `--tp-comm-overlap` | no effect |", 1
-    )
+    table = "| a | {} |\n|---|---|\n| `--use-sharp` | yes |\n"
+    text = table.format("here") + "| nothing | me |\n\n" + table.format("b")
+    assert refreshed(text, registry) == text.replace("| `--use-sharp` | yes |", "| `--use-sharp` | no effect |", 1)
 
 
 def test_a_name_that_is_no_flag_is_a_mistake(registry):
@@ -69,11 +68,8 @@ def test_the_guide_is_up_to_date():
 @pytest.mark.parametrize("name", ["README.md", "docs/optimize.md"])
 def test_documents_name_no_flag_that_does_not_exist(name):
     registry = Registry.declared()
-    named = {
-        flag
-        for flag in NAMED.findall((REPOSITORY / name).read_text())
-        if not registry.find(flag) and not find_recognised(flag)
-    }
+    flags = NAMED.findall((REPOSITORY / name).read_text())
+    named = {flag for flag in flags if not registry.find(flag) and not find_recognised(flag)}
     assert named <= OF_TOOLS, named - OF_TOOLS
 
 
