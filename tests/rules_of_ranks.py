@@ -118,7 +118,7 @@ RANK_CASES = (
     Case(
         "unpadded_vocabulary_is_on_one_rank",
         f"{TP2} --disable-pad-vocab-size",
-        "a vocabulary without padding is not sure to divide among 2",
+        "a vocabulary without padding may not be divisible among 2",
         f"{TP2} --disable-pad-vocab-size --padded-vocab-size 1002",
         environ=EIGHT_RANKS,
     ),
@@ -167,7 +167,7 @@ RANK_CASES = (
     Case(
         "chunks_share_the_sequence",
         f"{CP} 4 --seq-length 124",
-        "a sequence of 124 tokens is not a multiple of 8, which 4 context-parallel ranks need",
+        "--seq-length 124 is not a multiple of 8, which 4 context-parallel ranks need",
         f"{CP} 4 --seq-length 120",
         environ=EIGHT_RANKS,
     ),
@@ -351,7 +351,7 @@ FOLD_CASES = (
     Case(
         "pipelines_are_those_of_both_grids",
         f"{PP2} --num-experts 16 --expert-model-parallel-size 4 {STAGES_INSIDE}",
-        "stages of 1 x 1 = 1 ranks (tensor x context) are not stages of 1 x 4 = 4 ranks (expert-tensor x expert)",
+        "stages of 1 x 1 = 1 rank (tensor x context) are not stages of 1 x 4 = 4 ranks (expert-tensor x expert)",
         f"{PP2} --num-experts 16 {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 {STAGES_INSIDE}",
         environ=EIGHT_RANKS,
     ),

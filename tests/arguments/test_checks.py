@@ -1,5 +1,6 @@
 """Every rule with a command line that breaks it and one that barely does not."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ CASES = (
         "from 1 turns to 2",
         "--position-embedding-type yarn --yarn-beta-fast 2 --yarn-beta-slow 2",
     ),
-    Case("unrotated_layers_fit", "--no-rope-freq 3", "every 3th of 4 layers", "--no-rope-freq 2"),
+    Case("unrotated_layers_fit", "--no-rope-freq 3", "--no-rope-freq 3 does not divide 4 layers", "--no-rope-freq 2"),
     Case(
         "unrotated_layers_fit",
         "--no-rope-freq [0,1]",
@@ -90,7 +91,7 @@ CASES = (
     Case(
         "padding_holds_the_vocabulary",
         "--vocab-size 1000 --padded-vocab-size 999",
-        "999 rows do not hold 1000 tokens",
+        "--padded-vocab-size 999 does not hold 1000 tokens",
         "--vocab-size 1000 --padded-vocab-size 1000",
     ),
     Case(
@@ -107,12 +108,12 @@ CASES = (
         "--num-attention-heads 6 --kv-channels 64",
     ),
     Case("groups_share_the_heads", f"{GQA} 3", "3 query groups do not divide 4 heads", f"{GQA} 4"),
-    Case("rotated_width_is_even", "--rotary-percent 0.05", "are 3 dims, which cannot", "--rotary-percent 0.07"),
-    Case("rotated_width_is_even", "--rotary-percent 1.5", "are 96 dims", "--rotary-percent 0.5"),
+    Case("rotated_width_is_even", "--rotary-percent 0.05", "rotates 3 of 64 dims", "--rotary-percent 0.07"),
+    Case("rotated_width_is_even", "--rotary-percent 1.5", "rotates 96 of 64 dims", "--rotary-percent 0.5"),
     Case(
         "latent_rotated_width_is_even",
         f"{MLA} --qk-pos-emb-head-dim 33",
-        "33 dims cannot be rotated",
+        "33 is odd",
         f"{MLA} --qk-pos-emb-head-dim 32",
         "--group-query-attention --num-query-groups",
     ),
@@ -206,7 +207,7 @@ CASES = (
     Case(
         "slices_make_the_dense_width",
         f"{UPCYCLE} 2",
-        "2 slices of width 128 do not make the dense width 512",
+        "2 slices of width 128, but the dense width is 512",
         f"{UPCYCLE} 4",
     ),
     Case("slices_make_the_dense_width", f"{UPCYCLE} 4 --moe-latent-size 64", "no latent space", f"{UPCYCLE} 4"),
@@ -238,7 +239,7 @@ CASES = (
     Case(
         "group_limit_leaves_enough_experts",
         "--moe-router-num-groups 8 --moe-router-group-topk 1",
-        "1 of 8 groups hold 1 experts, fewer than top-2 needs",
+        "1 of 8 groups: 1 expert, fewer than top-2 needs",
         "--moe-router-num-groups 8 --moe-router-group-topk 2",
     ),
     Case(
@@ -293,7 +294,7 @@ CASES = (
     Case(
         "quantiles_need_a_rest",
         f"{KINDS} quantile_balancing --moe-aux-loss-coeff 0 --moe-router-topk 8",
-        "top-8 of 8 experts chooses all",
+        "--moe-router-topk 8 of 8 chooses every expert",
         f"{KINDS} quantile_balancing --moe-aux-loss-coeff 0 --moe-router-topk 7",
     ),
     Case(
@@ -329,7 +330,7 @@ CASES = (
     Case(
         "samples_fill_a_batch",
         "--train-samples 15",
-        "15 samples do not fill one batch of 16",
+        "--train-samples 15 does not fill one batch of 16",
         "--train-samples 16",
         ITERS,
     ),
@@ -453,7 +454,7 @@ CASES = (
     Case(
         "retained_checkpoints_are_saved",
         "--save-retain-interval 150",
-        "every 150 iterations shall stay, but they are saved every 100",
+        "--save-retain-interval 150 is not a multiple of --save-interval 100",
         "--save-retain-interval 200",
     ),
     Case("step_belongs_to_a_folder", "--ckpt-step 3", "no folder", "--ckpt-step 3 --load x", "--run-dir"),
@@ -501,7 +502,29 @@ def test_a_rule_that_is_broken_says_so_with_its_reason(case):
     assert len(problems) == 1, problems_of(case.bad, case.without, case.environ)
     assert problems[0].reason == " ".join(rule.__doc__.split())
     assert problems[0].remedy
-    assert len(problems[0].given) == len(parameters(rule))
+    unset = [row for row in problems[0].given if row[1:] in (("not set", "default"), ("off", "default"))]
+    assert unset == []
+    assert len(problems[0].given) <= len(parameters(rule))
+
+
+def test_problems_with_a_layout_list_only_the_flags_that_were_given():
+    more = "--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split"
+    (problem,) = problems_of(more, environ=EIGHT_RANKS)
+    assert [option for option, _, _ in problem.given] == [
+        "--num-layers",
+        "--pipeline-model-parallel-size",
+        "--account-for-loss-in-pipeline-split",
+    ]
+
+
+def test_numbers_of_one_are_singular():
+    texts = [text for case in ALL_CASES for text in texts_of(case.bad, case.without, case.environ)]
+    texts += texts_of("--context-parallel-size 3 --micro-batch-size 1 --global-batch-size 1")
+    texts += texts_of("--num-attention-heads 1 --no-group-query-attention --tensor-model-parallel-size 2")
+    texts += texts_of("--num-layers 1 --moe-layer-freq [0,1]") + texts_of("--moe-layer-freq [1]")
+    nouns = "coefficient dim expert group head id kind layer rank row sample sequence slice stage token".split()
+    plural = re.compile(rf"(?<![\d.,/-])1 ([a-z-]+ )?({'|'.join(nouns)})s\b")
+    assert [text for text in texts if plural.search(text)] == []
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.rule)

@@ -114,6 +114,7 @@ def test_help_and_search_know_recognised_names():
     for words, text in (
         (("--help", "--otel_enabled"), "--otel_enabled concerns a logger .* accepted without effect"),
         (("--help", "--perform-rl-step"), "reinforcement learning; .* It is refused"),
+        (("--find", "expert parallel"), "--expert-model-parallel-size "),
         (("--find", "otel"), "--otel-span-groups +no effect: concerns a logger"),
     ):
         with pytest.raises(Finished, match=text):

@@ -48,6 +48,10 @@ def value_of(name: str, *layers: str):
         ("override_opt_param_scheduler", "--override-opt_param-scheduler", True),
         ("override_opt_param_scheduler", "--override-opt-param-scheduler", True),
         ("fake_process_group", "--fake-init-process-group", True),
+        ("gpu", "--gpu H100", "h100"),
+        ("gpu", "--gpu VR200", "vr200"),
+        ("gpu", "--gpu a100", "a100"),
+        ("gpu", "--gpu gh200", "gh200"),
     ],
 )
 def test_every_spelling_sets_its_flag(name, words, value):
@@ -205,6 +209,8 @@ def test_an_abbreviation_is_not_a_flag():
         ("--num-layers 2 3", "--num-layers 2 3 takes one value, not 2"),
         ("--swiglu 3", "--swiglu 3 takes no value"),
         ("--num-layers 0", "--num-layers 0 is less than 1"),
+        ("--recompute-modules mlp router", "--recompute-modules mlp router has router, which is not one of core_attn,"),
+        ("--offload-modules router", "--offload-modules router is not one of attn_norm,"),
         ("--num-layers 999999999999999999999", "999999999999999999999 is not less than 100000"),
         ("--hidden-dropout 1", "--hidden-dropout 1 is not less than 1"),
         ("--moe-router-dtype bf16", "--moe-router-dtype bf16 is not one of fp32, fp64"),
