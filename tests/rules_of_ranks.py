@@ -272,7 +272,7 @@ RANK_CASES = (
     Case(
         "flex_stays_on_one_rank",
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type flex --global-batch-size 32",
-        "flex over 2 expert-parallel x 1 expert-tensor-parallel ranks is not available yet",
+        "flex over 2 expert-parallel x 1 expert-tensor-parallel rank is not available yet",
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32",
         environ=EIGHT_RANKS,
     ),

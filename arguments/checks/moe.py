@@ -159,8 +159,8 @@ def flex_stays_on_one_rank(
     if not num_experts or moe_token_dispatcher_type != "flex" or expert_model_parallel_size * etp == 1:
         return None
     return (
-        f"--moe-token-dispatcher-type flex over {expert_model_parallel_size} expert-parallel x {etp} "
-        f"expert-tensor-parallel ranks is not available yet",
+        f"--moe-token-dispatcher-type flex over {expert_model_parallel_size} expert-parallel x "
+        f"{counted(etp, 'expert-tensor-parallel rank')} is not available yet",
         "use --moe-token-dispatcher-type alltoall",
     )
 

@@ -523,7 +523,7 @@ def test_numbers_of_one_are_singular():
     texts += texts_of("--num-attention-heads 1 --no-group-query-attention --tensor-model-parallel-size 2")
     texts += texts_of("--num-layers 1 --moe-layer-freq [0,1]") + texts_of("--moe-layer-freq [1]")
     nouns = "coefficient dim expert group head id kind layer rank row sample sequence slice stage token".split()
-    plural = re.compile(rf"(?<![\d.,/-])1 ([a-z-]+ )?({'|'.join(nouns)})s\b")
+    plural = re.compile(rf"(?<![\d.,/-])1 (?!after)([a-z-]+ )?({'|'.join(nouns)})s\b")
     assert [text for text in texts if plural.search(text)] == []
 
 
