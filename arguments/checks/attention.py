@@ -3,7 +3,7 @@
 from arguments import derive
 from arguments.checks.complaint import Complaint, divisors, unfit_pattern
 from arguments.values import LayerPattern
-from megatron_moe.specs.text import counted
+from megatron_moe.specs.exitcodes import counted
 
 _ROTARY = ("rope", "yarn")
 

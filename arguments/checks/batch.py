@@ -2,7 +2,7 @@
 
 from arguments import derive
 from arguments.checks.complaint import Complaint
-from megatron_moe.specs.text import counted
+from megatron_moe.specs.exitcodes import counted
 
 
 def attention_grid_covers_the_world(

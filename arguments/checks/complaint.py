@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import isqrt
 
 from arguments.values import LayerPattern
-from megatron_moe.specs.text import counted
+from megatron_moe.specs.exitcodes import counted
 
 _LARGEST_TRIED = 10_000
 """Numbers beyond its square are typing errors, whose divisors nobody waits for."""

@@ -3,7 +3,7 @@
 from math import lcm
 
 from arguments.checks.complaint import Complaint
-from megatron_moe.specs.text import counted
+from megatron_moe.specs.exitcodes import counted
 
 
 def chunks_share_the_sequence(

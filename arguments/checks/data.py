@@ -3,7 +3,7 @@
 import re
 
 from arguments.checks.complaint import Complaint
-from megatron_moe.specs.text import counted
+from megatron_moe.specs.exitcodes import counted
 
 _NEEDS_A_MODEL = (
     "SentencePieceTokenizer",

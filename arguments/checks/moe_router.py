@@ -1,7 +1,7 @@
 """Rules about how tokens choose experts."""
 
 from arguments.checks.complaint import Complaint, divisors
-from megatron_moe.specs.text import counted
+from megatron_moe.specs.exitcodes import counted
 
 _ALONE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
 

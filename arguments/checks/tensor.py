@@ -2,7 +2,7 @@
 
 from arguments import derive
 from arguments.checks.complaint import Complaint, divisors
-from megatron_moe.specs.text import counted
+from megatron_moe.specs.exitcodes import counted
 
 
 def heads_divide_among_tensor_ranks(num_attention_heads: int, tensor_model_parallel_size: int) -> Complaint:

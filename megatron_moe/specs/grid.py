@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from megatron_moe.specs.exitcodes import counted
 from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.text import counted
 
 
 class FoldError(ValueError):

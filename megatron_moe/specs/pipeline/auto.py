@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_moe.specs.count_flops import count_flops, count_layer_flops
+from megatron_moe.specs.exitcodes import counted
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.pipeline.layout import LayoutError, PipelineLayout, StageSpec, place_layers
-from megatron_moe.specs.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)

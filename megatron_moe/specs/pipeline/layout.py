@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Final
 
+from megatron_moe.specs.exitcodes import counted
 from megatron_moe.specs.pipeline.stages import StageMap
-from megatron_moe.specs.text import counted
 
 _REPEATED_GROUP: Final = re.compile(r"\(([^()]*)\)\*(\d+)")
 _REPEATED_LETTER: Final = re.compile(r"([EtmL|])\*(\d+)")

@@ -1,6 +1,0 @@
-"""Words for messages."""
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 rank`, `8 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
