@@ -508,13 +508,8 @@ def test_a_rule_that_is_broken_says_so_with_its_reason(case):
 
 
 def test_problems_with_a_layout_list_only_the_flags_that_were_given():
-    more = "--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split"
-    (problem,) = problems_of(more, environ=EIGHT_RANKS)
-    assert [option for option, _, _ in problem.given] == [
-        "--num-layers",
-        "--pipeline-model-parallel-size",
-        "--account-for-loss-in-pipeline-split",
-    ]
+    (problem,) = problems_of("--decoder-first-pipeline-num-layers 1")
+    assert [option for option, _, _ in problem.given] == ["--num-layers", "--decoder-first-pipeline-num-layers"]
 
 
 def test_numbers_of_one_are_singular():
