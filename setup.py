@@ -30,6 +30,7 @@ setup(
     description="Pretrains Mixture-of-Experts language models from one command line",
     python_requires=">=3.11",
     packages=PACKAGES,
+    package_data={"arguments.names": ["*.txt"]},
     py_modules=["pretrain_moe"],
     data_files=RECIPES,
     entry_points={"console_scripts": ["pretrain_moe = pretrain_moe:command"]},

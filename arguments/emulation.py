@@ -41,7 +41,7 @@ def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
         return None
     plot = _path(values["emulate_plot"])
     if plot is not None and plot.suffix != ".png":
-        raise FlagErrors([Problem(what=f"--emulate-plot {plot} is no PNG file", remedy="end its name with .png")])
+        raise FlagErrors([Problem(what=f"--emulate-plot {plot} is not a PNG file", remedy="end its name with .png")])
     gpu, first = machine(asked, environ)
     spec = EmulationSpec(
         ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
@@ -58,7 +58,7 @@ def _ranks(wish: str, world_size: int, environ: Mapping[str, str]) -> tuple[int,
         return ()
     number = environ.get("RANK", "0") if wish == "own" else wish
     if not number.isdecimal() or int(number) >= world_size:
-        what = f"--emulate-rank {number} is no rank of a world of {world_size}"
+        what = f"--emulate-rank {number} is not a rank of a world of {world_size}"
         raise FlagErrors([Problem(what=what, remedy=f"give 0 to {world_size - 1}, or all, or another --world-size")])
     return (int(number),)
 

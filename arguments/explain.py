@@ -9,7 +9,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flag import Flag, docstrings
 from arguments.flags import Registry, group_classes, normal
 from arguments.names.deprecated import old_names
-from arguments.names.rare import rare_name, rare_names
+from arguments.names.recognised import find_recognised, recognised_flags
 from arguments.parser import near, unknown_flag
 from arguments.recipes.find import recipe_files
 from arguments.values import choices, describe, words_of
@@ -33,17 +33,18 @@ _DOCUMENT_HEAD = """\
 Made by `python tools/write_flags_doc.py` from `arguments/groups/`. Every switch `--x` also has `--no-x`, and
 underscores may stand for dashes. Later wins: defaults, the recipe, files from left to right, the command line.
 """
-_UNLESS_IGNORED = ", unless --allow-ignored-flags leaves it out"
-_IGNORABLE = " (ignorable)"
-_RARE_HEAD = (
-    "Flags of Megatron-LM for what this program does not do. `--allow-ignored-flags` leaves out those marked ignorable."
+_RECOGNISED_HEADS = MappingProxyType(
+    {
+        False: ("Names without effect", "Flags of Megatron-LM that change nothing here: accepted and reported."),
+        True: ("Names that are refused", "Flags of Megatron-LM for features that this program does not have."),
+    }
 )
+"""By `Recognised.refused`: the heading of the list, and the sentence below it."""
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",
         "close": "close to Megatron-LM",
         "ours": "not in Megatron-LM",
-        "no effect": "accepted, without effect on numbers",
         "not yet": "not available yet, but for its default",
         "refused": "not available, but for its default",
     }
@@ -132,9 +133,10 @@ def _flag_page(option: str, registry: Registry) -> str:
         today = old_names().get(normal(option))
         if today:
             return f"{option} is an old name. Today: {today}"
-        rare = rare_name(normal(option))
-        if rare:
-            return f"{option} {rare.reason}. It is refused{_UNLESS_IGNORED if rare.harmless else ''}."
+        known = find_recognised(normal(option))
+        if known:
+            outcome = "It is refused." if known[0].refused else "It is accepted without effect."
+            return f"{option} {known[0].reason}. {outcome}"
         raise FlagErrors([unknown_flag(option, registry)])
     flag = found[0]
     text = docstrings(group_classes()[flag.group]).get(flag.name, "")
@@ -155,14 +157,15 @@ def _flag_page(option: str, registry: Registry) -> str:
 
 
 def _find(word: str, registry: Registry) -> str:
-    wanted = normal(word.lower())
-    hits = [
-        _one_line(flag, text)
-        for flag, text in _documented(registry)
-        if any(wanted in normal(place.lower()) for place in _searched(flag, text))
-    ]
-    hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if wanted in old]
-    hits += [f"  {name:<{_NAME_COLUMN}} is refused: {rare.reason}" for name, rare in rare_names() if wanted in name]
+    wanted = normal(word.lower()).split()
+
+    def holds(*places: str) -> bool:
+        """Whether every wanted word occurs."""
+        return all(any(each in normal(place.lower()) for place in places) for each in wanted)
+
+    hits = [_one_line(flag, text) for flag, text in _documented(registry) if holds(*_searched(flag, text))]
+    hits += [f"  {old:<{_NAME_COLUMN}} old name of {today}" for old, today in old_names().items() if holds(old)]
+    hits += [f"  {name:<{_NAME_COLUMN}} {outcome}" for name, outcome in _outcomes() if holds(name)]
     return "\n".join(hits) if hits else f"No flag has {word!r} in its name, text, choices or default."
 
 
@@ -226,7 +229,7 @@ def surface(registry: Registry) -> str:
     ]
     lines = [" | ".join(row).rstrip(" |") for row in rows]
     lines += [f"{old} -> {today}" for old, today in old_names().items()]
-    lines += [f"{name} -> refused{_IGNORABLE if rare.harmless else ''}: {rare.reason}" for name, rare in rare_names()]
+    lines += [f"{name} -> {outcome}" for name, outcome in _outcomes()]
     return "\n".join(lines) + "\n"
 
 
@@ -247,15 +250,22 @@ def document(registry: Registry) -> str:
         lines.append("")
     lines += ["## Old names", "", "| name | today |", "|---|---|"]
     lines += [f"| `{old}` | {_cell(today)} |" for old, today in old_names().items()]
-    return "\n".join([*lines, *_rare_rows()]) + "\n"
+    return "\n".join([*lines, *_recognised_rows()]) + "\n"
 
 
-def _rare_rows() -> Iterator[str]:
-    """Names that are refused, by the sentence they share."""
-    yield from ("", "## Names that are refused", "", _RARE_HEAD, "", "| names | why |", "|---|---|")
-    for rare, same in groupby(rare_names(), key=lambda entry: entry[1]):
-        why = f"{rare.reason}{_IGNORABLE if rare.harmless else ''}"
-        yield f"| {', '.join(f'`{name}`' for name, _ in same)} | {why} |"
+def _outcomes() -> Iterator[tuple[str, str]]:
+    """Every name that is only recognised, with what happens to it."""
+    for name, known in recognised_flags().items():
+        yield name, f"{'refused' if known.refused else 'no effect'}: {known.reason}"
+
+
+def _recognised_rows() -> Iterator[str]:
+    """Names that are only recognised, by the reason they share."""
+    for refused, (heading, text) in _RECOGNISED_HEADS.items():
+        yield from ("", f"## {heading}", "", text, "", "| names | why |", "|---|---|")
+        for known, same in groupby(recognised_flags().items(), key=lambda entry: entry[1]):
+            if known.refused is refused:
+                yield f"| {', '.join(f'`{name}`' for name, _ in same)} | {known.reason} |"
 
 
 def _table_row(flag: Flag, text: str) -> str:

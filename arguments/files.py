@@ -4,12 +4,13 @@ Ours: flag names, flat or nested under their group, with dashes or underscores, 
 names files to build on, relative to this one, and `about` says what the flags cannot.
 The Model Zoo's: `MODEL_ARGS` with dashed flags, and `ENV_VARS`.
 Megatron-LM dev's: `ARGS` with underscores, and `ENV_VARS`.
+Anchors and merge keys (`<<: *name`) work as in YAML: the mapping's own names win over merged ones.
 `${NAME}`, `${NAME:-default}` and `$NAME` stand for environment variables, `$$` for a dollar. Nothing is executed, and a
 scalar is the text that stands in the file, so that `1e-6` is a number and `1:30` is not.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from os.path import normpath
 from pathlib import Path
@@ -18,7 +19,8 @@ import yaml
 
 from arguments.environment import misnamed, unprintable
 from arguments.errors import Problem
-from arguments.flags import Registry, group_classes
+from arguments.flags import Registry, group_classes, normal
+from arguments.names.recognised import find_recognised
 from arguments.parser import Given
 
 _VARIABLE = re.compile(
@@ -28,7 +30,7 @@ _VARIABLE = re.compile(
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The fast one, where PyYAML was built with it."""
 _STANDARD = "tag:yaml.org,2002:"
-_NULL = f"{_STANDARD}null"
+_NULL, _MERGE = f"{_STANDARD}null", f"{_STANDARD}merge"
 _PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge", "seq", "map")
 _ARGUMENTS = ("MODEL_ARGS", "ARGS")
 _ENVIRONMENT = ("ENV_VARS", "environment")
@@ -53,7 +55,15 @@ class FlagFile:
 
 
 class _Unusable(Exception):
-    """A value that cannot be read; the problem is recorded already."""
+    """A value that cannot be read."""
+
+
+class _Unset(_Unusable):
+    """A value with environment variables that are not set."""
+
+    def __init__(self, variables: Iterable[str], line: int) -> None:
+        self.variables, self.line = tuple(variables), line
+        super().__init__()
 
 
 def read_files(
@@ -116,11 +126,21 @@ class _Reader:
     registry: Registry
     environ: Mapping[str, str]
     needless: frozenset[str]
+    unset: dict[str, list[int]] = field(default_factory=dict)
+    """Environment variables that are not set -> the lines that need them."""
+    merged: dict[int, list[tuple[str, yaml.Node]]] = field(default_factory=dict)
+    """Pairs of a mapping by its identity, so that anchors used many times are expanded once."""
 
     def read(self, root: yaml.Node | None) -> None:
-        if root is None:
-            return
-        pairs = list(self._pairs(root))
+        if root is not None:
+            self._read_root(root)
+        for variable, lines in self.unset.items():
+            places = ", ".join(map(str, dict.fromkeys(lines)))
+            what = f"{shown(self.file.path)}:{places} needs the environment variable {variable}, which is not set"
+            self.file.problems.append(Problem(what=what, remedy=f"export {variable}=..."))
+
+    def _read_root(self, root: yaml.Node) -> None:
+        pairs = self._pairs(root)
         sections = dict(pairs)
         for name in _ENVIRONMENT:
             if name in sections:
@@ -144,7 +164,8 @@ class _Reader:
                 value = self._scalar(node_of_value)
                 if check:
                     check(name, value, node_of_value)
-            except _Unusable:
+            except _Unusable as trouble:
+                self._report(trouble)
                 continue
             texts[name] = value
 
@@ -162,8 +183,8 @@ class _Reader:
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             try:
                 self.file.bases.append(Path(normpath(self.file.path.parent / self._scalar(item))))
-            except _Unusable:
-                continue
+            except _Unusable as trouble:
+                self._report(trouble)
 
     def _read_flags(
         self,
@@ -190,10 +211,12 @@ class _Reader:
         known = len(self.file.problems)
         try:
             given = self._given(option, node, origin)
-        except _Unusable:
+        except _Unusable as trouble:
             if found and found[0].name in self.needless:
                 del self.file.problems[known:]
                 return
+            if not find_recognised(normal(option)):  # its value is not read
+                self._report(trouble)
             self.file.flags.append(Given(option, (), origin, state="unusable"))
             return
         empty_variable = given.words == ("",) and isinstance(node, yaml.ScalarNode) and node.value != ""
@@ -209,16 +232,35 @@ class _Reader:
             return Given(option, None, origin)
         return Given(option, (self._scalar(node),), origin, state="one text")
 
-    def _pairs(self, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
+    def _report(self, trouble: _Unusable) -> None:
+        """Other problems than unset variables are recorded where they are found."""
+        if isinstance(trouble, _Unset):
+            for variable in trouble.variables:
+                self.unset.setdefault(variable, []).append(trouble.line)
+
+    def _pairs(self, node: yaml.Node) -> list[tuple[str, yaml.Node]]:
+        """Names and values of a mapping: merged ones first, but for those that the mapping itself has."""
         if not isinstance(node, yaml.MappingNode):
             self._problem(node, "holds no `name: value` lines where they are expected")
-            return
-        if not self._is_plain(node):
-            return
+            return []
+        if id(node) not in self.merged:
+            self.merged[id(node)] = []  # what a mapping that merges itself finds
+            self.merged[id(node)] = self._expanded(node) if self._is_plain(node) else []
+        return self.merged[id(node)]
+
+    def _expanded(self, node: yaml.MappingNode) -> list[tuple[str, yaml.Node]]:
+        own: list[tuple[str, yaml.Node]] = []
+        bases: list[yaml.Node] = []
         for key, value in node.value:
-            name = self._key(key)
-            if name is not None:
-                yield name, value
+            if key.tag == _MERGE:
+                bases += value.value if isinstance(value, yaml.SequenceNode) else [value]
+            elif (name := self._key(key)) is not None:
+                own.append((name, value))
+        pairs = own
+        for base in bases:  # earlier ones win
+            names = {normal(name.lstrip("-")) for name, _ in pairs}
+            pairs = [*(pair for pair in self._pairs(base) if normal(pair[0].lstrip("-")) not in names), *pairs]
+        return pairs
 
     def _key(self, node: yaml.Node) -> str | None:
         if isinstance(node, yaml.ScalarNode):
@@ -235,7 +277,12 @@ class _Reader:
         if "\0" in node.value:
             self._problem(node, f"holds a NUL character, {node.value!r}", "remove it")
             raise _Unusable
-        return _VARIABLE.sub(lambda match: self._variable(match, node), node.value)
+        found = [(match, self._variable(match, node)) for match in _VARIABLE.finditer(node.value)]
+        unset = [match["braced"] or match["plain"] for match, value in found if value is None]
+        if unset:
+            raise _Unset(unset, node.start_mark.line + 1)
+        values = iter(found)
+        return _VARIABLE.sub(lambda _: next(values)[1] or "", node.value)
 
     def _refuse_objects(self, node: yaml.Node) -> None:
         if not self._is_plain(node):
@@ -249,21 +296,18 @@ class _Reader:
         self._problem(node, f"has the tag {tag.replace(_STANDARD, '!!')}; only texts, numbers and lists are read")
         return False
 
-    def _variable(self, match: re.Match[str], node: yaml.Node) -> str:
+    def _variable(self, match: re.Match[str], node: yaml.Node) -> str | None:
+        """What a variable stands for; None: it is not set."""
         if match["dollar"]:
             return "$"
         if match["shell"]:
             self._problem(node, f"holds shell code, {node.value!r}, which is never executed; write its result")
             raise _Unusable
         name = match["braced"] or match["plain"]
-        value: str | None = self.environ.get(name, self.file.environment.get(name, match["default"]))
-        if value is None:
-            self._problem(node, f"needs the environment variable {name}, which is not set", f"export {name}=...")
-            raise _Unusable
-        return value
+        return self.environ.get(name, self.file.environment.get(name, match["default"]))
 
-    def _problem(self, node: yaml.Node, what: str, remedy: str = "") -> None:
-        self.file.problems.append(Problem(what=f"{self._place(node)} {what}", remedy=remedy))
+    def _problem(self, node: yaml.Node, what: str) -> None:
+        self.file.problems.append(Problem(what=f"{self._place(node)} {what}"))
 
     def _place(self, node: yaml.Node) -> str:
         return f"{shown(self.file.path)}:{node.start_mark.line + 1}"

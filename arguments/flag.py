@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Final, Literal
 
-Status = Literal["same", "close", "ours", "no effect", "not yet", "refused"]
-"""Compared with Megatron-LM: the same meaning; close to it (the note says how); only here; accepted without an effect
-on numbers; parsed but not available yet; never available (the note says what to use)."""
+Status = Literal["same", "close", "ours", "not yet", "refused"]
+"""Compared with Megatron-LM: the same meaning; close to it (the note says how); only here; parsed but not available
+yet; never available (the note says what to use)."""
 
 
 class _Required:
@@ -68,7 +68,7 @@ def flag(
         least: the smallest number that makes sense.
         below: every number must be smaller than this.
         works: for "not yet" and "refused": values besides the default that are available.
-        note: for "close": the difference; for "no effect": why; for "not yet" and "refused": what to use instead.
+        note: for "close": the difference; for "not yet" and "refused": what to use instead.
         harmless: leaving it out changes no number, so `--allow-ignored-flags` may ignore it where it is not available.
         essential: shown by a plain `--help`.
         bare: its value when it stands there without one.

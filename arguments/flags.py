@@ -40,7 +40,7 @@ class StartFlags:
     anything does."""
     dry_run: Literal["text", "json"] | None = flag(None, status="ours", essential=True, bare="text")
     """Report grids, stages, bytes, schedule, communication and time of the run, and leave; exit code 0: it would start,
-    13: an input or a feature is missing, 2: the flags are wrong."""
+    15: an input or a feature is missing, 2: the flags are wrong."""
     world_size: int | None = flag(None, status="ours", least=1, names=("--gpus",))
     """Ranks of a dry run or an emulation. Not set: `--nodes`, the launcher, or `about: gpus` of the recipe or file. A
     run that is started with another number of ranks is refused."""
@@ -48,7 +48,9 @@ class StartFlags:
     """Nodes of a dry run or an emulation, as `--world-size`."""
     gpus_per_node: int | None = flag(None, status="ours", least=1)
     """Ranks of each node. Not set: those of a node of that kind of GPU, or of a smaller recipe."""
-    gpu: Literal["h100", "h200", "b200", "b300", "gb200", "gb300"] | None = flag(None, status="ours")
+    gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = flag(
+        None, status="ours"
+    )
     """Kind of GPU of a dry run or an emulation. Not set: `about: gpu` of the recipe or file, or h100."""
     fake_process_group: bool = flag(
         False,

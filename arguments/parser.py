@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,8 +10,8 @@ from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Registry, normal
 from arguments.names.deprecated import comes_last, translate
-from arguments.names.rare import RareName, is_rare_switch_off, rare_name
-from arguments.values import BadValue, cut, is_list, is_optional, parse, within, words_of
+from arguments.names.recognised import find_recognised
+from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse, within, words_of
 
 COMMAND_LINE = "command line"
 _MAX_NEAR = 3
@@ -32,8 +32,9 @@ class Given:
     """The words after it; None: taken back (null in a file)."""
     origin: str
     """Where it was written: `command line`, `recipe.yaml:12`."""
-    state: Literal["words", "one text", "unusable"] = "words"
-    """one text: of a file, so that a list still has to be cut at its blanks; unusable: its problem is reported."""
+    state: Literal["words", "one text", "unusable", "extends"] = "words"
+    """one text: of a file, so that a list still has to be cut at its blanks; unusable: its problem is reported;
+    extends: the words hold the value given before, and more."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ class Settings:
     """By flag name; only flags that were given."""
     failed: set[str] = field(default_factory=set)
     """Flags that were given something unusable. Rules about them are not tried."""
-    rare: list[tuple[Given, RareName]] = field(default_factory=list)
-    """Flags of Megatron-LM for what this program does not do."""
+    without_effect: dict[str, tuple[Given, str]] = field(default_factory=dict)
+    """Recognised flags that change nothing, by option, each with the reason."""
+    refused: list[tuple[Given, str]] = field(default_factory=list)
+    """Recognised flags that this program does not have, each with the reason."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -148,7 +151,7 @@ def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
         for given in sorted(layer, key=_comes_last):
-            for plain in _todays(given, settings):
+            for plain in _todays(given, settings, in_this_layer):
                 _take(plain, settings, in_this_layer)
         settings.values |= in_this_layer
     return settings
@@ -158,29 +161,41 @@ def _comes_last(given: Given) -> bool:
     return comes_last(normal(given.option), given.words or ())
 
 
-def _todays(given: Given, settings: Settings) -> list[Given]:
-    """Old names in today's words."""
+def _todays(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:
+    """Old names in today's words, and nothing for flags that are only recognised."""
+    option = normal(given.option)
+    if settings.registry.find(option):
+        return [given]
+    if _recognised(option, given, settings):
+        return []
     if given.words is None:
         return [given]
     try:
-        translated = translate(normal(given.option), given.words)
+        translated = translate(option, given.words, lambda name: layer.get(name, settings.setting(name)).value)
     except BadValue as problem:
         settings.problems.append(Problem(what=f"{given.option} {problem}", given=(_row(given),)))
         return []
     if translated is None:
-        return [given] if settings.registry.find(given.option) else _without_rare(given, settings)
+        return [given]
     settings.notes.append(f"{given.option} ({given.origin}): {translated.note}")
-    return [replace(given, option=option, words=words) for option, words in translated.flags]
+    state = "extends" if translated.extends else given.state
+    return [replace(given, option=option, words=words, state=state) for option, words in translated.flags]
 
 
-def _without_rare(given: Given, settings: Settings) -> list[Given]:
-    """Nothing for a flag that is known to have no meaning here; one that is switched off asks for nothing."""
-    option = normal(given.option)
-    rare = rare_name(option)
-    if rare:
-        settings.rare.append((given, rare))
-        return []
-    return [] if is_rare_switch_off(option) else [given]
+def _recognised(option: str, given: Given, settings: Settings) -> bool:
+    """Whether a flag is only recognised, in which case it is recorded: unless it is null or switched off, which
+    requests nothing."""
+    found = find_recognised(option)
+    if found is None:
+        return False
+    known, listed = found
+    if given.words is None:
+        settings.without_effect.pop(option, None)
+    elif not known.refused:
+        settings.without_effect[option] = (given, known.reason)
+    elif listed and not is_off(given.words):
+        settings.refused.append((given, known.reason))
+    return True
 
 
 def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
@@ -201,7 +216,7 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
         settings.failed.add(flag.name)
         return
     before = layer.get(flag.name)
-    if before and before.value != value:
+    if before and before.value != value and given.state != "extends":
         settings.notes.append(
             f"{flag.option} is given twice: {_shown(flag, before.value)} ({before.origin}), then "
             f"{_shown(flag, value)} ({given.origin}); the last one wins"

@@ -17,7 +17,6 @@ from arguments.checks.run import (
     flags_without_effect,
     given_hints,
     ignored_flags,
-    ignored_rare_names,
     missing_flags,
     unavailable_flags,
     unknown_layers,
@@ -249,7 +248,7 @@ def _checked(
     values = {name: settings.setting(name).value for name in settings.registry.flags}
     if ignore:
         ignored = ignored_flags(settings)
-        settings.notes += [*ignored.values(), *ignored_rare_names(settings)]
+        settings.notes += ignored.values()
         values |= {name: settings.registry.flags[name].default for name in ignored}
     return Flags.of(values), launch, waits
 

@@ -485,13 +485,13 @@ def _profile(logging: LoggingFlags) -> ProfileSpec:
 
 def _graphs(flags: Flags, model: ModelSpec) -> GraphSpec:
     kernels = flags.kernels
-    warmup = kernels.cuda_graph_warmup_steps
+    warmup = max(kernels.cuda_graph_warmup_steps, 1)  # kernels compile and libraries plan in the first step
     match kernels.cuda_graph_impl:
         case "none":
             return GraphSpec(warmup_steps=warmup)
         case "full_iteration":
             return GraphSpec(whole_step=True, warmup_steps=warmup)
-    modules = kernels.cuda_graph_modules or _all_graph_modules(flags, model)
+    modules: Any = kernels.cuda_graph_modules or _all_graph_modules(flags, model)  # a rule rejects mamba
     return GraphSpec(modules=modules, warmup_steps=warmup)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 LayerPattern = int | tuple[int, ...]
 """Every n-th layer, or one number per layer, written as an expression: `([0]*3+[1]*58)`."""
 
-_LONGEST_EXPRESSION = 1000
+_LONGEST_EXPRESSION = 50_000
 _LONGEST_PATTERN = 10_000
 _LARGEST_FP32 = 3.4028234663852886e38
 _TRUE = ("true", "yes", "on")
@@ -38,7 +38,7 @@ def parse(annotation: Any, texts: Sequence[str]) -> Any:
     kind = without_none(annotation)
     words = [strip_quotes(text) for text in texts]
     if kind == LayerPattern:
-        return layer_pattern(_single(words))
+        return layer_pattern(words[0] if len(words) == 1 else f"[{','.join(words)}]")
     if get_origin(kind) is tuple:
         return _tuple(get_args(kind), words)
     return _scalar(kind, _single(words))
@@ -134,11 +134,19 @@ def _tuple(items: tuple[Any, ...], words: Sequence[str]) -> tuple[Any, ...]:
     if items[-1] is Ellipsis:
         if items[0] is not str:
             words = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
-        return tuple(_scalar(items[0], strip_quotes(word)) for word in words)
+        return tuple(_entry(items[0], strip_quotes(word), words) for word in words)
     parts = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
     if len(parts) != len(items):
         raise BadValue(f"takes {len(items)} values, not {len(parts)}")
-    return tuple(_scalar(item, part) for item, part in zip(items, parts, strict=True))
+    return tuple(_entry(item, part, parts) for item, part in zip(items, parts, strict=True))
+
+
+def _entry(kind: Any, word: str, words: Sequence[str]) -> Any:
+    """One of several words, which a problem names."""
+    try:
+        return _scalar(kind, word)
+    except BadValue as problem:
+        raise problem if len(words) == 1 else BadValue(f"has {word}, which {problem}") from None
 
 
 def _scalar(kind: Any, word: str) -> Any:
@@ -155,7 +163,10 @@ def _choice(choices: tuple[Any, ...], word: str) -> Any:
     for choice in choices:
         if str(choice) == word:
             return choice
-    raise BadValue(f"is none of {', '.join(str(choice) for choice in choices)}")
+    alike = [choice for choice in choices if str(choice).lower() == word.lower()]
+    if len(alike) == 1:
+        return alike[0]
+    raise BadValue(f"is not one of {', '.join(str(choice) for choice in choices)}")
 
 
 def _switch(word: str) -> bool:
@@ -164,6 +175,11 @@ def _switch(word: str) -> bool:
     if word.lower() in _FALSE:
         return False
     raise BadValue("takes no value, or true or false")
+
+
+def is_off(words: Sequence[str]) -> bool:
+    """Whether the words of a switch turn it off."""
+    return len(words) == 1 and words[0].lower() in _FALSE
 
 
 def _number(kind: Callable[[str], int | float], word: str) -> int | float:
@@ -195,13 +211,14 @@ def layer_pattern(expression: str) -> LayerPattern:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         if isinstance(problem, BadValue):
             raise
-        raise BadValue("is no pattern of layers such as 2 or ([0]*3+[1]*58)") from None
+        raise BadValue("is not a layer pattern such as 2 or ([0]*3+[1]*58)") from None
     return value if isinstance(value, int) else tuple(value)
 
 
 def _calculate(node: ast.expr) -> int | list[int]:
     match node:
-        case ast.Constant(value=int(value)) if not isinstance(value, bool) and value <= _LONGEST_PATTERN:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            _bounded(value)
             return value
         case ast.List(elts=entries):
             return _flat([_calculate(entry) for entry in entries])

@@ -24,6 +24,7 @@ GRAPH_CASES = (
         "every layer has experts",
         f"{PARTS} mlp --moe-layer-freq 2",
     ),
+    Case("parts_exist", f"{PARTS} attn mamba", "Mamba layers are not available", f"{PARTS} attn"),
     Case("parts_exist", f"{PARTS} moe_router", "no layer has experts", f"{PARTS} attn", without="--num-experts"),
     Case(
         "replays_draw_nothing",

@@ -85,7 +85,7 @@ RANK_CASES = (
     Case(
         "heads_divide_among_tensor_ranks",
         f"{TP2} --num-attention-heads 3 --kv-channels 64",
-        "3 heads do not divide among 2 tensor-parallel ranks",
+        "3 heads cannot be divided among 2 tensor-parallel ranks",
         TP2,
         environ=EIGHT_RANKS,
     ),
@@ -106,28 +106,28 @@ RANK_CASES = (
     Case(
         "dense_width_divides_among_tensor_ranks",
         f"{TP2} --ffn-hidden-size 511",
-        "511 feed-forward channels do not divide among 2",
+        "511 feed-forward channels cannot be divided among 2",
         f"{TP2} --ffn-hidden-size 510",
         environ=EIGHT_RANKS,
     ),
     Case(
         "shared_expert_divides_among_tensor_ranks",
         f"{TP2} --moe-shared-expert-intermediate-size 63",
-        "63 channels of the shared experts do not divide among 2",
+        "shared experts of width 63 cannot be divided among 2",
         f"{TP2} --moe-shared-expert-intermediate-size 62",
         environ=EIGHT_RANKS,
     ),
     Case(
         "vocabulary_divides_among_tensor_ranks",
         f"{TP2} --padded-vocab-size 1001",
-        "a vocabulary padded to 1001 rows does not divide among 2",
+        "--padded-vocab-size 1001 cannot be divided among 2",
         f"{TP2} --padded-vocab-size 1002",
         environ=EIGHT_RANKS,
     ),
     Case(
         "unpadded_vocabulary_is_on_one_rank",
         f"{TP2} --disable-pad-vocab-size",
-        "a vocabulary without padding is not sure to divide among 2",
+        "a vocabulary without padding may not be divisible among 2",
         f"{TP2} --disable-pad-vocab-size --padded-vocab-size 1002",
         environ=EIGHT_RANKS,
     ),
@@ -141,7 +141,7 @@ RANK_CASES = (
     Case(
         "sequence_divides_among_tensor_ranks",
         f"{TP2} --seq-length 127",
-        "sequences of 127 tokens do not divide among 2",
+        "--seq-length 127 cannot be divided among 2",
         f"{TP2} --seq-length 126",
         environ=EIGHT_RANKS,
     ),
@@ -176,7 +176,7 @@ RANK_CASES = (
     Case(
         "chunks_share_the_sequence",
         f"{CP} 4 --seq-length 124",
-        "a sequence of 124 tokens is not a multiple of 8, which 4 context-parallel ranks need",
+        "--seq-length 124 is not a multiple of 8, which 4 context-parallel ranks need",
         f"{CP} 4 --seq-length 120",
         environ=EIGHT_RANKS,
     ),
@@ -204,7 +204,7 @@ RANK_CASES = (
     Case(
         "heads_divide_among_the_ranks",
         f"{CP} 8 --cp-comm-type a2a",
-        "4 heads do not divide among 8 ranks",
+        "4 heads cannot be divided among 8 ranks",
         f"{CP} 4 --cp-comm-type a2a",
         environ=EIGHT_RANKS,
     ),
@@ -248,7 +248,7 @@ RANK_CASES = (
     Case(
         "layers_fit_the_stages",
         "--num-layers-per-virtual-pipeline-stage 3",
-        "4 layers over 1 pipeline ranks are 4 per rank, which do not divide into virtual stages of 3 layers",
+        "4 layers over 1 pipeline rank: 4 per rank, which cannot be divided into virtual stages of 3 layers",
         "--num-layers-per-virtual-pipeline-stage 4",
     ),
     Case(
@@ -274,14 +274,14 @@ RANK_CASES = (
     Case(
         "expert_width_divides_among_tensor_ranks",
         f"{TP2} --moe-ffn-hidden-size 127",
-        "127 channels of an expert do not divide among 2",
+        "--moe-ffn-hidden-size 127 cannot be divided among 2",
         f"{TP2} --moe-ffn-hidden-size 127 --expert-tensor-parallel-size 1",
         environ=EIGHT_RANKS,
     ),
     Case(
         "flex_stays_on_one_rank",
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type flex --global-batch-size 32",
-        "flex over 2 expert-parallel x 1 expert-tensor-parallel ranks is not available yet",
+        "flex over 2 expert-parallel x 1 expert-tensor-parallel rank is not available yet",
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32",
         environ=EIGHT_RANKS,
     ),
@@ -360,14 +360,14 @@ FOLD_CASES = (
     Case(
         "pipelines_are_those_of_both_grids",
         f"{PP2} --num-experts 16 --expert-model-parallel-size 4 {STAGES_INSIDE}",
-        "stages of 1 x 1 = 1 ranks (tensor x context) are not stages of 1 x 4 = 4 ranks (expert-tensor x expert)",
+        "stages of 1 x 1 = 1 rank (tensor x context) are not stages of 1 x 4 = 4 ranks (expert-tensor x expert)",
         f"{PP2} --num-experts 16 {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 {STAGES_INSIDE}",
         environ=EIGHT_RANKS,
     ),
     Case(
         "layers_fit_the_stages",
         f"{PP2} --account-for-loss-in-pipeline-split",
-        "4 layers and 1 for embedding and loss do not divide among 2 pipeline ranks",
+        "4 layers and 1 for embedding and loss cannot be divided among 2 pipeline ranks",
         f"{PP2} --decoder-last-pipeline-num-layers 1",
         environ=EIGHT_RANKS,
     ),

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from arguments.flags import Registry
+from arguments.names.recognised import find_recognised
 from arguments.values import parse
 
 _CODE = re.compile(r"`(--[^`]+)`")
@@ -49,10 +50,13 @@ def _by_flag(words: Sequence[str]) -> list[list[str]]:
 def _one(words: Sequence[str], registry: Registry) -> str:
     """A flag with its values; without values it is asked about anything but its default."""
     found = registry.find(words[0])
-    assert found is not None, f"the guide names {words[0]}, which is no flag"
+    if found is None:
+        known = find_recognised(words[0])
+        assert known is not None, f"the guide names {words[0]}, which is not a flag"
+        return "refused" if known[0].refused else "no effect"
     flag, is_on = found
     value: object = is_on if flag.is_switch else (parse(flag.type, words[1:]) if words[1:] else object())
     status = flag.declaration.status
     if status in ("not yet", "refused") and not flag.available(value):
         return status
-    return "no effect" if status == "no effect" else "yes"
+    return "yes"

@@ -3,6 +3,7 @@
 from arguments import derive
 from arguments.checks.complaint import Complaint, divisors, unfit_pattern
 from arguments.values import LayerPattern
+from megatron_moe.specs.exitcodes import counted
 
 _ROTARY = ("rope", "yarn")
 
@@ -15,7 +16,7 @@ def heads_share_the_hidden_size(
         return None
     return (
         f"{num_attention_heads} heads do not divide the hidden size {hidden_size}",
-        f"give --kv-channels, or use {divisors(hidden_size)} heads",
+        f"give --kv-channels, or --num-attention-heads {divisors(hidden_size)}",
     )
 
 
@@ -24,8 +25,8 @@ def groups_share_the_heads(group_query_attention: bool, num_attention_heads: int
     if not group_query_attention or num_attention_heads % num_query_groups == 0:
         return None
     return (
-        f"{num_query_groups} query groups do not divide {num_attention_heads} heads",
-        f"use {divisors(num_attention_heads)} groups",
+        f"{num_query_groups} query groups do not divide {counted(num_attention_heads, 'head')}",
+        f"use --num-query-groups {divisors(num_attention_heads)}",
     )
 
 
@@ -45,7 +46,8 @@ def rotated_width_is_even(
     if 0 < rotated <= head_dim and rotated % 2 == 0:
         return None
     return (
-        f"{rotary_percent:g} of a head of {head_dim} dims are {rotated} dims, which cannot be rotated in pairs",
+        f"--rotary-percent {rotary_percent:g} rotates {rotated} of {counted(head_dim, 'dim')} of a head, "
+        "but dims rotate in pairs",
         "--rotary-percent that gives an even number of dims, at most the whole head",
     )
 
@@ -54,7 +56,10 @@ def latent_rotated_width_is_even(multi_latent_attention: bool, qk_pos_emb_head_d
     """A rotation turns pairs of dims."""
     if not multi_latent_attention or qk_pos_emb_head_dim % 2 == 0:
         return None
-    return f"{qk_pos_emb_head_dim} dims cannot be rotated in pairs", "use an even --qk-pos-emb-head-dim"
+    return (
+        f"--qk-pos-emb-head-dim {qk_pos_emb_head_dim} is odd, but dims rotate in pairs",
+        "use an even number",
+    )
 
 
 def latent_attention_has_no_groups(multi_latent_attention: bool, group_query_attention: bool) -> Complaint:

@@ -4,6 +4,7 @@ from math import isqrt
 
 from arguments import derive
 from arguments.checks.complaint import Complaint
+from megatron_moe.specs.exitcodes import counted
 
 
 def attention_grid_covers_the_world(
@@ -19,7 +20,7 @@ def attention_grid_covers_the_world(
     return (
         f"the model cannot be split: {tensor_model_parallel_size} x {context_parallel_size} x "
         f"{pipeline_model_parallel_size} = {product} "
-        f"does not divide {world_size} ranks",
+        f"does not divide {counted(world_size, 'rank')}",
         _nearest(
             world_size,
             product,
@@ -46,7 +47,7 @@ def expert_grid_covers_the_world(
         return None
     return (
         f"experts cannot be folded: {etp} x {expert_model_parallel_size} x {pipeline_model_parallel_size} = {product} "
-        f"does not divide {world_size} ranks",
+        f"does not divide {counted(world_size, 'rank')}",
         _nearest(
             world_size,
             product,
@@ -79,9 +80,9 @@ def pipelines_are_those_of_both_grids(
     if attention % etp == 0:
         remedy += f", or --expert-model-parallel-size {attention // etp}"
     return (
-        f"--use-tp-pp-dp-mapping: stages of {tensor_model_parallel_size} x {context_parallel_size} = {attention} ranks "
-        f"(tensor x context) are not stages of {etp} x {expert_model_parallel_size} = {experts} ranks "
-        f"(expert-tensor x expert)",
+        f"--use-tp-pp-dp-mapping: stages of {tensor_model_parallel_size} x {context_parallel_size} = "
+        f"{counted(attention, 'rank')} (tensor x context) are not stages of {etp} x {expert_model_parallel_size} = "
+        f"{counted(experts, 'rank')} (expert-tensor x expert)",
         remedy,
     )
 
@@ -107,7 +108,7 @@ def ranks_share_the_experts(num_experts: int | None, expert_model_parallel_size:
     if not num_experts or num_experts % expert_model_parallel_size == 0:
         return None
     return (
-        f"{expert_model_parallel_size} ranks do not divide {num_experts} experts",
+        f"{expert_model_parallel_size} ranks do not divide {counted(num_experts, 'expert')}",
         "use a divisor of --num-experts for --expert-model-parallel-size",
     )
 
@@ -121,8 +122,8 @@ def microbatches_make_the_batch(
         return None
     near = max(unit, round(global_batch_size / unit) * unit)
     return (
-        f"a global batch of {global_batch_size} is not a multiple of {unit} = {micro_batch_size} sequences x "
-        f"{data_parallel_size} data-parallel ranks",
+        f"a global batch of {global_batch_size} is not a multiple of {unit} = "
+        f"{counted(micro_batch_size, 'sequence')} x {counted(data_parallel_size, 'data-parallel rank')}",
         f"--global-batch-size {near}, or another --micro-batch-size",
     )
 
@@ -149,18 +150,9 @@ def batch_grows_in_whole_steps(
     if start % unit or (full > start and increment % unit):
         return (
             f"batches of {start}, {start + increment}, ... sequences are not multiples of {unit} = "
-            f"{micro_batch_size} sequences x {data_parallel_size} data-parallel ranks",
+            f"{counted(micro_batch_size, 'sequence')} x {counted(data_parallel_size, 'data-parallel rank')}",
             f"use multiples of {unit} for start and increment",
         )
-    return None
-
-
-def growth_is_counted_in_samples(
-    rampup_batch_size: tuple[int, int, int] | None, train_samples: int | None
-) -> Complaint:
-    """A growing batch makes iterations unequal, so the run's length is given in samples."""
-    if rampup_batch_size is not None and train_samples is None:
-        return "--rampup-batch-size needs a run that is counted in samples", "--train-samples instead of --train-iters"
     return None
 
 
@@ -182,7 +174,7 @@ def samples_fill_a_batch(
     first = rampup_batch_size[0] if rampup_batch_size else global_batch_size
     if train_samples is None or first is None or train_samples >= first:
         return None
-    return f"{train_samples} samples do not fill one batch of {first}", "train on more samples"
+    return f"--train-samples {train_samples} does not fill one batch of {first}", "train on more samples"
 
 
 def schedule_counts_like_the_run(
@@ -333,7 +325,6 @@ RULES = (
     ranks_share_the_experts,
     microbatches_make_the_batch,
     batch_grows_in_whole_steps,
-    growth_is_counted_in_samples,
     length_is_given_once,
     samples_fill_a_batch,
     schedule_counts_like_the_run,

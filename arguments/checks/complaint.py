@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from math import isqrt
 
 from arguments.values import LayerPattern
+from megatron_moe.specs.exitcodes import counted
 
 _LARGEST_TRIED = 10_000
 """Numbers beyond its square are typing errors, whose divisors nobody waits for."""
@@ -26,7 +27,7 @@ def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Compla
         return (f"{option} {pattern} is not a distance between layers", "use 1 or more") if pattern < 1 else None
     if len(pattern) != num_layers:
         return (
-            f"{option} describes {len(pattern)} layers, but the model has {num_layers}",
+            f"{option} describes {counted(len(pattern), 'layer')}, but the model has {num_layers}",
             "make the list as long as --num-layers",
         )
     strange = sorted(set(pattern) - {0, 1})

@@ -2,7 +2,8 @@
 
 from math import lcm
 
-from arguments.checks.complaint import Complaint, divisors
+from arguments.checks.complaint import Complaint
+from megatron_moe.specs.exitcodes import counted
 
 
 def chunks_share_the_sequence(
@@ -15,7 +16,7 @@ def chunks_share_the_sequence(
     if cp == 1 or seq_length % unit == 0:
         return None
     return (
-        f"a sequence of {seq_length} tokens is not a multiple of {unit}, which {cp} context-parallel ranks need",
+        f"--seq-length {seq_length} is not a multiple of {unit}, which {cp} context-parallel ranks need",
         f"--seq-length {max(unit, seq_length // unit * unit)}, or fewer context-parallel ranks",
     )
 
@@ -25,7 +26,7 @@ def layers_exchange_in_one_way(cp_comm_type: tuple[str, ...], num_layers: int) -
     if len(cp_comm_type) in (1, num_layers):
         return None
     return (
-        f"{len(cp_comm_type)} ways to exchange keys and values for {num_layers} layers",
+        f"{len(cp_comm_type)} ways to exchange keys and values for {counted(num_layers, 'layer')}",
         "give --cp-comm-type one value, or one per layer",
     )
 
@@ -68,11 +69,14 @@ def heads_divide_among_the_ranks(
     groups = max(num_query_groups // tp, 1) if group_query_attention else heads
     if heads % ranks:
         of_tp = f" of a tensor-parallel rank ({num_attention_heads} / {tp})" if tp > 1 else ""
-        return f"{heads} heads{of_tp} do not divide among {ranks} ranks", f"a2a over {divisors(heads)} ranks, or p2p"
-    if groups % ranks and ranks % groups:
+        return (
+            f"{counted(heads, 'head')}{of_tp} cannot be divided among {ranks} ranks",
+            f"a2a over a number of ranks that divides {heads}, or p2p",
+        )
+    if groups and groups % ranks and ranks % groups:
         return (
             f"{groups} query groups and {ranks} ranks that exchange heads: neither divides the other",
-            f"a2a over {divisors(groups)} ranks, or p2p",
+            f"a2a over a number of ranks that divides {groups}, or p2p",
         )
     return None
 

@@ -4,6 +4,7 @@ import re
 
 from arguments import derive
 from arguments.checks.complaint import Complaint
+from megatron_moe.specs.exitcodes import counted
 
 _NEEDS_A_MODEL = (
     "SentencePieceTokenizer",
@@ -101,7 +102,10 @@ def null_ids_are_in_the_vocabulary(
     largest = max(null_tokenizer_eod_id or 0, null_tokenizer_pad_id)
     if tokenizer_type != "NullTokenizer" or vocab_size is None or largest < vocab_size:
         return None
-    return f"id {largest} is not below the {vocab_size} ids of NullTokenizer", f"--vocab-size {largest + 1}, or less"
+    return (
+        f"id {largest} is not below the {counted(vocab_size, 'id')} of NullTokenizer",
+        f"--vocab-size {largest + 1}, or less",
+    )
 
 
 def whole_sets_are_not_weighted(

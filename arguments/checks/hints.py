@@ -1,6 +1,7 @@
 """Things that are legal but perhaps not meant. They are noted, not refused."""
 
 from arguments import derive
+from arguments.checks.memory import whole_layer_flags
 
 
 def groups_without_their_switch(group_query_attention: bool, num_query_groups: int) -> str | None:
@@ -96,6 +97,16 @@ def sorting_for_an_exchange(
     return f"--cuda-graph-modules moe_preprocess records nothing: experts are on {ranks} ranks, and rows are exchanged"
 
 
+def layers_without_recompute(
+    recompute_granularity: str | None, recompute_method: str | None, recompute_num_layers: int | None
+) -> str | None:
+    """Megatron ignores which layers to recompute without a granularity."""
+    names = whole_layer_flags(recompute_method, recompute_num_layers)
+    if recompute_granularity is not None or not names:
+        return None
+    return f"{' and '.join(names)} without effect: nothing is recomputed without --recompute-granularity full"
+
+
 def saving_to_nowhere(save: str | None, run_dir: str | None, save_interval: int | None) -> str | None:
     """Checkpoints need a folder."""
     if save or run_dir or save_interval is None:
@@ -135,6 +146,7 @@ HINTS = (
     rotations_that_nothing_stretches,
     pages_without_unused_rows,
     sorting_for_an_exchange,
+    layers_without_recompute,
     saving_to_nowhere,
     nothing_is_saved,
     mock_data_wins,

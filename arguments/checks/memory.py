@@ -3,10 +3,6 @@
 from arguments import derive
 from arguments.checks.complaint import Complaint
 
-RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-"""Modules of selective recompute."""
-OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-"""Modules whose saved tensors can wait on the host."""
 _MOVED = "--fine-grained-activation-offloading"
 _PAGED = "--moe-paged-stash"
 _WHOLE = "--recompute-granularity full"
@@ -25,15 +21,20 @@ def whole_layers_are_counted(
     )
 
 
+def whole_layer_flags(recompute_method: str | None, recompute_num_layers: int | None) -> list[str]:
+    """The given flags that say which whole layers are recomputed."""
+    given = {"--recompute-method": recompute_method, "--recompute-num-layers": recompute_num_layers}
+    return [name for name, value in given.items() if value is not None]
+
+
 def method_belongs_to_whole_layers(
     recompute_granularity: str | None, recompute_method: str | None, recompute_num_layers: int | None
 ) -> Complaint:
     """Chosen modules are recomputed in every layer."""
-    given = [("--recompute-method", recompute_method), ("--recompute-num-layers", recompute_num_layers)]
-    names = " and ".join(name for name, value in given if value is not None)
-    if recompute_granularity == "full" or not names:
+    names = " and ".join(whole_layer_flags(recompute_method, recompute_num_layers))
+    if recompute_granularity != "selective" or not names:
         return None
-    return f"{names} without {_WHOLE}", f"leave out {names}, or give {_WHOLE}"
+    return f"{names} with {_CHOSEN}", f"leave out {names}, or give {_WHOLE}"
 
 
 def modules_belong_to_a_choice(
@@ -48,11 +49,9 @@ def modules_belong_to_a_choice(
 def modules_can_be_recomputed(
     recompute_modules: tuple[str, ...] | None, multi_latent_attention: bool, enable_hyper_connections: bool
 ) -> Complaint:
-    """What can be recomputed has a name."""
-    known = (*RECOMPUTED, "mhc") if enable_hyper_connections else RECOMPUTED
-    strange = [name for name in recompute_modules or () if name not in known]
-    if strange:
-        return f"--recompute-modules {' '.join(strange)} is no module", f"choose from {', '.join(RECOMPUTED)}"
+    """A module of a feature exists only where the model has that feature."""
+    if "mhc" in (recompute_modules or ()) and not enable_hyper_connections:
+        return "--recompute-modules mhc has nothing to recompute: there are no hyper-connections", "leave out mhc"
     if "mla_up_proj" in (recompute_modules or ()) and not multi_latent_attention:
         return (
             "--recompute-modules mla_up_proj has nothing to recompute: attention is not multi-latent",
@@ -102,14 +101,11 @@ def offloaded_modules_are_named(
         return None
     if offload_modules:
         return f"--offload-modules without {_MOVED}", f"give {_MOVED}, or leave out --offload-modules"
-    return f"{_MOVED} without modules", f"give --offload-modules, such as {' '.join(OFFLOADED[-2:])}"
+    return f"{_MOVED} without modules", "give --offload-modules, such as expert_fc1 moe_act"
 
 
 def modules_can_be_offloaded(offload_modules: tuple[str, ...]) -> Complaint:
-    """What can be moved has a name; the last matrix of attention takes what attention itself keeps too."""
-    strange = [name for name in offload_modules if name not in OFFLOADED]
-    if strange:
-        return f"--offload-modules {' '.join(strange)} is no module", f"choose from {', '.join(OFFLOADED)}"
+    """The last matrix of attention takes what attention itself keeps too."""
     if "attn_proj" in offload_modules and "core_attn" not in offload_modules:
         return (
             "--offload-modules attn_proj frees nothing: core_attn keeps the same tensor",

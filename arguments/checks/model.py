@@ -3,6 +3,7 @@
 from arguments import derive
 from arguments.checks.complaint import Complaint, unfit_pattern
 from arguments.values import LayerPattern
+from megatron_moe.specs.exitcodes import counted
 
 _ROTARY = ("rope", "yarn")
 
@@ -93,7 +94,7 @@ def unrotated_layers_fit(num_layers: int, no_rope_freq: LayerPattern | None, pos
         return "--no-rope-freq leaves out rotations, but there are none", "--position-embedding-type rope"
     if isinstance(no_rope_freq, int) and no_rope_freq > 0 and num_layers % no_rope_freq:
         return (
-            f"every {no_rope_freq}th of {num_layers} layers leaves a rest",
+            f"--no-rope-freq {no_rope_freq} does not divide {counted(num_layers, 'layer')}",
             "use a divisor of --num-layers, or a list",
         )
     return unfit_pattern("--no-rope-freq", no_rope_freq, num_layers)
@@ -116,10 +117,13 @@ def padding_holds_the_vocabulary(
     if padded_vocab_size is None:
         return None
     if vocab_size is not None and padded_vocab_size < vocab_size:
-        return f"{padded_vocab_size} rows do not hold {vocab_size} tokens", f"--padded-vocab-size {vocab_size} or more"
+        return (
+            f"--padded-vocab-size {padded_vocab_size} does not hold {vocab_size} tokens",
+            f"--padded-vocab-size {vocab_size} or more",
+        )
     if padded_vocab_size % tensor_model_parallel_size:
         return (
-            f"{padded_vocab_size} rows do not divide by {tensor_model_parallel_size} ranks",
+            f"--padded-vocab-size {padded_vocab_size} is not a multiple of {tensor_model_parallel_size} ranks",
             "use a multiple of --tensor-model-parallel-size",
         )
     return None

@@ -3,6 +3,7 @@
 from arguments import derive
 from arguments.checks.complaint import Complaint, divisors, unfit_pattern
 from arguments.values import LayerPattern
+from megatron_moe.specs.exitcodes import counted
 
 _KINDS_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
@@ -111,7 +112,7 @@ def slices_make_the_dense_width(
     if expert * moe_upcycling_granularity == dense:
         return None
     return (
-        f"{moe_upcycling_granularity} slices of width {expert} do not make the dense width {dense}",
+        f"{counted(moe_upcycling_granularity, 'slice')} of width {expert}, but the dense width is {dense}",
         f"--moe-ffn-hidden-size {dense // moe_upcycling_granularity}"
         if dense % moe_upcycling_granularity == 0
         else f"use a granularity that divides {dense}",
@@ -125,7 +126,7 @@ def slices_make_whole_groups(
     if not moe_use_upcycling or not num_experts or num_experts % moe_upcycling_granularity == 0:
         return None
     return (
-        f"{num_experts} experts do not divide into groups of {moe_upcycling_granularity} slices",
+        f"--num-experts {num_experts} cannot be divided into groups of {moe_upcycling_granularity} slices",
         f"use a granularity of {divisors(num_experts)}",
     )
 
@@ -141,7 +142,7 @@ def expert_width_divides_among_tensor_ranks(
     if not num_experts or moe_ffn_hidden_size is None or moe_ffn_hidden_size % etp == 0:
         return None
     return (
-        f"{moe_ffn_hidden_size} channels of an expert do not divide among {etp} expert-tensor-parallel ranks",
+        f"--moe-ffn-hidden-size {moe_ffn_hidden_size} cannot be divided among {etp} expert-tensor-parallel ranks",
         f"use a divisor of {moe_ffn_hidden_size} for --expert-tensor-parallel-size, for example 1",
     )
 
@@ -158,8 +159,8 @@ def flex_stays_on_one_rank(
     if not num_experts or moe_token_dispatcher_type != "flex" or expert_model_parallel_size * etp == 1:
         return None
     return (
-        f"--moe-token-dispatcher-type flex over {expert_model_parallel_size} expert-parallel x {etp} "
-        f"expert-tensor-parallel ranks is not available yet",
+        f"--moe-token-dispatcher-type flex over {expert_model_parallel_size} expert-parallel x "
+        f"{counted(etp, 'expert-tensor-parallel rank')} is not available yet",
         "use --moe-token-dispatcher-type alltoall",
     )
 

@@ -1,6 +1,7 @@
 """Rules about how tokens choose experts."""
 
 from arguments.checks.complaint import Complaint, divisors
+from megatron_moe.specs.exitcodes import counted
 
 _ALONE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
 
@@ -10,7 +11,7 @@ def enough_experts_to_choose(num_experts: int | None, moe_router_topk: int) -> C
     if not num_experts or moe_router_topk <= num_experts:
         return None
     return (
-        f"a token cannot visit {moe_router_topk} of {num_experts} experts",
+        f"a token cannot visit {moe_router_topk} of {counted(num_experts, 'expert')}",
         f"--moe-router-topk {num_experts} or less",
     )
 
@@ -21,7 +22,7 @@ def groups_share_the_experts(num_experts: int | None, moe_router_num_groups: int
         return None
     return (
         f"{moe_router_num_groups} groups do not divide {num_experts} experts",
-        f"use {divisors(num_experts)} groups",
+        f"use --moe-router-num-groups {divisors(num_experts)}",
     )
 
 
@@ -31,7 +32,7 @@ def group_limit_is_complete(moe_router_num_groups: int | None, moe_router_group_
         return "a token may use some groups, but there are none", "give --moe-router-num-groups"
     if moe_router_group_topk and moe_router_num_groups and moe_router_group_topk > moe_router_num_groups:
         return (
-            f"a token cannot use {moe_router_group_topk} of {moe_router_num_groups} groups",
+            f"a token cannot use {moe_router_group_topk} of {counted(moe_router_num_groups, 'group')}",
             f"--moe-router-group-topk {moe_router_num_groups} or less",
         )
     return None
@@ -54,7 +55,7 @@ def group_limit_leaves_enough_experts(
     held = moe_router_group_topk * (num_experts // moe_router_num_groups)
     if held < moe_router_topk:
         return (
-            f"{moe_router_group_topk} of {moe_router_num_groups} groups hold {held} experts, fewer than top-"
+            f"{moe_router_group_topk} of {moe_router_num_groups} groups: {counted(held, 'expert')}, fewer than top-"
             f"{moe_router_topk} needs",
             "use larger groups, or more of them",
         )
@@ -93,7 +94,8 @@ def one_coefficient_per_loss(
     if len(moe_router_load_balancing_type) == len(moe_aux_loss_coeff):
         return None
     return (
-        f"{len(moe_router_load_balancing_type)} kinds of balancing have {len(moe_aux_loss_coeff)} coefficients",
+        f"{counted(len(moe_router_load_balancing_type), 'kind')} of balancing, but "
+        f"{counted(len(moe_aux_loss_coeff), 'coefficient')}",
         "give as many values to --moe-aux-loss-coeff as to --moe-router-load-balancing-type",
     )
 
@@ -139,7 +141,10 @@ def quantiles_need_a_rest(
     """A threshold lies between experts that are chosen and experts that are not."""
     if "quantile_balancing" not in moe_router_load_balancing_type or num_experts != moe_router_topk:
         return None
-    return f"top-{moe_router_topk} of {num_experts} experts chooses all of them", "use a smaller --moe-router-topk"
+    return (
+        f"--moe-router-topk {moe_router_topk} of {num_experts} chooses every expert",
+        "use a smaller --moe-router-topk",
+    )
 
 
 RULES = (

@@ -16,7 +16,7 @@ def retained_checkpoints_are_saved(save_retain_interval: int | None, save_interv
     if save_retain_interval is None or save_interval is None or save_retain_interval % save_interval == 0:
         return None
     return (
-        f"checkpoints of every {save_retain_interval} iterations shall stay, but they are saved every {save_interval}",
+        f"--save-retain-interval {save_retain_interval} is not a multiple of --save-interval {save_interval}",
         f"--save-retain-interval {-(-save_retain_interval // save_interval) * save_interval}",
     )
 

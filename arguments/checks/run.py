@@ -98,7 +98,9 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
             complaint = rule(**{name: _value(name, settings, facts) for name in names})
             if complaint:
                 what, remedy = complaint
-                given = tuple(_row(name, settings, facts) for name in names)
+                only_given = hasattr(rule, "asks_for")
+                listed = [name for name in names if name in facts or _is_listed(name, settings, only_given)]
+                given = tuple(_row(name, settings, facts) for name in listed)
                 yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=_waits(rule))
 
 
@@ -151,10 +153,8 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
     for flag in _unavailable(settings):
         if not (ignore_harmless and flag.declaration.harmless):
             yield _not_available(settings, flag)
-    for given, rare in settings.rare:
-        if not (ignore_harmless and rare.harmless):
-            hint = _LEAVE_OUT if rare.harmless else ""
-            yield Problem(what=f"{given.option} {rare.reason} ({given.origin})", remedy=hint)
+    for given, reason in settings.refused:
+        yield Problem(what=f"{given.option} {reason} ({given.origin})")
 
 
 def unknown_layers(settings: Settings) -> tuple[str, ...]:
@@ -168,11 +168,6 @@ def unknown_layers(settings: Settings) -> tuple[str, ...]:
     )
 
 
-def ignored_rare_names(settings: Settings) -> Iterator[str]:
-    """A line about every flag of Megatron-LM for what this program does not do, that may be ignored."""
-    return (f"ignored: {given.option} {rare.reason}" for given, rare in settings.rare if rare.harmless)
-
-
 def ignored_flags(settings: Settings) -> dict[str, str]:
     """Flags that are ignored on request, with a line about each."""
     return {
@@ -183,11 +178,12 @@ def ignored_flags(settings: Settings) -> dict[str, str]:
 
 
 def flags_without_effect(settings: Settings) -> Iterator[str]:
-    """A line about every given flag that changes nothing."""
-    for name, setting in settings.values.items():
-        flag = settings.registry.flags[name]
-        if flag.declaration.status == "no effect" and setting.value != flag.default:
-            yield f"without effect: {option_and_value(settings, flag)} ({flag.declaration.note})"
+    """One line per reason: the given flags that change nothing."""
+    by_reason: dict[str, list[str]] = {}
+    for given, reason in settings.without_effect.values():
+        by_reason.setdefault(reason, []).append(" ".join((given.option, *(given.words or ()))))
+    for reason, flags in by_reason.items():
+        yield f"without effect: {', '.join(flags)} ({reason})"
 
 
 def option_and_value(settings: Settings, flag: Flag) -> str:
@@ -240,6 +236,12 @@ def parameters(function: Callable[..., object]) -> list[str]:
         return list(asked)
     code = function.__code__
     return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
+    """Whether a problem lists a flag: one that was given, or whose default is more than off or not set."""
+    default = settings.registry.flags[name].default
+    return name in settings.values or not (only_given or default is None or default is False)
 
 
 def _reason(rule: Rule) -> str:

@@ -2,6 +2,7 @@
 
 from arguments import derive
 from arguments.checks.complaint import Complaint, divisors
+from megatron_moe.specs.exitcodes import counted
 
 
 def heads_divide_among_tensor_ranks(num_attention_heads: int, tensor_model_parallel_size: int) -> Complaint:
@@ -9,8 +10,9 @@ def heads_divide_among_tensor_ranks(num_attention_heads: int, tensor_model_paral
     if num_attention_heads % tensor_model_parallel_size == 0:
         return None
     return (
-        f"{num_attention_heads} heads do not divide among {tensor_model_parallel_size} tensor-parallel ranks",
-        f"use {divisors(num_attention_heads)} ranks",
+        f"{counted(num_attention_heads, 'head')} cannot be divided among {tensor_model_parallel_size} tensor-parallel "
+        "ranks",
+        f"use --tensor-model-parallel-size {divisors(num_attention_heads)}",
     )
 
 
@@ -54,7 +56,8 @@ def dense_width_divides_among_tensor_ranks(
     if width % tensor_model_parallel_size == 0:
         return None
     return (
-        f"{width} feed-forward channels do not divide among {tensor_model_parallel_size} tensor-parallel ranks",
+        f"{counted(width, 'feed-forward channel')} cannot be divided among {tensor_model_parallel_size} "
+        "tensor-parallel ranks",
         f"give --ffn-hidden-size as a multiple of {tensor_model_parallel_size}",
     )
 
@@ -67,8 +70,7 @@ def shared_expert_divides_among_tensor_ranks(
     if not num_experts or width % tensor_model_parallel_size == 0:
         return None
     return (
-        f"{width} channels of the shared experts do not divide among {tensor_model_parallel_size} tensor-parallel "
-        f"ranks",
+        f"shared experts of width {width} cannot be divided among {tensor_model_parallel_size} tensor-parallel ranks",
         f"give --moe-shared-expert-intermediate-size as a multiple of {tensor_model_parallel_size}",
     )
 
@@ -78,8 +80,8 @@ def vocabulary_divides_among_tensor_ranks(padded_vocab_size: int | None, tensor_
     if padded_vocab_size is None or padded_vocab_size % tensor_model_parallel_size == 0:
         return None
     return (
-        f"a vocabulary padded to {padded_vocab_size} rows does not divide among {tensor_model_parallel_size} "
-        f"tensor-parallel ranks",
+        f"--padded-vocab-size {padded_vocab_size} cannot be divided among {tensor_model_parallel_size} tensor-parallel "
+        "ranks",
         "leave --padded-vocab-size out: the padding then fits",
     )
 
@@ -91,7 +93,7 @@ def unpadded_vocabulary_is_on_one_rank(
     if pad_vocab_size or padded_vocab_size is not None or tensor_model_parallel_size == 1:
         return None
     return (
-        f"a vocabulary without padding is not sure to divide among {tensor_model_parallel_size} tensor-parallel ranks",
+        f"a vocabulary without padding may not be divisible among {tensor_model_parallel_size} tensor-parallel ranks",
         "leave --disable-pad-vocab-size out, or give --padded-vocab-size",
     )
 
@@ -115,7 +117,7 @@ def sequence_divides_among_tensor_ranks(
     if not sequence_parallel or context_parallel_size > 1 or seq_length % tensor_model_parallel_size == 0:
         return None
     return (
-        f"sequences of {seq_length} tokens do not divide among {tensor_model_parallel_size} tensor-parallel ranks",
+        f"--seq-length {seq_length} cannot be divided among {tensor_model_parallel_size} tensor-parallel ranks",
         f"give --seq-length as a multiple of {tensor_model_parallel_size}",
     )
 

@@ -37,10 +37,6 @@ class AttentionFlags:
     """Sliding window LEFT,RIGHT: visible tokens on either side of the own one, -1 is no limit; 127,0 sees 128."""
     window_attn_skip_freq: LayerPattern | None = flag(None)
     """Layers with full attention among windowed ones: every n-th, or a list with 1 for a window."""
-    attention_softmax_in_fp32: bool = flag(False, status="no effect", note="it always is")
-    """Attention softmax in fp32."""
-    apply_query_key_layer_scaling: bool = flag(False, status="no effect", note="it only helps fp16")
-    """Divide logits by the layer number and multiply them again inside the softmax."""
     qk_clip: bool = flag(False, status="not yet", note="logits are left alone")
     """Shrink query and key weights of heads whose largest logit exceeds a threshold."""
     qk_clip_alpha: float = flag(0.5, status="not yet", note="logits are left alone")
@@ -71,10 +67,6 @@ class AttentionFlags:
     mscale_all_dim: float = flag(0.0, least=0)
     """YaRN: growth that is divided out of cos and sin again; in multi-latent attention its square joins the softmax
     scale."""
-    mla_down_proj_fusion: bool = flag(False, status="no effect", note="names a kernel")
-    """One matrix product for both compressions."""
-    cache_mla_latents: bool = flag(False, status="no effect", note="concerns inference")
-    """Keep compressed keys and values in the inference cache."""
 
     experimental_attention_variant: str | None = flag(None, status="not yet", note="only softmax attention exists")
     """Another mixer in place of attention, such as gated_delta_net."""

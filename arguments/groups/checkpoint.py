@@ -6,8 +6,6 @@ from typing import Literal
 from arguments.flag import flag
 
 _ONE_KIND = "there is one kind of checkpoint, written every --save-interval iterations"
-_OWN_FORMAT = "checkpoints have one format of their own"
-_KEYED = "random numbers have no state: each draw is keyed by seed, iteration and use"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +45,8 @@ class CheckpointFlags:
     """Leave when `--load` holds nothing."""
     load_optim: bool = flag(True)
     """Load the optimizer's state."""
-    load_rng: bool = flag(True, status="no effect", note=_KEYED)
-    """Load the state of random numbers."""
     save_optim: bool = flag(True)
     """Save the optimizer's state."""
-    save_rng: bool = flag(True, status="no effect", note=_KEYED)
-    """Save the state of random numbers."""
     load_main_params_from_ckpt: bool = flag(
         False, status="not yet", note="master weights come with the optimizer's state, or are made from the weights"
     )
@@ -64,57 +58,14 @@ class CheckpointFlags:
     )
     """What the iteration of a checkpoint of `--load` counts as."""
 
-    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag(
-        "torch_dist", status="no effect", note=_OWN_FORMAT
-    )
-    """Format of checkpoints."""
-    auto_detect_ckpt_format: bool = flag(False, status="no effect", note=_OWN_FORMAT)
-    """Find out the format of a checkpoint."""
-    dist_ckpt_strictness: Literal[
-        "assume_ok_unexpected",
-        "log_unexpected",
-        "log_all",
-        "raise_unexpected",
-        "raise_all",
-        "return_unexpected",
-        "return_all",
-        "ignore_all",
-    ] = flag("assume_ok_unexpected", status="no effect", note="missing and extra tensors are always refused")
-    """What to do about missing and extra tensors."""
-    dist_ckpt_optim_fully_reshardable: bool = flag(False, status="no effect", note="they always are")
-    """Checkpoints of the optimizer fit every layout."""
-    ckpt_fully_parallel_save: bool = flag(True, status="no effect", note=_OWN_FORMAT)
-    """Spread writing over data-parallel ranks."""
-    ckpt_fully_parallel_load: bool = flag(False, status="no effect", note=_OWN_FORMAT)
-    """Spread reading over data-parallel ranks."""
-    ckpt_fully_parallel_load_per_rank_objects: bool = flag(False, status="no effect", note=_OWN_FORMAT)
-    """Read objects per rank."""
-    ckpt_assume_constant_structure: bool = flag(False, status="no effect", note=_OWN_FORMAT)
-    """Plan a save only once."""
-    ckpt_load_validate_sharding_integrity: bool = flag(
-        True, off=("--disable-ckpt-load-validate-sharding-integrity",), status="no effect", note="it always is checked"
-    )
-    """Check that pieces cover every tensor."""
-    ckpt_drop_redundant_extra_state: bool = flag(False, status="no effect", note=_OWN_FORMAT)
-    """Leave redundant state out."""
     ckpt_convert_format: Literal["torch", "torch_dist"] | None = flag(
         None, status="refused", note="there is one format; nothing is converted"
     )
     """Convert a checkpoint and leave."""
     ckpt_convert_save: str | None = flag(None, status="refused", note="there is one format; nothing is converted")
     """Where the converted checkpoint goes."""
-    use_dist_ckpt: bool = flag(False, status="no effect", note=_OWN_FORMAT)
-    """Old name of the distributed format."""
     async_save: bool = flag(False)
     """Write checkpoints in the background: training waits only for a copy to host memory."""
-    async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", status="no effect", note="a thread of each rank does")
-    """Who writes in the background."""
-    async_ckpt_use_cpu_shm: bool = flag(False, status="no effect", note="a thread writes, so none is needed")
-    """Shared memory for writing in the background."""
-    use_persistent_ckpt_worker: bool = flag(False, status="no effect", note="starting a thread costs nothing")
-    """One writer for all checkpoints."""
-    verify_integrity: bool = flag(False, status="no effect", note="every byte always is verified")
-    """Verify checkpoints."""
     non_persistent_save_interval: int | None = flag(None, status="not yet", harmless=True, note=_ONE_KIND)
     """Iterations between rolling checkpoints."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(

@@ -44,12 +44,6 @@ class DataFlags:
     """Attention stays inside of a document."""
     eod_mask_loss: bool = flag(False)
     """No loss where the input is the end of a document, whose next token is another document's."""
-    create_attention_mask_in_dataloader: bool = flag(
-        True, status="no effect", note="masks are made where they are used"
-    )
-    """Make attention masks in the loader."""
-    num_dataset_builder_threads: int = flag(1, status="no effect", note="concerns speed")
-    """Threads that build indices."""
     mid_level_dataset_surplus: float = flag(0.005, least=0)
     """Share by which every data set of a weighted blend is built larger than its part."""
     multiple_validation_sets: bool = flag(False)
@@ -113,14 +107,6 @@ class DataFlags:
     """Run code that comes with a tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
     """NullTokenizer: id of padding; -1: none."""
-    tokenizer_hf_use_fast: bool = flag(
-        True, off=("--tokenizer-hf-no-use-fast",), status="no effect", note="the fast one is always used"
-    )
-    """The fast form of a Hugging Face tokenizer."""
-    dataloader_fast_cache_load: bool = flag(False, status="no effect", note="concerns speed")
-    """Trust cached indices."""
-    dataloader_defer_npy_index_mmap: bool = flag(False, status="no effect", note="concerns speed")
-    """Open indices when they are needed."""
     dataloader_inter_document_masking: bool = flag(
         False, status="close", note="means --reset-attention-mask and --reset-position-ids"
     )

@@ -5,8 +5,6 @@ from typing import Literal
 
 from arguments.flag import flag
 
-_KERNEL = "names a kernel"
-
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFlags:
@@ -24,54 +22,22 @@ class KernelFlags:
     compile_first: bool = flag(True, status="ours")
     """On a GPU compile kernels and make the plans of libraries before ranks meet, on one layer of every kind."""
 
-    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
-        "transformer_engine", status="no effect", note="see --kernel-backend"
+    cross_entropy_loss_fusion: bool = flag(
+        False, status="close", note="alone it names a kernel; see --cross-entropy-fusion-impl linear"
     )
-    """Library of the layers."""
-    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
-        "auto", status="no effect", note="see --kernel-backend"
-    )
-    """Library of attention."""
-    use_flash_attn: bool = flag(False, status="no effect", note="see --kernel-backend")
-    """Old name of a library of attention."""
-    use_mcore_models: bool = flag(False, status="no effect", note="there is one model")
-    """Old choice of the model's code."""
-    cross_entropy_loss_fusion: bool = flag(False, status="no effect", note=_KERNEL)
     """Fused loss."""
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = flag(
         "native", status="close", note="native and te name a kernel; linear makes the logits of 1,024 tokens at a time"
     )
     """Library of the fused loss; linear, with --cross-entropy-loss-fusion, fuses the head too: fewer logits in memory,
     which the backward makes again."""
-    masked_softmax_fusion: bool = flag(True, status="no effect", note=_KERNEL)
-    """Fused softmax."""
-    bias_gelu_fusion: bool = flag(True, status="no effect", note=_KERNEL)
-    """Fused bias and GELU."""
-    bias_swiglu_fusion: bool = flag(True, status="no effect", note=_KERNEL)
-    """Fused bias and SwiGLU."""
-    bias_dropout_fusion: bool = flag(True, status="no effect", note=_KERNEL)
-    """Fused bias, dropout and residual."""
-    rope_fusion: bool = flag(True, names=("--apply-rope-fusion",), status="no effect", note=_KERNEL)
-    """Fused rotation."""
-    persist_layer_norm: bool = flag(True, status="no effect", note=_KERNEL)
-    """Persistent norm kernels."""
-    fused_residual_rmsnorm: bool = flag(False, status="no effect", note=_KERNEL)
-    """Fused residual and norm."""
-    use_transformer_engine_op_fuser: bool = flag(False, status="no effect", note=_KERNEL)
-    """Fused operations of Transformer Engine."""
-    use_te_activation_func: bool = flag(False, status="no effect", note=_KERNEL)
-    """Activations of Transformer Engine."""
-    te_rng_tracker: bool = flag(False, status="no effect", note="random numbers are drawn by key")
-    """Random numbers that captured graphs can draw."""
-    enable_experimental: bool = flag(False, status="no effect", note="nothing is hidden behind it")
-    """Allow experimental features."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = flag(
         "none", status="close", note="local and transformer_engine are the same; on a CPU nothing is recorded"
     )
     """Record parts of layers, or whole steps, as CUDA graphs, and replay them."""
-    cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...] = flag(
+    cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"], ...] = flag(
         (), status="close", note="without it all parts that can be recorded are; moe may be dropless"
     )
     """Recorded parts of layers."""
-    cuda_graph_warmup_steps: int = flag(3, least=1)
+    cuda_graph_warmup_steps: int = flag(3, least=0, status="close", note="0 computes one step as well")
     """Iterations that are computed before anything is recorded."""

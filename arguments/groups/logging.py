@@ -30,10 +30,6 @@ class LoggingFlags:
     """Zeros among the gradients in the log line."""
     log_timers_to_tensorboard: bool = flag(False)
     """Times to TensorBoard."""
-    log_loss_scale_to_tensorboard: bool = flag(
-        True, off=("--disable-log-loss-scale-to-tensorboard",), status="no effect", note="there is no loss scale"
-    )
-    """Loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = flag(False)
     """Validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = flag(False)
@@ -56,10 +52,6 @@ class LoggingFlags:
     """Report slow ranks with every log line."""
     straggler_minmax_count: int = flag(1, least=1, status="close", note="the slowest alone are named")
     """How many slow ranks are named."""
-    logging_level: int | None = flag(None, status="no effect", note="the program has no levels of messages")
-    """Level of Python's logging."""
-    barrier_with_level_1_timing: bool = flag(True, status="no effect", note="concerns timing")
-    """Wait for all ranks before coarse timers."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
     """How much is timed."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
@@ -68,8 +60,6 @@ class LoggingFlags:
     """Folder for TensorBoard. Not set: tensorboard/ in the run folder."""
     tensorboard_log_interval: int = flag(1, least=1)
     """Iterations between TensorBoard entries."""
-    tensorboard_queue_size: int = flag(1000, status="no effect", note="concerns speed")
-    """Entries that TensorBoard collects before it writes."""
     wandb_project: str | None = flag(None)
     """W&B project; switches W&B on."""
     wandb_exp_name: str | None = flag(None)

@@ -148,5 +148,3 @@ class ModelFlags:
     """Residual streams of hyper-connections."""
     mhc_sinkhorn_iterations: int = flag(20, status="not yet", note="one residual stream exists")
     """Iterations that normalise the connections between residual streams."""
-    use_fused_mhc: bool = flag(False, status="no effect", note="names a kernel")
-    """Fused hyper-connections."""

@@ -118,34 +118,6 @@ class MoEFlags:
     )
     """How rows travel between expert-parallel ranks: every rank gets all tokens, rows go to the ranks of their experts,
     or a library does it (`--moe-flex-dispatcher-backend`)."""
-    moe_flex_dispatcher_backend: Literal["deepep", "deepepv2", "hybridep", "ncclep"] = flag(
-        "deepep", status="no effect", note="names a kernel"
-    )
-    """Library behind the flex dispatcher."""
-    moe_flex_dispatcher_num_sms: int | None = flag(None, status="no effect", note="tunes a kernel")
-    """Processors that the flex dispatcher uses for communication."""
-    moe_permute_fusion: bool = flag(False, status="no effect", note="names a kernel")
-    """Fused permutation of rows."""
-    moe_permute_fusion_into_hybridep: bool = flag(False, status="no effect", note="names a kernel")
-    """Permutation inside of the dispatcher's kernels."""
-    moe_router_fusion: bool = flag(False, status="no effect", note="names a kernel")
-    """Fused routing."""
-    moe_router_padding_for_quantization: bool = flag(
-        False, status="no effect", note="rows are padded where a kernel needs it"
-    )
-    """Pad rows per expert to what quantised matrix products need."""
-    moe_mlp_glu_interleave_size: int | None = flag(None, status="no effect", note="concerns the layout in memory")
-    """Interleave gate and linear half in blocks of this many rows."""
-    moe_single_grouped_weight: bool = flag(False, status="no effect", note="experts always are one stack")
-    """One parameter for the weights of all local experts."""
-    moe_single_grouped_bias: bool = flag(False, status="no effect", note="experts always are one stack")
-    """One parameter for the biases of all local experts."""
-    moe_use_grouped_tensor: bool = flag(False, status="no effect", note="names a kernel")
-    """Grouped tensors in the experts' matrix products."""
-    moe_pad_experts_for_cuda_graph_inference: bool = flag(False, status="no effect", note="concerns inference")
-    """Pad experts in captured inference."""
-    use_fused_weighted_squared_relu: bool = flag(False, status="no effect", note="names a kernel")
-    """Fused squared ReLU times probability."""
     moe_n_hash_layers: int = flag(0, status="not yet", note="every layer with experts has a router")
     """First layers whose tokens choose experts by a hash."""
     moe_routing_trace_path: str | None = flag(

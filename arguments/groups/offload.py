@@ -1,6 +1,7 @@
 """What waits in host memory."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from arguments.flag import flag
 
@@ -14,11 +15,10 @@ class OffloadFlags:
 
     fine_grained_activation_offloading: bool = flag(False)
     """What chosen modules save for the backward pass waits in host memory."""
-    offload_modules: tuple[str, ...] = flag(
-        (), status="close", note="memory moves once, whichever of the modules save it"
-    )
-    """Modules of `--fine-grained-activation-offloading`: attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm,
-    expert_fc1, moe_act."""
+    offload_modules: tuple[
+        Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
+    ] = flag((), status="close", note="memory moves once, whichever of the modules save it")
+    """Modules of `--fine-grained-activation-offloading`."""
     min_offloaded_tensor_size: int = flag(1048576, least=0)
     """Of `--fine-grained-activation-offloading`: smallest tensor that moves, in elements."""
     delay_offload_until_cuda_graph: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)

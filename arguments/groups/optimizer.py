@@ -5,8 +5,6 @@ from typing import Literal
 
 from arguments.flag import REQUIRED, flag
 
-_MUON = "belongs to --optimizer muon"
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
@@ -71,24 +69,3 @@ class OptimizerFlags:
     """On resume, the command line's learning rate wins over the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(False, names=("--use-checkpoint-opt_param-scheduler",))
     """On resume, the checkpoint's learning rate wins over the command line's."""
-
-    muon_momentum: float = flag(0.9, status="no effect", note=_MUON)
-    """Muon: momentum."""
-    muon_nesterov: bool = flag(False, status="no effect", note=_MUON)
-    """Muon: Nesterov's form."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
-        "spectral", status="no effect", note=_MUON
-    )
-    """Muon: scale of an update."""
-    muon_extra_scale_factor: float = flag(1.0, status="no effect", note=_MUON)
-    """Muon: factor on every update."""
-    muon_num_ns_steps: int = flag(5, status="no effect", note=_MUON)
-    """Muon: Newton-Schulz steps."""
-    muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",), status="no effect", note=_MUON)
-    """Muon: queries, keys and values are matrices of their own."""
-    muon_coefficient_type: str = flag("quintic", status="no effect", note=_MUON)
-    """Muon: polynomial of a Newton-Schulz step."""
-    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated", status="no effect", note=_MUON)
-    """Muon: how matrices that are split over ranks are treated."""
-    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", status="no effect", note=_MUON)
-    """Muon: optimizer of what is no matrix."""

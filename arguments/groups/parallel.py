@@ -28,19 +28,9 @@ class ParallelFlags:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, least=1)
     """Of a2a+p2p: ranks that exchange heads, and ranks of the ring between them; their product is the context-parallel
     size."""
-    distributed_backend: Literal["nccl", "gloo"] = flag(
-        "nccl", status="no effect", note="the device decides: nccl on GPUs, gloo on CPUs"
-    )
-    """Library for collectives."""
     distributed_timeout_minutes: int = flag(10, least=1)
     """How long a collective may wait."""
-    local_rank: int = flag(0, status="no effect", note="the launcher's environment says it")
-    """Rank on this host."""
 
-    tp_comm_overlap: bool = flag(False, status="no effect", note="concerns speed")
-    """Overlap tensor-parallel communication with matrix products."""
-    tp_comm_overlap_cfg: str | None = flag(None, status="no effect", note="concerns speed")
-    """File with settings for `--tp-comm-overlap`."""
     overlap_moe_expert_parallel_comm: bool = flag(
         False, status="close", note="any precision, no change of numbers; on one expert-parallel rank the plain order"
     )
@@ -49,33 +39,13 @@ class ParallelFlags:
         False, status="close", note="needs no other flag: a stage sends its input's gradient before it computes them"
     )
     """Compute weight gradients later than input gradients."""
-    high_priority_stream_groups: tuple[str, ...] = flag((), status="no effect", note="concerns speed")
-    """Groups whose communication goes first."""
-    nccl_communicator_config_path: str | None = flag(None, status="no effect", note="concerns speed")
-    """File with settings per group."""
-    disable_gloo_process_groups: bool = flag(False, status="no effect", note="none are made beside the main groups")
-    """Make no gloo twins of the groups."""
-    use_nccl_ub: bool = flag(False, status="no effect", note="concerns speed")
-    """Registered communication buffers."""
 
     use_distributed_optimizer: bool = flag(False)
     """Shard the optimizer's state over data-parallel ranks (ZeRO-1)."""
-    num_distributed_optimizer_instances: int = flag(
-        1, status="no effect", note="one, over all data-parallel ranks: the same numbers"
-    )
-    """Copies of the sharded optimizer."""
     overlap_grad_reduce: bool = flag(False)
     """Reduce gradients during the backward pass."""
     overlap_param_gather: bool = flag(False)
     """Gather parameters during the forward pass."""
-    overlap_param_gather_with_optimizer_step: bool = flag(False, status="no effect", note="concerns speed")
-    """Gather the first parameters during the optimizer step."""
-    align_param_gather: bool = flag(True, status="no effect", note="concerns speed")
-    """All stages gather at the same time."""
-    align_grad_reduce: bool = flag(
-        True, off=("--disable-align-grad-reduce",), status="no effect", note="concerns speed"
-    )
-    """All stages reduce at the same time."""
     ddp_num_buckets: int | None = flag(
         None, least=1, status="close", note="about that many: parameters that differ in their treatment never share one"
     )
@@ -90,43 +60,11 @@ class ParallelFlags:
     """Average inside of the collective."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
     """Sum gradients that travel in bf16 in fp32."""
-    gradient_accumulation_fusion: bool = flag(True, status="no effect", note="names a kernel")
-    """Add weight gradients to the buffer inside of the matrix product."""
 
     use_megatron_fsdp: bool = flag(False, status="not yet", note="use data parallelism")
     """Shard parameters over data-parallel ranks."""
     use_torch_fsdp2: bool = flag(False, status="not yet", note="use data parallelism")
     """Shard parameters with torch's FSDP2."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = flag(
-        "optim_grads_params", status="no effect", note="belongs to --use-megatron-fsdp"
-    )
-    """What is sharded."""
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
-        "no_shard", status="no effect", note="belongs to --use-megatron-fsdp"
-    )
-    """What is sharded between groups of ranks."""
-    fsdp_double_buffer: bool = flag(False, status="no effect", note="belongs to --use-megatron-fsdp")
-    """Two persistent buffers for gathered parameters."""
-    init_model_with_meta_device: bool = flag(False, status="no effect", note="belongs to --use-megatron-fsdp")
-    """Build the model without memory first."""
-    use_layer_wise_param_layout: bool = flag(True, status="no effect", note="concerns the layout in memory")
-    """Whole parameters per rank in layer-wise optimizers."""
-    suggested_communication_unit_size: int | None = flag(
-        None, status="no effect", note="belongs to --use-megatron-fsdp"
-    )
-    """Elements that one gather brings."""
-    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "fp32", status="no effect", note="belongs to --use-megatron-fsdp"
-    )
-    """Format of sharded master weights."""
-    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "auto", status="no effect", note="belongs to --use-megatron-fsdp"
-    )
-    """Format of sharded gradients."""
-    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag(
-        "auto", status="no effect", note="belongs to --use-megatron-fsdp"
-    )
-    """Format in which gradients travel."""
     hybrid_context_parallel: bool = flag(
         False,
         names=("--dynamic-context-parallel",),
@@ -136,11 +74,5 @@ class ParallelFlags:
     """Split a microbatch over as few context-parallel ranks as its longest document needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
     """Of --hybrid-context-parallel: tokens of one document that a rank holds at most."""
-    overlap_dispatch_backward_with_experts_wgrad: bool = flag(False, status="no effect", note="concerns speed")
-    """Compute experts' weight gradients while rows travel back."""
     ep_overlap_early_attn_memory_release: bool = flag(False)
     """Of --overlap-moe-expert-parallel-comm: run the backward pass of attention earlier, which hides less."""
-    high_priority_a2a_comm_stream: bool = flag(False, status="no effect", note="concerns speed")
-    """Expert communication goes first."""
-    moe_hybridep_pad_uneven_dispatch_inputs: bool = flag(False, status="no effect", note="concerns speed")
-    """Pad all ranks to the same number of tokens before they travel."""

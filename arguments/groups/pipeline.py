@@ -1,7 +1,6 @@
 """Pipeline stages and the order of their work."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from arguments.flag import flag
 
@@ -30,17 +29,3 @@ class PipelineFlags:
     """Count head and loss as a layer of the last stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, least=1)
     """Microbatches that a virtual stage takes in a row. Not set: the number of pipeline ranks."""
-    overlap_p2p_communication: bool = flag(
-        True, names=("--overlap-p2p-comm",), status="no effect", note="concerns speed"
-    )
-    """Send and receive between stages during computation."""
-    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = flag(
-        None, status="no effect", note="concerns speed"
-    )
-    """Library for sends between stages."""
-    defer_embedding_wgrad_compute: bool = flag(False, status="no effect", note="concerns speed")
-    """Compute weight gradients of the head at the end of the step."""
-    wgrad_deferral_limit: int = flag(0, status="no effect", note="concerns speed")
-    """Microbatches whose head gradients wait."""
-    overlap_p2p_communication_warmup_flush: bool = flag(False, status="no effect", note="concerns speed")
-    """Overlap sends at the start and the end of a step too."""

@@ -5,6 +5,8 @@ from typing import Literal
 
 from arguments.flag import flag
 
+_FP8 = "applies to --fp8-format, which is not available yet"
+_FP4 = "applies to --fp4-format, which is not available yet"
 _BLOCKS = "fp16 and fp8 have a scale for 128 elements"
 
 
@@ -21,13 +23,11 @@ class PrecisionFlags:
     deterministic_mode: bool = flag(False)
     """The same command gives the same numbers, bit for bit."""
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, status="no effect", note="they always are, unless asked otherwise"
+        False, status="close", note="they always are, unless --grad-reduce-in-bf16 or --main-grads-dtype bf16"
     )
     """Accumulate and reduce gradients in fp32."""
     grad_reduce_in_bf16: bool = flag(False)
     """Accumulate and reduce gradients in bf16."""
-    disable_bf16_reduced_precision_matmul: bool = flag(False, status="no effect", note="products accumulate in fp32")
-    """Forbid reduced-precision accumulation in bf16 matrix products."""
     fp16_lm_cross_entropy: bool = flag(
         False, status="refused", note="the loss always is computed in fp32; leave it out"
     )
@@ -36,34 +36,16 @@ class PrecisionFlags:
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None, status="not yet", note="use --bf16")
     """Matrix products in FP8, of this format."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
-        "delayed", status="no effect", note="belongs to --fp8-format"
+        "delayed", status="close", note=_FP8
     )
     """How FP8 tensors are scaled."""
-    fp8_margin: int = flag(0, status="no effect", note="belongs to --fp8-format")
-    """Exponent margin of delayed scaling."""
-    fp8_amax_history_len: int = flag(1, status="no effect", note="belongs to --fp8-format")
-    """Steps whose maxima delayed scaling remembers."""
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
-        "most_recent", status="no effect", note="belongs to --fp8-format"
-    )
-    """Which of the maxima that delayed scaling remembers counts."""
-    fp8_wgrad: bool = flag(True, off=("--disable-fp8-wgrad",), status="no effect", note="belongs to --fp8-format")
-    """Weight gradients in FP8 too."""
-    fp8_param_gather: bool = flag(False, status="no effect", note="belongs to --fp8-format")
+    fp8_param_gather: bool = flag(False, status="close", note=_FP8)
     """Keep and gather weights in FP8."""
-    first_last_layers_bf16: bool = flag(False, status="no effect", note="belongs to --fp8-format")
-    """The first and last layers stay in bf16."""
-    num_layers_at_start_in_bf16: int = flag(1, status="no effect", note="belongs to --fp8-format")
-    """First layers that `--first-last-layers-bf16` keeps in bf16."""
-    num_layers_at_end_in_bf16: int = flag(1, status="no effect", note="belongs to --fp8-format")
-    """Last layers that `--first-last-layers-bf16` keeps in bf16."""
-    reuse_grad_buf_for_mxfp8_param_ag: bool = flag(False, status="no effect", note="belongs to --fp8-format")
-    """Gather parameters through the gradient buffer."""
     fp4_format: Literal["e2m1"] | None = flag(None, status="not yet", note="use --bf16")
     """Matrix products in FP4."""
-    fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", status="no effect", note="belongs to --fp4-format")
+    fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", status="close", note=_FP4)
     """How FP4 tensors are scaled."""
-    fp4_param_gather: bool = flag(False, status="no effect", note="belongs to --fp4-format")
+    fp4_param_gather: bool = flag(False, status="close", note=_FP4)
     """Keep and gather weights in FP4."""
 
     use_precision_aware_optimizer: bool = flag(

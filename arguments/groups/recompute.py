@@ -17,10 +17,12 @@ class RecomputeFlags:
     recompute_num_layers: int | None = flag(None, least=1)
     """Of `--recompute-granularity full`: layers in a chunk, which keeps its input alone (uniform), or recomputed
     layers of a virtual stage (block)."""
-    recompute_modules: tuple[str, ...] | None = flag(
+    recompute_modules: (
+        tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
+        | None
+    ) = flag(
         None, status="close", note="layernorm covers both norms of every layer; gated delta attention has no modules"
     )
-    """Modules that `--recompute-granularity selective` recomputes: core_attn (if none is given), moe_act, layernorm,
-    mla_up_proj, mlp, moe, shared_experts."""
+    """Modules that `--recompute-granularity selective` recomputes; core_attn if none is given."""
     distribute_saved_activations: bool = flag(False)
     """Spread the inputs of recomputed layers over tensor-parallel ranks."""

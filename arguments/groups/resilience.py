@@ -58,5 +58,9 @@ class ResilienceFlags:
     debug_collectives: bool = flag(False, status="ours")
     """Compare what ranks are about to do together, before they do it: kind, sizes, types, order. Ranks that disagree
     end the run at once, each with its own call. Slow; to find a mistake."""
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
+        "transient_error", status="close", note="see --inject; the last two both stay when the step is computed again"
+    )
+    """What `--error-injection-rate` injects."""
     inject: tuple[str, ...] = flag((), status="ours")
     """Faults for tests, as kind@rank:iteration[:phase]. Refused unless MEGATRON_MOE_ALLOW_FAULTS=1 is set."""

@@ -1,7 +1,6 @@
 """Batches, length of the run, evaluation, leaving."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from arguments.flag import REQUIRED, flag
 
@@ -42,21 +41,13 @@ class TrainingFlags:
         False, status="refused", note="all data-parallel ranks hold the same weights"
     )
     """Other initial weights on every data-parallel rank."""
-    use_cpu_initialization: bool = flag(False, status="no effect", note="initial weights always are drawn on the CPU")
-    """Draw initial weights on the CPU."""
-    initialization: bool = flag(True, status="no effect", note="weights always are initialised before they are loaded")
-    """Initialise weights."""
     manual_gc: bool = flag(False)
     """Collect Python's garbage at chosen iterations only."""
     manual_gc_interval: int = flag(0, least=0)
     """Iterations between collections."""
     manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",))
     """Collect around evaluations."""
-    empty_unused_memory_level: Literal[0, 1, 2] = flag(0, status="no effect", note="concerns memory")
-    """Give unused device memory back in every step."""
     iterations_to_skip: tuple[int, ...] = flag(
         (), least=1, status="close", note="numbers are those of the log; Megatron-LM's are smaller by one"
     )
     """Iterations, counted from 1, whose samples are passed over without a step."""
-    train_sync_interval: int | None = flag(None, status="no effect", note="concerns speed")
-    """Wait for the device every so many iterations."""

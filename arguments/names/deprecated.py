@@ -3,10 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-from arguments.values import BadValue, parse
+from arguments.values import BadValue, is_off, parse
 
 Words = tuple[str, ...]
+ValueOf = Callable[[str], Any]
+"""The value of one of today's flags by name, from everything given before the old name."""
 
 
 @dataclass(frozen=True)
@@ -14,11 +17,13 @@ class Translated:
     """What an old name means today."""
 
     flags: tuple[tuple[str, Words], ...]
-    """(option, words) of today's flags; none: the name has no meaning any more."""
+    """(option, words) of today's flags; none: the old switch is off."""
     note: str
+    extends: bool = False
+    """It adds to values given before, so that these are not reported as given twice."""
 
 
-def translate(option: str, words: Sequence[str]) -> Translated | None:
+def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translated | None:
     """Today's flags for an old one; None if `option` is not an old name.
 
     Raises:
@@ -29,22 +34,19 @@ def translate(option: str, words: Sequence[str]) -> Translated | None:
         return Translated(((today, tuple(words)),), f"is now called {today}")
     if option in _SWITCHES:
         return _switch(_SWITCHES[option], words)
-    if option in _GONE:
-        return Translated((), f"has no meaning any more: {_GONE[option]}")
     if option in _FOREIGN:
         raise BadValue(f"does not exist here: {_FOREIGN[option]}")
     if option in _TRANSLATED:
-        return _TRANSLATED[option](words)
+        return _TRANSLATED[option](words, value_of)
     return None
 
 
 def old_names() -> dict[str, str]:
     """Every old name -> what it becomes, for the list of flags."""
     switches = {old: _text(flags) for old, flags in _SWITCHES.items()}
-    gone = {old: f"nothing: {reason}" for old, reason in _GONE.items()}
     foreign = {old: f"refused: {remedy}" for old, remedy in _FOREIGN.items()}
     translated = {old: " ".join((function.__doc__ or "").split()) for old, function in _TRANSLATED.items()}
-    return dict(sorted({**_RENAMED, **switches, **gone, **foreign, **translated}.items()))
+    return dict(sorted({**_RENAMED, **switches, **foreign, **translated}.items()))
 
 
 def _text(flags: Sequence[tuple[str, Words]]) -> str:
@@ -57,7 +59,7 @@ def _switch(flags: tuple[tuple[str, Words], ...], words: Sequence[str]) -> Trans
     return Translated(flags, f"is now written {_text(flags)}")
 
 
-def _no_weight_decay_cond_type(words: Sequence[str]) -> Translated:
+def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
     """--apply-wd-to-qk-layernorm"""
     if tuple(words) not in (("apply_wd_to_qk_layernorm",), ("qwen3_next",)):
         raise BadValue(f"knows apply_wd_to_qk_layernorm and qwen3_next, not {' '.join(words)!r}")
@@ -65,11 +67,13 @@ def _no_weight_decay_cond_type(words: Sequence[str]) -> Translated:
 
 
 def comes_last(option: str, words: Sequence[str]) -> bool:
-    """Does an old name say more of what another flag says, wherever the two stand?"""
-    return option == "--cuda-graph-scope" and "full_iteration" in words
+    """Whether the meaning of an old name depends on other flags, wherever they stand."""
+    if option == "--cuda-graph-scope":
+        return "full_iteration" in words
+    return option in ("--moe-layer-recompute", "--error-injection-rate")
 
 
-def _cuda_graph_scope(words: Sequence[str]) -> Translated:
+def _cuda_graph_scope(words: Sequence[str], _: ValueOf) -> Translated:
     """--cuda-graph-modules or --cuda-graph-impl full_iteration"""
     if tuple(words) == ("full",):
         return Translated((), "full is the default: without --cuda-graph-modules all parts of layers are recorded")
@@ -80,17 +84,34 @@ def _cuda_graph_scope(words: Sequence[str]) -> Translated:
     return Translated((("--cuda-graph-impl", tuple(words)),), "is now written --cuda-graph-impl full_iteration")
 
 
+def _moe_layer_recompute(words: Sequence[str], value_of: ValueOf) -> Translated:
+    """--recompute-granularity selective --recompute-modules with moe added"""
+    if is_off(words):
+        return Translated((), "is off, which is the default")
+    if value_of("recompute_granularity") == "full":
+        raise BadValue("adds moe to selective recompute, but --recompute-granularity is full; leave out one of them")
+    modules = tuple(dict.fromkeys((*(value_of("recompute_modules") or ("core_attn",)), "moe")))
+    flags = (("--recompute-granularity", ("selective",)), ("--recompute-modules", modules))
+    return Translated(flags, f"is now written {_text(flags)}", extends=True)
+
+
+def _error_injection_rate(words: Sequence[str], value_of: ValueOf) -> Translated:
+    """--inject nan-once@0:RATE, or nan-loss@0:RATE by --error-injection-type"""
+    rate = parse(int, words)
+    if rate < 1:
+        return Translated((), "is off, which is the default")
+    kind = "nan-once" if value_of("error_injection_type") == "transient_error" else "nan-loss"
+    flags = (("--inject", (*value_of("inject"), f"{kind}@0:{rate}")),)
+    return Translated(flags, f"is now written {_text(flags)}", extends=True)
+
+
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "--batch-size": "--micro-batch-size",
         "--model-parallel-size": "--tensor-model-parallel-size",
         "--encoder-num-layers": "--num-layers",
         "--encoder-seq-length": "--seq-length",
-        "--moe-router-padding-for-fp8": "--moe-router-padding-for-quantization",
-        "--moe-deepep-num-sms": "--moe-flex-dispatcher-num-sms",
-        "--moe-hybridep-num-sms": "--moe-flex-dispatcher-num-sms",
         "--moe-token-capacity-factor": "--moe-expert-capacity-factor",
-        "--bias-activation-fusion": "--bias-swiglu-fusion",
         "--linear-attention-type": "--experimental-attention-variant",
         "--qk-nope-head-dim": "--qk-head-dim",
         "--qk-rope-head-dim": "--qk-pos-emb-head-dim",
@@ -100,23 +121,16 @@ _SWITCHES: Mapping[str, tuple[tuple[str, Words], ...]] = MappingProxyType(
     {
         "--use-rotary-position-embeddings": (("--position-embedding-type", ("rope",)),),
         "--recompute-activations": (("--recompute-granularity", ("selective",)),),
-        "--moe-layer-recompute": (("--recompute-granularity", ("selective",)), ("--recompute-modules", ("moe",))),
-        "--moe-enable-deepep": (
-            ("--moe-token-dispatcher-type", ("flex",)),
-            ("--moe-flex-dispatcher-backend", ("deepep",)),
+        "--enable-gpt-oss": (
+            ("--position-embedding-type", ("yarn",)),
+            ("--rotary-scaling-factor", ("32",)),
+            ("--yarn-original-max-position-embeddings", ("4096",)),
+            ("--no-yarn-correction-range-round-to-int", ()),
         ),
+        "--moe-enable-deepep": (("--moe-token-dispatcher-type", ("flex",)),),
         "--enable-cuda-graph": (("--cuda-graph-impl", ("local",)),),
         "--external-cuda-graph": (("--cuda-graph-impl", ("transformer_engine",)),),
         "--offload-optimizer-states": (("--chunked-optimizer-state-offload", ()),),
-    }
-)
-_GONE: Mapping[str, str] = MappingProxyType(
-    {
-        "--no-async-tensor-model-parallel-allreduce": "communication is overlapped where it can be",
-        "--use-separate-send-recv-groups": "pipeline stages have one pair of queues",
-        "--dist-ckpt-format": "checkpoints have one format",
-        "--no-query-key-layer-scaling": "that is the default",
-        "--export-force-local-attention": "attention is chosen by --kernel-backend",
     }
 )
 _FOREIGN: Mapping[str, str] = MappingProxyType(
@@ -127,9 +141,6 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
         "--decoder-num-layers": "there is one stack of layers; use --num-layers",
         "--decoder-seq-length": "there is one stack of layers; use --seq-length",
         "--loss-scale": "it belongs to fp16; use --bf16",
-        "--enable-gpt-oss": "write its parts out: --position-embedding-type yarn --rotary-scaling-factor 32 "
-        "--no-yarn-correction-range-round-to-int --softmax-type learnable --quick-geglu --glu-linear-offset 1 "
-        "--activation-func-clamp-value 7 --window-size 127,0 --window-attn-skip-freq 2",
         "--extra-vocab-size": "use --padded-vocab-size",
         "--max-padding-length": "use --seq-length",
         "--patch-tokenizer-type": "use --tokenizer-type HuggingFaceTokenizer",
@@ -137,8 +148,10 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
         "--train-mode": "this program pretrains; --finetune starts from weights",
     }
 )
-_TRANSLATED: Mapping[str, Callable[[Sequence[str]], Translated]] = MappingProxyType(
+_TRANSLATED: Mapping[str, Callable[[Sequence[str], ValueOf], Translated]] = MappingProxyType(
     {
+        "--moe-layer-recompute": _moe_layer_recompute,
+        "--error-injection-rate": _error_injection_rate,
         "--cuda-graph-scope": _cuda_graph_scope,
         "--no-weight-decay-cond-type": _no_weight_decay_cond_type,
     }

@@ -24,7 +24,7 @@ class About:
 
     model: str = ""
     gpu: str = ""
-    """h100, h200, b200, gb200, gb300; empty: any machine."""
+    """A kind of `--gpu`; empty: any machine."""
     gpus: int | None = None
     """Ranks of the published run; None: not said."""
     source: str = ""

@@ -144,6 +144,7 @@ class _Device:
 
 
 _DEVICES = (
+    _Device("VR200", 33.0, 130.0, 4000.0, 4000.0),
     _Device("GB300", None, None, 2500.0, 2500.0),
     _Device("GB200", 40.0, 80.0, 2500.0, 2500.0),
     _Device("B300", 1.25, 75.0, 2250.0, 2250.0),
@@ -161,9 +162,9 @@ _DEVICES = (
     _Device("L40S", None, 91.6, 362.0, 362.0),
     _Device("V100", 7.8, 15.7, 125.0, None),
 )
-"""From NVIDIA's data sheets: A100, H100 (SXM, PCIe, NVL), H200, HGX B200 and B300, GB200 NVL72, L40S, V100. Sheets that
-print tensor-core figures with 2:4 sparsity are halved. fp32 is the plain rate: torch does not use TF32 unless told
-to. The first entry that fits counts."""
+"""From NVIDIA's data sheets: A100, H100 (SXM, PCIe, NVL), H200, HGX B200 and B300, GB200 NVL72, Vera
+Rubin NVL72 (preliminary), L40S, V100. Sheets that print tensor-core figures with 2:4 sparsity are halved. fp32 is the
+plain rate: torch does not use TF32 unless told to. The first entry that fits counts."""
 
 
 def peak_flops(device_name: str, dtype: FloatName) -> float | None:

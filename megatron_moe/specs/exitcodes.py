@@ -111,3 +111,8 @@ def listed(lines: Sequence[str]) -> str:
     """Lines for the end of a sentence, each on its own; of many the first, and how many more there are."""
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "\n  ".join([*lines[:_MAX_LISTED], *more])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in messages: `1 rank`, `8 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

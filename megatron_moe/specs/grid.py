@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from megatron_moe.specs.exitcodes import counted
 from megatron_moe.specs.parallel import ParallelSpec
 
 
@@ -86,7 +87,9 @@ def expert_grid(spec: ParallelSpec) -> Grid:
 def _grid(spec: ParallelSpec, sizes: dict[str, int], product: str) -> Grid:
     ranks = prod(sizes.values())
     if spec.world_size % ranks:
-        raise FoldError(f"{product.format(**sizes)} = {ranks} does not divide the world of {spec.world_size} ranks")
+        raise FoldError(
+            f"{product.format(**sizes)} = {ranks} does not divide the world of {counted(spec.world_size, 'rank')}"
+        )
     sizes["dp"] = spec.world_size // ranks
     return Grid(tuple((axis, sizes[axis]) for axis in spec.order.split("-")))
 

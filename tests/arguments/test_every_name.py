@@ -11,13 +11,15 @@ import pytest
 
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry, normal
+from arguments.names import recognised
 from arguments.names.deprecated import old_names
-from arguments.names.rare import is_rare_switch_off, rare_name, rare_names
+from arguments.names.recognised import find_recognised, recognised_flags
 from arguments.read import read_plan
-from tests.command_lines import plan_of, problems_of
+from tests.command_lines import plan_of, texts_of
 
 REGISTRY = Registry.declared()
 TABLE = Path(__file__).parents[1] / "data_files" / "megatron_flags.tsv"
+LIST = Path(recognised.__file__).with_name("recognised.txt")
 OF_DOCUMENTS = (
     "--moe-token-capacity-factor", "--bias-activation-fusion", "--external-cuda-graph", "--cuda-graph-scope",
     "--moe-enable-deepep", "--moe-router-padding-for-fp8", "--moe-hybridep-num-sms", "--moe-deepep-num-sms",
@@ -36,12 +38,7 @@ def spellings(row: dict[str, str]) -> list[str]:
 
 
 def decided(name: str) -> bool:
-    return (
-        REGISTRY.find(name) is not None
-        or name in old_names()
-        or rare_name(name) is not None
-        or is_rare_switch_off(name)
-    )
+    return REGISTRY.find(name) is not None or name in old_names() or find_recognised(name) is not None
 
 
 def test_the_table_is_whole():
@@ -52,52 +49,73 @@ def test_every_name_has_a_decision():
     assert [name for row in rows() for name in spellings(row) if not decided(name)] == []
 
 
-def test_what_people_use_is_a_flag_or_an_old_name_of_one():
+def refused(name: str) -> bool:
+    known = find_recognised(name)
+    return known is not None and known[0].refused
+
+
+def test_no_name_that_people_use_is_refused_for_ever():
     used = [row for row in rows() if row["priority"] in ("A", "B") or "zoo" in row["seen in"]]
-    assert [row["flag"] for row in used if rare_name(normal(row["flag"]))] == []
+    assert [row["flag"] for row in used if refused(normal(row["flag"]))] == []
 
 
 @pytest.mark.parametrize("name", OF_DOCUMENTS)
-def test_names_of_documents_and_of_earlier_versions_are_old_names(name):
-    (today,) = [today for old, today in old_names().items() if old == name]
-    assert not today.startswith("refused")
+def test_names_of_documents_and_of_earlier_versions_are_accepted(name):
+    assert decided(name) and not refused(name)
+    assert not old_names().get(name, "").startswith("refused")
 
 
 def test_every_old_name_becomes_flags_that_exist():
     for old, today in old_names().items():
-        if not today.startswith(("refused: ", "nothing: ")):
+        if not today.startswith("refused: "):
             assert [word for word in today.split() if word.startswith("--") and not REGISTRY.find(word)] == [], old
 
 
 def test_a_name_has_one_meaning():
-    rare = [name for name, _ in rare_names()]
-    assert len(rare) == len(set(rare))
-    assert [name for name in rare if REGISTRY.find(name) or name in old_names()] == []
-    assert [name for name in old_names() if REGISTRY.find(name)] == []
+    names = [word for line in LIST.read_text().splitlines() if not line.startswith("[") for word in line.split()]
+    assert len(names) == len(set(names)) == len(recognised_flags())
+    assert [name for name in names if REGISTRY.find(name) or name in old_names()] == []
+    assert [name for name in (*REGISTRY.spellings, *old_names()) if find_recognised(name)] == []
 
 
-@pytest.mark.parametrize("name", [name for name, _ in rare_names()])
-def test_a_rare_name_is_refused_by_its_sentence_and_ignored_on_request_where_no_number_changes(name):
-    rare = rare_name(name)
-    (problem,) = problems_of(f"{name} 3")
-    assert problem.what == f"{name} {rare.reason} (command line)"
-    rest = problems_of(f"{name} 3 --allow-ignored-flags")
-    assert rest == (() if rare.harmless else (problem,))
+@pytest.mark.parametrize("name", recognised_flags())
+def test_a_recognised_name_is_refused_or_accepted_and_reported_with_its_reason(name):
+    known = recognised_flags()[name]
+    if known.refused:
+        assert texts_of(f"{name} 3") == [f"{name} {known.reason} (command line)"]
+        assert texts_of(f"{name} false") == []
+    else:
+        assert f"without effect: {name} 3 ({known.reason})" in plan_of(f"{name} 3").notes
 
 
-def test_a_rare_name_that_is_ignored_leaves_a_note():
-    (note,) = plan_of("--otel-enabled --allow-ignored-flags").notes
-    assert note.startswith("ignored: --otel-enabled belongs to a logger")
+def test_flags_without_effect_share_one_line_per_reason():
+    notes = plan_of("--transformer-impl local --tp-comm-overlap --use_flash_attn --no-rope-fusion").notes
+    listed = [note.partition(" (")[0] for note in notes if note.startswith("without effect: ")]
+    assert listed == [
+        "without effect: --transformer-impl local, --use_flash_attn, --no-rope-fusion",
+        "without effect: --tp-comm-overlap",
+    ]
 
 
-def test_a_rare_switch_that_is_off_asks_for_nothing():
-    assert plan_of("--no-rl-use-sequence-packing --no_perform_rl_step").notes == ()
+def test_the_opposite_of_a_refused_switch_requests_nothing():
+    assert plan_of("--no-rl-use-sequence-packing --no_perform_rl_step --dsa-indexer-scoring-relu").notes == ()
 
 
-def test_help_and_search_know_rare_names():
+def test_a_recognised_name_in_a_file_is_reported_once_and_taken_back_by_null(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("otel-enabled: true\nrope-fusion: true\nperform-rl-step: false\nlogging-level: $UNSET\n")
+    second.write_text("otel-enabled: null\nrope-fusion: false\n")
+    notes = plan_of(f"--config {first} {second}").notes
+    listed = [note.partition(" (")[0] for note in notes if note.startswith("without effect: ")]
+    assert listed == ["without effect: --rope-fusion false", "without effect: --logging-level"]
+
+
+def test_help_and_search_know_recognised_names():
     for words, text in (
-        (("--help", "--otel_enabled"), "--otel_enabled belongs to a logger that does not exist"),
-        (("--find", "otel"), "--otel-span-groups"),
+        (("--help", "--otel_enabled"), "--otel_enabled concerns a logger .* accepted without effect"),
+        (("--help", "--perform-rl-step"), "reinforcement learning; .* It is refused"),
+        (("--find", "expert parallel"), "--expert-model-parallel-size "),
+        (("--find", "otel"), "--otel-span-groups +no effect: concerns a logger"),
     ):
         with pytest.raises(Finished, match=text):
             read_plan(words, {})

@@ -109,14 +109,60 @@ def test_the_shape_of_megatron_dev(tmp_path):
     file = read(tmp_path / "a.yaml", DEV)
     assert values(file) == {
         "num_layers": 3,
-        "use_mcore_models": True,
         "load_optim": False,
-        "bias_swiglu_fusion": False,
         "cuda_graph_modules": ("attn", "moe_router"),
-        "recompute_modules": ("moe_act layernorm",),
+        "recompute_modules": ("moe_act", "layernorm"),
         "adam_eps": 1e-8,
     }
     assert file.environment == {"USE_MNNVL": "1"}
+
+
+MERGED = """
+COMMON: &common
+  --lr: 0.1
+  --adam-eps: 0.1
+  --adam-beta1: &beta 0.5
+MORE: &more {--adam-eps: 0.2, --adam_beta2: *beta, "--min-lr": 0.01}
+ENV_VARS: &variables {A: 1}
+MODEL_ARGS:
+  <<: [*common, *more]
+  --lr: 0.3
+  --recompute-modules: "[layernorm moe_act]"
+  --moe-layer-freq: [0, 1, 1]
+  --cuda-graph-modules: "['attn', 'moe_router']"
+"""
+
+
+def test_anchors_merge_keys_and_lists_in_quotes(tmp_path):
+    """As in YAML: a mapping's own names win, then the earlier of the merged mappings."""
+    file = read(tmp_path / "a.yaml", MERGED)
+    assert values(file) == {
+        "lr": 0.3,
+        "adam_eps": 0.1,
+        "adam_beta1": 0.5,
+        "adam_beta2": 0.5,
+        "min_lr": 0.01,
+        "recompute_modules": ("layernorm", "moe_act"),
+        "moe_layer_freq": (0, 1, 1),
+        "cuda_graph_modules": ("attn", "moe_router"),
+    }
+    assert settle(REGISTRY, [file.flags]).notes == []
+    assert values(read(tmp_path / "b.yaml", "&a\n<<: *a\nlr: 1")) == {"lr": 1.0}
+
+
+def test_nested_merges_are_expanded_once(tmp_path):
+    levels = "".join(f"L{n}: &l{n} {{<<: [*l{n - 1}, *l{n - 1}]}}\n" for n in range(1, 60))
+    file = read(tmp_path / "a.yaml", f"L0: &l0 {{lr: 1}}\n{levels}ARGS: {{<<: *l59}}\n")
+    assert values(file) == {"lr": 1.0}
+
+
+def test_an_unset_variable_is_one_problem_with_all_its_lines(tmp_path):
+    text = "save: ${OUT}/a\nload: ${OUT}/b\ntensorboard-dir: ${OUT}/${NAME}\nrun-dir: ${OTHER:-x}\n"
+    file = read(tmp_path / "a.yaml", text)
+    assert [problem.what.partition("a.yaml:")[2] for problem in file.problems] == [
+        "1, 2, 3 needs the environment variable OUT, which is not set",
+        "3 needs the environment variable NAME, which is not set",
+    ]
 
 
 def test_every_value_knows_its_line(tmp_path):
@@ -157,7 +203,8 @@ def test_missing_variables_are_all_reported_and_their_flags_not_twice(tmp_path):
         ("? [a]\n: 3", "a key that is not a name"),
         ("config: b.yaml", "--config belongs on the command line"),
         ("&a {model: *a}", "neither a text, a number nor a list"),
-        ("<<: {lr: 1}", "neither a text, a number nor a list"),
+        ("<<: 3", "holds no `name: value` lines"),
+        ("moe_layer_freq: {<<: 3}", "neither a text, a number nor a list"),
     ],
 )
 def test_a_file_that_is_wrong_is_reported_with_its_line(tmp_path, text, message):

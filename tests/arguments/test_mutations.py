@@ -9,13 +9,13 @@ from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
 from arguments.huggingface.questions import AnotherModel
 from arguments.names.deprecated import old_names
-from arguments.names.rare import rare_names
+from arguments.names.recognised import recognised_flags
 from arguments.read import read_plan
 from arguments.values import choices
 from tests.command_lines import SMALL, VOCAB_SIZE, words
 
 REGISTRY = Registry.declared()
-OPTIONS = sorted({*REGISTRY.spellings, *old_names(), *(name for name, _ in rare_names()), "--nonsense", "--"})
+OPTIONS = sorted({*REGISTRY.spellings, *old_names(), *recognised_flags(), "--nonsense", "--"})
 ANSWERS = ("--help", "--find")
 VALUES = (
     "0", "1", "2", "3", "7", "-1", "0.5", "1e-6", "1e99", "-0", "inf", "nan", "999999999999999999999", "", " ", "x",

@@ -357,6 +357,22 @@ def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
     assert plan.loop.train_iters == steps
 
 
+def test_a_growing_batch_goes_with_a_number_of_iterations():
+    """As in Megatron the schedule of the learning rate counts full batches."""
+    plan = plan_of("--rampup-batch-size 4 4 60")
+    assert (plan.batch.rampup, plan.loop.train_iters, plan.loop.train_samples) == ((4, 4, 60), 200, None)
+    assert plan.lr.decay_samples == 200 * 16
+
+
+def test_graphs_compute_at_least_one_step_first():
+    steps = [plan_of(f"--cuda-graph-warmup-steps {number}").graphs.warmup_steps for number in (0, 1, 2)]
+    assert steps == [1, 1, 2]
+
+
+def test_layers_to_recompute_mean_nothing_without_a_granularity():
+    assert plan_of("--recompute-num-layers 2 --recompute-method block").memory.recompute.granularity == "none"
+
+
 @pytest.mark.parametrize(
     ("more", "spec"),
     [
@@ -542,7 +558,7 @@ def test_numbers_that_a_machine_cannot_count_to_never_reach_it():
 
 
 @pytest.mark.parametrize(
-    ("more", "sentence"), [("--emulate-rank ²", "no rank of a world"), ("--emulate-plot a.xyz", "no PNG")]
+    ("more", "sentence"), [("--emulate-rank ²", "not a rank of a world"), ("--emulate-plot a.xyz", "not a PNG")]
 )
 def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
     (text,) = texts_of(f"--fake-init-process-group {more}")

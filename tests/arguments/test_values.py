@@ -38,6 +38,10 @@ DEEPSEEK = (0,) * 3 + (1,) * 58
         (LayerPattern, ["[0,1,1]"], (0, 1, 1)),
         (LayerPattern, [" ([0]*3 + 2*[1]) * 2 "], (0, 0, 0, 1, 1) * 2),
         (LayerPattern, ["2*3"], 6),
+        (LayerPattern, ["0", "1", "1"], (0, 1, 1)),
+        (LayerPattern, [str([0, 1] * 200)], (0, 1) * 200),
+        (tuple[Literal["a", "b"], ...], ["[a b]"], ("a", "b")),
+        (Literal["h100", "LayerNorm"], ["H100"], "h100"),
     ],
 )
 def test_a_text_becomes_the_value_its_type_promises(annotation, texts, value):
@@ -57,9 +61,11 @@ def test_a_text_becomes_the_value_its_type_promises(annotation, texts, value):
         (int, ["9" * 400], "is not a finite number"),
         (float, ["-1e39"], r"is beyond 3.40282e\+38, the largest number of fp32"),
         (bool, ["maybe"], "takes no value"),
-        (Literal["a", "b"], ["c"], "is none of a, b"),
+        (Literal["a", "b"], ["c"], "is not one of a, b"),
         (tuple[int, int] | None, ["127"], "takes 2 values, not 1"),
-        (tuple[int, ...], ["1", "x"], "is not a whole number"),
+        (tuple[int, ...], ["1", "x"], "has x, which is not a whole number"),
+        (tuple[Literal["a", "b"], ...], ["a", "c"], "has c, which is not one of a, b"),
+        (LayerPattern, ["([0]*3+[1]*99999)"], "goes beyond 10000"),
     ],
 )
 def test_a_text_that_does_not_fit_is_refused_with_the_reason(annotation, texts, message):

@@ -73,7 +73,7 @@ def test_sizes_without_a_schedule_end_with_one_sentence_and_code_2(capsys):
     captured = capsys.readouterr()
     assert captured.err.startswith("groups of 4 microbatches") and captured.out == ""
     assert main("--pp 2 --layout Ett|tt|L".split()) == ExitCode.CONFIG
-    assert "3 stages, which do not divide among 2" in capsys.readouterr().err
+    assert "3 stages, which cannot be divided among 2" in capsys.readouterr().err
 
 
 RUN = "--recipe quickstart --vocab-size 4096 --global-batch-size 64 --pipeline-model-parallel-size 2"

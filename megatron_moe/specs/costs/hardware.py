@@ -8,7 +8,7 @@ from typing import Literal
 from megatron_moe.specs.count_flops import peak_flops
 from megatron_moe.specs.precision import FloatName
 
-GpuKind = Literal["h100", "h200", "b200", "b300", "gb200", "gb300"]
+GpuKind = Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"]
 
 GIB = 1 << 30
 LINK_EFFICIENCY = 0.7
@@ -34,6 +34,10 @@ class Gpu:
     """GPUs, and so ranks, of one host."""
     nvlink_domain: int
     """GPUs that NVLink joins: those of a host, or of a rack."""
+    host_link: float = 55e9
+    """Bytes per second to host memory: a PCIe 5 link of 16 lanes."""
+    fp8_speedup: float = 2.0
+    """Dense FP8 rate as a multiple of the bf16 rate; 1: no FP8 units."""
 
     @property
     def bf16(self) -> float:
@@ -49,8 +53,8 @@ class Gpu:
 
     @property
     def fp8(self) -> float:
-        """Dense FLOP/s: twice those of bf16 on all of these kinds."""
-        return 2 * self.bf16
+        """Dense FLOP/s of FP8 products; those of bf16 where the kind has no FP8 units."""
+        return self.fp8_speedup * self.bf16
 
     def domain_ranks(self, world_size: int) -> int:
         """Ranks that share an NVLink domain. Of the 72 GPUs of a rack larger jobs take 64: their groups are powers of
@@ -60,21 +64,42 @@ class Gpu:
         return 1 << (self.nvlink_domain.bit_length() - 1)
 
 
-_LINK_4, _LINK_5 = 450e9, 900e9
-"""NVLink of Hopper and of Blackwell."""
-_PORT_400, _PORT_800 = 50e9, 100e9
-"""ConnectX-7 and ConnectX-8."""
+_LINK_3, _LINK_4, _LINK_5, _LINK_6 = 300e9, 450e9, 900e9, 1800e9
+"""NVLink of Ampere, Hopper, Blackwell and Rubin."""
+_PORT_200, _PORT_400, _PORT_800, _PORT_1600 = 25e9, 50e9, 100e9, 200e9
+"""A port of ConnectX-6, -7 and -8, and two of ConnectX-9."""
+_GRACE = 225e9
+"""Two GPUs share the 450 GB/s of a Grace processor."""
 
 _KINDS = (
+    Gpu(
+        "a100", "A100", memory_gib=79.1, hbm=2.039e12, nvlink=_LINK_3, network=_PORT_200, per_node=8, nvlink_domain=8,
+        host_link=27e9, fp8_speedup=1.0,
+    ),
     Gpu("h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
     Gpu("h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
+    Gpu(
+        "gh200", "GH200", memory_gib=94.9, hbm=4.0e12, nvlink=_LINK_4, network=_PORT_200, per_node=4, nvlink_domain=4,
+        host_link=450e9,
+    ),
     Gpu("b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=8, nvlink_domain=8),
     Gpu("b300", "B300", memory_gib=268.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=8, nvlink_domain=8),
-    Gpu("gb200", "GB200", memory_gib=184.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=4, nvlink_domain=72),
-    Gpu("gb300", "GB300", memory_gib=277.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=4, nvlink_domain=72),
-)
-"""NVIDIA's data sheets of HGX H100, H200, B200 and B300, GB200 NVL72 and GB300 NVL72: 80, 141, 180, 270, 186 and 279 GB
-of HBM; NVLink 900 and 1800 GB/s in both directions together; a port of 400 or 800 Gb/s per GPU. The memory is what
-drivers report of it, in GiB."""
+    Gpu(
+        "gb200", "GB200", memory_gib=184.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=4, nvlink_domain=72,
+        host_link=_GRACE,
+    ),
+    Gpu(
+        "gb300", "GB300", memory_gib=277.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=4, nvlink_domain=72,
+        host_link=_GRACE,
+    ),
+    Gpu(
+        "vr200", "VR200", memory_gib=277.0, hbm=22e12, nvlink=_LINK_6, network=_PORT_1600, per_node=4, nvlink_domain=72,
+        host_link=450e9, fp8_speedup=17.5 / 4,
+    ),
+)  # fmt: skip
+"""NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, of nodes of four GH200, and of GB200, GB300 and Vera
+Rubin NVL72: 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB of HBM; NVLink 600 (A100), 900 (Hopper), 1800 (Blackwell)
+and 3600 GB/s (Rubin) in both directions together; 200 to 1600 Gb/s of network per GPU. The memory is what drivers
+report of it, in GiB. Figures of VR200 are preliminary, and its reported memory is assumed to be that of GB300."""
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})

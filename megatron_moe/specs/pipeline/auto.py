@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_moe.specs.count_flops import count_flops, count_layer_flops
+from megatron_moe.specs.exitcodes import counted
 from megatron_moe.specs.model import ModelSpec
 from megatron_moe.specs.pipeline.layout import LayoutError, PipelineLayout, StageSpec, place_layers
 
@@ -51,7 +52,8 @@ def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -
     """
     if len(costs.layers) < pp * vpp - 2:
         raise LayoutError(
-            f"{len(costs.layers)} layers are too few for {pp} pipeline ranks x {vpp} virtual stages: at most "
+            f"{counted(len(costs.layers), 'layer')} cannot fill {counted(pp, 'pipeline rank')} x "
+            f"{counted(vpp, 'virtual stage')}: at most "
             f"embedding and loss may have a stage without a layer"
         )
     last = pp * vpp - 1

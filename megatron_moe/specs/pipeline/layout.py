@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Final
 
+from megatron_moe.specs.exitcodes import counted
 from megatron_moe.specs.pipeline.stages import StageMap
 
 _REPEATED_GROUP: Final = re.compile(r"\(([^()]*)\)\*(\d+)")
@@ -112,7 +113,8 @@ def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | N
         below = len(stages) - len(stages) % pp
         near = f"{below} or {below + pp}" if below else str(pp)
         raise LayoutError(
-            f"{text} has {len(stages)} stages, which do not divide among {pp} pipeline ranks; {near} would"
+            f"{text} has {counted(len(stages), 'stage')}, which cannot be divided among {pp} pipeline ranks; "
+            f"{near} would"
         )
     _check_mtp_stage(text, stages, pp)
     return place_layers([stage.count("t") for stage in stages], pp, num_mtp, _index(stages, "m"))
@@ -192,19 +194,22 @@ def even_layout(
         ranks = _uneven_ranks(num_layers, pp, first, last)
         for rank, count in enumerate(ranks):
             if count % vpp:
-                raise LayoutError(f"the {count} layers of pipeline rank {rank} do not divide into {vpp} virtual stages")
+                raise LayoutError(
+                    f"{counted(count, 'layer')} of pipeline rank {rank} cannot be divided into {vpp} virtual stages"
+                )
         counts = [count // vpp for count in ranks] * vpp
         return place_layers(counts, pp, num_mtp, len(counts) - 1)
     extra = account_for_embedding + account_for_loss
     each, rest = divmod(num_layers + extra, pp * vpp)
     if rest:
-        counted = f"{num_layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
-        raise LayoutError(f"{counted} do not divide among {pp} pipeline ranks x {vpp} virtual stages")
+        total = counted(num_layers, "layer") + (f" and {extra} for embedding and loss" if extra else "")
+        stages = f"{counted(pp, 'pipeline rank')} x {counted(vpp, 'virtual stage')}"
+        raise LayoutError(f"{total} cannot be divided among {stages}")
     counts = [each] * (pp * vpp)
     counts[0] -= account_for_embedding
     counts[-1] -= account_for_loss
     if min(counts) < 0:
-        raise LayoutError(f"{num_layers} layers are too few to count embedding and loss as layers of one stage")
+        raise LayoutError(f"--num-layers {num_layers} is too small to count embedding and loss as layers of one stage")
     return place_layers(counts, pp, num_mtp, len(counts) - 1)
 
 
@@ -216,8 +221,8 @@ def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None)
         raise LayoutError(f"{pp} pipeline rank has no first and last rank apart")
     if rest < 0 or (rest % middle if middle else rest):
         raise LayoutError(
-            f"{num_layers} layers less {' and '.join(map(str, given))} leave {rest}, which do not divide among the "
-            f"other {middle} pipeline ranks"
+            f"{counted(num_layers, 'layer')} less {' and '.join(map(str, given))} leave {rest}, which cannot be "
+            f"divided among the other {counted(middle, 'pipeline rank')}"
         )
     between = [rest // middle] * middle if middle else []
     return ([] if first is None else [first]) + between + ([] if last is None else [last])
@@ -250,7 +255,7 @@ def virtual_stages(num_layers: int, *, pp: int, per_virtual_stage: int) -> int:
     per_rank, rest = divmod(num_layers, pp)
     if rest or per_rank % per_virtual_stage:
         raise LayoutError(
-            f"{num_layers} layers over {pp} pipeline ranks are {num_layers / pp:g} per rank, which do not divide into "
-            f"virtual stages of {per_virtual_stage} layers"
+            f"{counted(num_layers, 'layer')} over {counted(pp, 'pipeline rank')}: {num_layers / pp:g} per rank, which "
+            f"cannot be divided into virtual stages of {counted(per_virtual_stage, 'layer')}"
         )
     return per_rank // per_virtual_stage

@@ -55,13 +55,11 @@ def rates_of(gpu: Gpu, precision: PrecisionSpec) -> Rates:
     """What a GPU reaches with the products of a run."""
     peak, _ = gpu.rate(precision.params)
     low = gpu.fp8 * LOW_PRECISION
-    # two GPUs share a Grace processor's 450 GB/s; the others have a PCIe 5 link of 16 lanes
-    link = 225e9 if gpu.kind in ("gb200", "gb300") else 55e9
     return Rates(
         dense=low if precision.low else peak * DENSE,
         head=peak * DENSE,
         experts=low if precision.low else peak * GROUPED,
         core_attention=peak * CORE_ATTENTION,
         memory=gpu.hbm * BANDWIDTH,
-        host_link=link,
+        host_link=gpu.host_link,
     )

@@ -97,8 +97,9 @@ def test_the_bound_is_operations_over_peak_and_bubble():
 
 
 def test_gpus_are_what_their_data_sheets_say():
-    assert [gpu.bf16 / 1e12 for gpu in GPUS.values()] == [989.0, 989.0, 2250.0, 2250.0, 2500.0, 2500.0]
-    assert all(gpu.fp8 == 2 * gpu.bf16 and gpu.nvlink > gpu.network for gpu in GPUS.values())
+    assert [gpu.bf16 / 1e12 for gpu in GPUS.values()] == [312, 989, 989, 989, 2250, 2250, 2500, 2500, 4000]
+    assert [gpu.fp8 / 1e12 for gpu in GPUS.values()] == [312, 1978, 1978, 1978, 4500, 4500, 5000, 5000, 17500]
+    assert all(gpu.nvlink > gpu.network for gpu in GPUS.values())
     assert GPUS["gb200"].domain_ranks(72) == 72
     assert GPUS["gb200"].domain_ranks(256) == 64
     assert GPUS["h100"].domain_ranks(256) == 8

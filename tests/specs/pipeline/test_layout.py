@@ -69,7 +69,7 @@ def test_a_layout_written_out_reads_back():
         ("|Ett|t|tL", "must begin with E"),
         ("Ett|tLt", "must end with L"),
         ("Ett|ttL|", "must end with L"),
-        ("Ett|t|tL", "has 3 stages, which do not divide among 2 pipeline ranks; 2 or 4 would"),
+        ("Ett|t|tL", "has 3 stages, which cannot be divided among 2 pipeline ranks; 2 or 4 would"),
     ],
 )
 def test_what_breaks_a_rule_of_the_language_is_refused(text, message):
@@ -164,14 +164,17 @@ def test_multi_token_prediction_stands_on_the_last_stage_without_a_layout():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_layers": 61, "pp": 8}, "61 layers do not divide among 8 pipeline ranks"),
-        ({"num_layers": 61, "pp": 8, "account_for_loss": True}, "61 layers and 1 for embedding and loss do not divide"),
+        ({"num_layers": 61, "pp": 8}, "61 layers cannot be divided among 8 pipeline ranks"),
+        (
+            {"num_layers": 61, "pp": 8, "account_for_loss": True},
+            "61 layers and 1 for embedding and loss cannot be",
+        ),
         ({"num_layers": 61, "pp": 8, "first": 4, "last": 4}, "61 layers less 4 and 4 leave 53.*the other 6"),
         ({"num_layers": 4, "pp": 2, "first": 3, "last": 2}, "leave -1"),
         ({"num_layers": 4, "pp": 1, "first": 2, "last": 2}, "no first and last rank apart"),
         (
             {"num_layers": 7, "pp": 3, "vpp": 2, "first": 3, "last": 2},
-            "the 3 layers of pipeline rank 0 do not divide into 2",
+            "3 layers of pipeline rank 0 cannot be divided into 2",
         ),
         ({"num_layers": 7, "pp": 2, "first": 3, "account_for_loss": True}, "exclude each other"),
     ],
@@ -184,9 +187,9 @@ def test_numbers_that_do_not_divide_are_refused(sizes, message):
 def test_virtual_stages_follow_from_their_number_of_layers():
     assert virtual_stages(24, pp=4, per_virtual_stage=2) == 3
     assert virtual_stages(24, pp=4, per_virtual_stage=6) == 1
-    with pytest.raises(LayoutError, match="24 layers over 4 pipeline ranks are 6 per rank.*of 4 layers"):
+    with pytest.raises(LayoutError, match="24 layers over 4 pipeline ranks: 6 per rank.*of 4 layers"):
         virtual_stages(24, pp=4, per_virtual_stage=4)
-    with pytest.raises(LayoutError, match=r"61 layers over 4 pipeline ranks are 15.25 per rank"):
+    with pytest.raises(LayoutError, match=r"61 layers over 4 pipeline ranks: 15.25 per rank"):
         virtual_stages(61, pp=4, per_virtual_stage=1)
 
 
@@ -253,7 +256,7 @@ def test_auto_layouts_of_public_models_read_back_and_are_more_even_than_equal_nu
 
 
 def test_auto_refuses_more_stages_than_layers():
-    with pytest.raises(LayoutError, match="3 layers are too few for 4 pipeline ranks x 2 virtual stages"):
+    with pytest.raises(LayoutError, match="3 layers cannot fill 4 pipeline ranks x 2 virtual stages"):
         auto_layout(StageCosts(layers=(1.0,) * 3), pp=4, vpp=2)
 
 
