@@ -306,8 +306,8 @@ class _Reader:
         name = match["braced"] or match["plain"]
         return self.environ.get(name, self.file.environment.get(name, match["default"]))
 
-    def _problem(self, node: yaml.Node, what: str) -> None:
-        self.file.problems.append(Problem(what=f"{self._place(node)} {what}"))
+    def _problem(self, node: yaml.Node, what: str, remedy: str = "") -> None:
+        self.file.problems.append(Problem(what=f"{self._place(node)} {what}", remedy=remedy))
 
     def _place(self, node: yaml.Node) -> str:
         return f"{shown(self.file.path)}:{node.start_mark.line + 1}"
