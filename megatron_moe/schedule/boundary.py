@@ -6,14 +6,14 @@ tensor that shares the data but does not keep it: what no operation saves is fre
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_moe.parallel.alltoall import InFlight
+from megatron_moe.memory.structure import map_fields
 
 
 class Crossing:
@@ -100,17 +100,23 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
+class Pending(Protocol):
+    """An exchange between its start and its finish, as part of a state that crosses a boundary."""
+
+    def replace_boundary(self, change: Callable[[Any], Any]) -> None:
+        """Replaces each tensor through which gradients pass from the finish to the start by `change` of it."""
+        ...
+
+
 def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with other tensors. Rows on their way keep their identity: the halves know each other."""
+    """The same structure with other tensors or cuts. A pending exchange (`Pending`) is changed in place, because both
+    of its halves refer to it."""
     if isinstance(state, Tensor | Cut):
         return change(state)
-    if isinstance(state, InFlight):
-        state.anchor = change(state.anchor)
-        return state
     if isinstance(state, tuple):
         return tuple(_rebuilt(part, change) for part in state)
-    if is_dataclass(state) and not isinstance(state, type):
-        parts = {field.name: getattr(state, field.name) for field in fields(state)}
-        changed = {name: _rebuilt(part, change) for name, part in parts.items()}
-        return state if all(changed[name] is parts[name] for name in parts) else replace(state, **changed)
+    if hasattr(state, "replace_boundary"):
+        state.replace_boundary(change)
+    elif is_dataclass(state) and not isinstance(state, type):
+        return map_fields(state, lambda part: _rebuilt(part, change))
     return state

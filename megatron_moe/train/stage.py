@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.memory.flights import Flights
-from megatron_moe.model.captured import draw_forced
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
@@ -94,7 +93,7 @@ class RankStage:
         flight = flights.take(microbatch, chunk)
         if flight is None:
             return batch
-        batch = draw_forced(self._pipeline.model, batch, self._pipeline.context.dtype)
+        batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
         return replace(batch, meta=replace(batch.meta, flight=flight))
 
     def _with_loss(self, step: Step, batch: MicroBatch) -> Step:
