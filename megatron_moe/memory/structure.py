@@ -69,7 +69,7 @@ def _walk(part: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any
 def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
     """The dataclass instance with `change` applied to each field in order; the same instance if nothing changes."""
     changes = {}
-    for name in _field_names(type(instance)):
+    for name in _field_names(instance.__class__):
         value = getattr(instance, name)
         changed = change(value)
         if changed is not value:

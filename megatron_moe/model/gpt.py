@@ -21,6 +21,7 @@ from megatron_moe.model.mtp import MTP, targets
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
@@ -62,11 +63,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.chunks = tuple(chunks)
         held = [i for chunk in chunks for i in chunk.layers]
-        self.layers = nn.ModuleDict(
-            {str(i): TransformerLayer(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels, keeping) for i in held}
-        )
+        self.by_index = {
+            i: TransformerLayer(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels, keeping) for i in held
+        }
+        """`layers` by global index."""
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
         self._layer_nodes = [self._whole_layers(chunk, keeping) for chunk in chunks]
-        self.final_layernorm, self._final_nodes = None, ()
+        self.final_layernorm = None
+        self._final_nodes: tuple[Node, ...] = ()
         if any(chunk.final_norm for chunk in chunks):
             self.final_layernorm = Norm(spec.norm, spec.hidden_size, ctx, kernels)
             self._final_nodes = (norm_node(self.final_layernorm),)
@@ -77,8 +81,7 @@ class Decoder(nn.Module):
         stage, final = self.chunks[chunk], self._final_nodes
         if not by_node:
             return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], meta)]
-        layers = [self.layers[str(i)] for i in stage.layers]
-        bound = [BoundNodes(layer.nodes, meta, position) for position, layer in enumerate(layers)]
+        bound = [BoundNodes(self.by_index[i].nodes, meta, position) for position, i in enumerate(stage.layers)]
         if stage.final_norm:
             bound[-1] = bound[-1]._replace(nodes=(*bound[-1].nodes, *final))
         return bound
@@ -86,7 +89,7 @@ class Decoder(nn.Module):
     def _whole_layers(self, stage: StageSpec, keeping: Keeping) -> list[Node]:
         layers, nodes = iter(stage.layers), []
         for number, twice in keeping.layers(len(stage.layers)):
-            group = [module_node(self.layers[str(next(layers))]) for _ in range(number)]
+            group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
             nodes += [recompute_nodes(group, keeping, "chunk")] if twice else group
         return nodes
 
@@ -156,13 +159,13 @@ class GPT(nn.Module):
         wanted = frozenset(modules)
         if self.ctx.group("etp_ep").size > 1:
             wanted -= {"moe_preprocess"}  # sends rows, and collectives are not captured
-        for layer in self.decoder.layers.values():
+        for layer in self.decoder.by_index.values():
             layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
 
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """The microbatch with the logits that benchmarks force on the routers of the decoder: a replay draws no random
         numbers."""
-        routers = [layer.mlp.router for layer in self.decoder.layers.values() if layer.spec.is_moe]
+        routers = [layer.mlp.router for layer in self.decoder.by_index.values() if isinstance(layer.mlp, MoELayer)]
         forced = [router for router in routers if router.spec.force_balancing or router.spec.force_biased is not None]
         if not forced:
             return batch

@@ -1,15 +1,15 @@
 """Node chains: the computation of a layer as a sequence of nodes, and the functions that run them.
 
 A node maps one `LayerState` to the next. Plain execution (`run_nodes`), recompute (`recompute_nodes`), CUDA-graph
-capture (`capture_nodes`) and a schedule that interleaves two microbatches (`schedule_steps`) are functions over the same
-nodes, so they compose. `moe` is the lowest package that knows all types in a `LayerState`.
+capture (`capture_nodes`) and a schedule that interleaves two microbatches (`schedule_steps`) are functions over the
+same nodes, so they compose. `moe` is the lowest package that knows all types in a `LayerState`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -81,18 +81,18 @@ class Node:
     """Slot of a schedule that interleaves two microbatches; None: that of the node before."""
     run: Callable[[Any, TokenMeta], Any]
     """`run(state, meta) -> state`. The first and the last node of a pipeline stage receive and return other types."""
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[nn.Parameter, ...] = ()
     """All parameters that `run` reads."""
 
 
-def parameters_of(*sources: nn.Module | Parameter | None) -> tuple[Parameter, ...]:
-    """The parameters of modules and parameters themselves, for `Node.parameters`."""
-    found: dict[Parameter, None] = {}
+def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
+    """The parameters of modules, and parameters themselves, for `Node.parameters`."""
+    found: dict[nn.Parameter, None] = {}
     for source in sources:
-        for parameter in source.parameters() if isinstance(source, nn.Module) else (source,):
-            if parameter is not None:
-                assert isinstance(parameter, Parameter), "a parameter that was not made by new_parameter"
-                found[parameter] = None
+        if isinstance(source, nn.Module):
+            found |= dict.fromkeys(source.parameters())
+        elif source is not None:
+            found[source] = None
     return tuple(found)
 
 
@@ -176,8 +176,9 @@ def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> t
         if first in names and last in names:
             span = slice(names.index(first), names.index(last) + 1)
             group = tuple(chain[span])
-            part = Part(f"{module} of {site}", partial(run_nodes, group), _all_parameters(group))
-            chain[span] = [Node(module, group[0].slot, partial(_run_captured, part), part.parameters)]
+            parameters = _all_parameters(group)
+            part = Part(f"{module} of {site}", partial(run_nodes, group), cast(tuple[Parameter, ...], parameters))
+            chain[span] = [Node(module, group[0].slot, partial(_run_captured, part), parameters)]
     return tuple(chain)
 
 
@@ -202,5 +203,5 @@ def schedule_steps(chain: Iterable[BoundNodes]) -> list[Step]:
     return steps
 
 
-def _all_parameters(nodes: Iterable[Node]) -> tuple[Parameter, ...]:
+def _all_parameters(nodes: Iterable[Node]) -> tuple[nn.Parameter, ...]:
     return parameters_of(*(parameter for node in nodes for parameter in node.parameters))
