@@ -10,11 +10,11 @@ from megatron_moe.model.mla import MLA
 from megatron_moe.model.mlp import MLP
 from megatron_moe.model.norm import Norm
 from megatron_moe.moe.layer import MoELayer
-from megatron_moe.moe.node_chain import LayerState, Node, parameters_of, recompute_nodes, run_nodes
+from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor import sequence_part
-from megatron_moe.specs.attention import AttentionSpec, MLASpec
+from megatron_moe.specs.attention import MLASpec
 from megatron_moe.specs.model import LayerSpec
 from megatron_moe.specs.moe import MoESpec
 
@@ -49,7 +49,12 @@ class TransformerLayer(nn.Module):
         self.keeping = keeping = keeping or Keeping()
         self.positions = sequence_part(ctx)
         self.input_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
-        self.self_attention = _make_mixer(spec.mixer, f"{site}.self_attention", ctx, kernels, keeping)
+        made_of = f"{site}.self_attention", ctx, kernels, keeping
+        self.self_attention: nn.Module
+        if isinstance(spec.mixer, MLASpec):
+            self.self_attention = MLA(spec.mixer, *made_of)
+        else:
+            self.self_attention = Attention(spec.mixer, *made_of)
         self.pre_mlp_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
         self.mlp: MoELayer | MLP
         feed_forward: tuple[Node, ...]
@@ -71,7 +76,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        out_SBH: Tensor = run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH), meta).hidden_SBH
+        out_SBH: Tensor = run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), meta).hidden_SBH
         return out_SBH
 
     def _attention(self, state: LayerState, meta: TokenMeta) -> LayerState:
@@ -95,7 +100,7 @@ class TransformerLayer(nn.Module):
     def _residual(self, state: LayerState, meta: TokenMeta) -> LayerState:
         """The residual connection of the feed-forward module."""
         hidden_SBH = state.hidden_SBH + self._dropped(state.out_SBH, "mlp", meta)
-        return LayerState(hidden_SBH=hidden_SBH, earlier=state.earlier)
+        return EMPTY_STATE.evolve(hidden_SBH=hidden_SBH, earlier=state.earlier)
 
     def _discard(self, norm: Norm, hidden_SBH: Tensor, normed_SBH: Tensor) -> Scope:
         """Scope of the consumers of a norm, which save no copy of it if it is recomputed."""
@@ -108,11 +113,3 @@ class TransformerLayer(nn.Module):
     def _dropped(self, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         key = meta.key(f"{self.site}.{part}_residual")
         return rng.dropout(out_SBH, self.spec.hidden_dropout, key, part=self.positions)
-
-
-def _make_mixer(
-    spec: AttentionSpec | MLASpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping
-) -> nn.Module:
-    if isinstance(spec, MLASpec):
-        return MLA(spec, site, ctx, kernels, keeping)
-    return Attention(spec, site, ctx, kernels, keeping)

@@ -1,5 +1,6 @@
 """The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,8 +115,8 @@ class MoELayer(nn.Module):
         shared, in_dispatch, in_combine = self.shared_experts, [], []
         if shared is not None and overlap_shared:
             first, second = parameters_of(shared.linear_fc1), parameters_of(shared.linear_fc2, shared.gate_weight)
-            in_dispatch.append(Node("shared_first", "dispatch", self._shared_first, first))
-            in_combine.append(Node("shared_second", "combine", self._shared_second, second))
+            in_dispatch.append(Node("shared_first", "dispatch", partial(_shared_first, shared), first))
+            in_combine.append(Node("shared_second", "combine", partial(_shared_second, shared), second))
             shared = None
         return (
             Node("router", "attention", self._route, parameters_of(self.router, self.fc1_latent_proj)),
@@ -140,11 +141,6 @@ class MoELayer(nn.Module):
             pending = self.dispatcher.start_dispatch(state.tokens_SBH.flatten(0, 1), state.routing)
         return state.evolve(pending=pending, routing=None, tokens_SBH=None)
 
-    def _shared_first(self, state: LayerState, meta: TokenMeta) -> LayerState:
-        assert self.shared_experts is not None, "a node of shared experts that do not exist"
-        with state.discard:
-            return state.evolve(shared=self.shared_experts.first(state.normed_SBH))
-
     def _finish_dispatch(self, state: LayerState, meta: TokenMeta) -> LayerState:
         rows, handle = self.dispatcher.finish_dispatch(state.pending)
         return state.evolve(rows=rows, handle=handle, pending=None)
@@ -156,11 +152,6 @@ class MoELayer(nn.Module):
         pending = self.dispatcher.start_combine(state.rows, state.handle)
         return state.evolve(pending=pending, rows=None, handle=None)
 
-    def _shared_second(self, state: LayerState, meta: TokenMeta) -> LayerState:
-        assert self.shared_experts is not None, "a node of shared experts that do not exist"
-        with state.discard:
-            return state.evolve(shared=self.shared_experts.second(state.shared, state.normed_SBH))
-
     def _finish_combine(self, state: LayerState, meta: TokenMeta) -> LayerState:
         return state.evolve(routed_TH=self.dispatcher.finish_combine(state.pending), pending=None)
 
@@ -168,6 +159,16 @@ class MoELayer(nn.Module):
         with state.discard:
             out_SBH = self.post(state.normed_SBH, state.routed_TH, state.shared)
         return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
+
+
+def _shared_first(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+    with state.discard:
+        return state.evolve(shared=shared.first(state.normed_SBH))
+
+
+def _shared_second(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+    with state.discard:
+        return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
 
 
 def make_dispatcher(spec: MoESpec, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:
