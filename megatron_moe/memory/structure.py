@@ -5,8 +5,7 @@ their tensors is their form, which can be compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -68,13 +67,9 @@ def _walk(part: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any
 
 def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
     """The dataclass instance with `change` applied to each field in order; the same instance if nothing changes."""
-    changes = {}
-    for name in _field_names(instance.__class__):
-        value = getattr(instance, name)
-        changed = change(value)
-        if changed is not value:
-            changes[name] = changed
-    return evolve(instance, changes) if changes else instance
+    changed = {name: change(value) for name, value in vars(instance).items()}
+    same = all(value is changed[name] for name, value in vars(instance).items())
+    return instance if same else evolve(instance, changed)
 
 
 def evolve(instance: T, changes: Mapping[str, Any]) -> T:
@@ -84,8 +79,3 @@ def evolve(instance: T, changes: Mapping[str, Any]) -> T:
     copy.__dict__.update(instance.__dict__)
     copy.__dict__.update(changes)
     return copy
-
-
-@cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))

@@ -209,16 +209,10 @@ class GPT(nn.Module):
         """Head and loss of the hidden states of all depths."""
         own_SBH, *ahead = *state.earlier, state.hidden_SBH
         detach = self.spec.mtp is not None and self.spec.mtp.detach_heads
-        loss_BS = self._loss(own_SBH, batch.labels_BS)
-        return LossOutput(
-            loss_BS,
-            tuple(
-                (self._loss(hidden_SBH, labels_BS, detach=detach), weights_BS, num_tokens)
-                for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(
-                    ahead, targets(batch, len(ahead)), strict=True
-                )
-            ),
-        )
+        loss_BS, mtp_losses = self._loss(own_SBH, batch.labels_BS), []
+        for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(ahead, targets(batch, len(ahead)), strict=True):
+            mtp_losses.append((self._loss(hidden_SBH, labels_BS, detach=detach), weights_BS, num_tokens))
+        return LossOutput(loss_BS, tuple(mtp_losses))
 
     @property
     def _tied_VH(self) -> Tensor | None:

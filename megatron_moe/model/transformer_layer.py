@@ -1,10 +1,12 @@
 """A transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.keeping import Keeping, Scope
+from megatron_moe.memory.keeping import Keeping
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.mlp import MLP
@@ -49,12 +51,8 @@ class TransformerLayer(nn.Module):
         self.keeping = keeping = keeping or Keeping()
         self.positions = sequence_part(ctx)
         self.input_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
-        made_of = f"{site}.self_attention", ctx, kernels, keeping
-        self.self_attention: nn.Module
-        if isinstance(spec.mixer, MLASpec):
-            self.self_attention = MLA(spec.mixer, *made_of)
-        else:
-            self.self_attention = Attention(spec.mixer, *made_of)
+        mixer: Any = MLA if isinstance(spec.mixer, MLASpec) else Attention
+        self.self_attention = mixer(spec.mixer, f"{site}.self_attention", ctx, kernels, keeping)
         self.pre_mlp_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
         self.mlp: MoELayer | MLP
         feed_forward: tuple[Node, ...]
@@ -84,12 +82,12 @@ class TransformerLayer(nn.Module):
         hidden_SBH = state.hidden_SBH
         with self.keeping.region("attn_norm"):
             normed_SBH = self.input_layernorm(hidden_SBH)
-            discard = self._discard(self.input_layernorm, hidden_SBH, normed_SBH)
+            discard = self.keeping.forget("layernorm", self.input_layernorm, (hidden_SBH,), normed_SBH)
         with discard:
             out_SBH = self._dropped(self.self_attention(normed_SBH, meta), "attention", meta)
         with self.keeping.region("mlp_norm"):
             hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual_of(hidden_SBH, normed_SBH))
-            discard = self._discard(self.pre_mlp_layernorm, hidden_SBH, normed_SBH)
+            discard = self.keeping.forget("layernorm", self.pre_mlp_layernorm, (hidden_SBH,), normed_SBH)
         hidden_SBH = self._residual_of(hidden_SBH, normed_SBH)
         return state.evolve(hidden_SBH=hidden_SBH, normed_SBH=normed_SBH, discard=discard)
 
@@ -101,10 +99,6 @@ class TransformerLayer(nn.Module):
         """The residual connection of the feed-forward module."""
         hidden_SBH = state.hidden_SBH + self._dropped(state.out_SBH, "mlp", meta)
         return EMPTY_STATE.evolve(hidden_SBH=hidden_SBH, earlier=state.earlier)
-
-    def _discard(self, norm: Norm, hidden_SBH: Tensor, normed_SBH: Tensor) -> Scope:
-        """Scope of the consumers of a norm, which save no copy of it if it is recomputed."""
-        return self.keeping.forget("layernorm", norm, (hidden_SBH,), normed_SBH)
 
     def _residual_of(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
         """The tensor to which the next output is added."""

@@ -5,6 +5,7 @@ capture (`capture_nodes`) and a schedule that interleaves two microbatches (`sch
 same nodes, so they compose. `moe` is the lowest package that knows all types in a `LayerState`.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -94,13 +95,8 @@ class Node:
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
     """The parameters of modules, and parameters themselves, for `Node.parameters`."""
-    found: dict[nn.Parameter, None] = {}
-    for source in sources:
-        if isinstance(source, nn.Module):
-            found |= dict.fromkeys(source.parameters())
-        elif source is not None:
-            found[source] = None
-    return tuple(found)
+    found = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in sources if each is not None)
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def run_nodes(nodes: Iterable[Node], state: Any, meta: TokenMeta) -> Any:
@@ -168,8 +164,7 @@ def recompute_nodes(
             out = keeping.again(chain, *(getattr(state, name) for name in inputs), meta=meta)
         return state.evolve(**(dict.fromkeys(inputs) | {output: out}))
 
-    name = "+".join(node.name for node in nodes)
-    return Node(f"recomputed {name}", slot, run, _all_parameters(nodes))
+    return Node("recomputed", slot, run, _all_parameters(nodes))
 
 
 def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> tuple[Node, ...]:

@@ -117,8 +117,8 @@ class InFlight:
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self.exchange = exchange
         self.anchor: Any = None
-        """Tensor that connects the graphs of both halves; over one rank the rows themselves. `replace_boundary` may put
-        another object here, and must put a tensor back before `finish`."""
+        """Tensor that connects the graphs of both halves; over one rank the rows themselves. Another object between two
+        calls of `replace_boundary`."""
         self._landing: Landing | None = None
         if exchange.group.size == 1:
             self.anchor = rows
@@ -134,7 +134,7 @@ class InFlight:
         return _Finish.apply(anchor, self)  # type: ignore[no-untyped-call,no-any-return]
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
-        """See `schedule.boundary.Pending`."""
+        """Applies `change` to the tensor that connects the graphs of both halves, for a schedule that cuts there."""
         self.anchor = change(self.anchor)
 
     def launch(self, exchange: Exchange, rows: Tensor) -> None:

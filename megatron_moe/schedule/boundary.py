@@ -7,7 +7,7 @@ tensor that shares the data but does not keep it: what no operation saves is fre
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,17 +100,9 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-class Pending(Protocol):
-    """An exchange between its start and its finish, as part of a state that crosses a boundary."""
-
-    def replace_boundary(self, change: Callable[[Any], Any]) -> None:
-        """Replaces each tensor through which gradients pass from the finish to the start by `change` of it."""
-        ...
-
-
 def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with other tensors or cuts. A pending exchange (`Pending`) is changed in place, because both
-    of its halves refer to it."""
+    """The same structure with other tensors or cuts. A pending exchange is changed in place, because both of its halves
+    refer to it: its `replace_boundary(change)` applies `change` to the tensors that connect their graphs."""
     if isinstance(state, Tensor | Cut):
         return change(state)
     if isinstance(state, tuple):
