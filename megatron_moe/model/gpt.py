@@ -29,6 +29,7 @@ from megatron_moe.moe.node_chain import (
     capture_nodes,
     module_node,
     norm_node,
+    parameters_of,
     recompute_nodes,
     run_chain,
     schedule_steps,
@@ -99,7 +100,8 @@ class GPT(nn.Module):
 
     1. embed the tokens, or take the hidden state of the stage before
     2. run the layers
-    3. in the last stage: head and loss per token, then the same for every depth of multi-token prediction
+    3. run the layers of multi-token prediction
+    4. in the last stage: head and loss per token, for the model and every depth of multi-token prediction
 
     Args:
         chunks: the stages that this rank holds; none given: one stage that is the whole model.
@@ -182,7 +184,8 @@ class GPT(nn.Module):
             assert self.mtp is not None, "a stage of multi-token prediction without its layers"
             chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
         if stage.loss:
-            last = Node("head", "head", partial(self._losses, batch))
+            tied = self.embedding.word_embeddings if self.spec.tied_embeddings else None
+            last = Node("head", "head", partial(self._losses, batch), parameters_of(self.output_layer, tied))
         else:
             last = Node("send", "head", _sent)
         return [*chain, BoundNodes((last,), meta)]
@@ -190,7 +193,8 @@ class GPT(nn.Module):
     def _hidden_states(self, tokens_BS: Tensor, meta: TokenMeta, chunk: int, *, by_node: bool) -> list[BoundNodes]:
         """The nodes from what the stage receives to the hidden state after its layers."""
         assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need their segments as well"
-        first = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk))
+        parameters = parameters_of(self.embedding if self.chunks[chunk].embedding else None)
+        first = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
         return [BoundNodes((first,), meta), *self.decoder.chain(chunk, meta, by_node=by_node)]
 
     def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, meta: TokenMeta) -> LayerState:
