@@ -101,8 +101,8 @@ class _Enter(torch.autograd.Function):
 
 
 def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with other tensors or cuts. A pending exchange is changed in place, because both of its halves
-    refer to it: its `replace_boundary(change)` applies `change` to the tensors that connect their graphs."""
+    """Copies the structure with other tensors or cuts. A pending exchange is changed in place, because both its halves
+    refer to it: `replace_boundary(change)` applies `change` to the tensors that connect their graphs."""
     if isinstance(state, Tensor | Cut):
         return change(state)
     if isinstance(state, tuple):
