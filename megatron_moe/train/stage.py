@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -83,7 +82,10 @@ class RankStage:
             steps = model.steps(batch, chunk)
         else:
             steps = [Step("chunk", None, lambda received: model(batch, received, chunk=chunk))]
-        return steps if not model.chunks[chunk].loss else [*steps[:-1], self._with_loss(steps[-1], batch)]
+        if not model.chunks[chunk].loss:
+            return steps
+        *steps, last = steps
+        return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
         """The microbatch, with the memory of its recordings if it has one."""
@@ -95,14 +97,6 @@ class RankStage:
             return batch
         batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
         return replace(batch, meta=replace(batch.meta, flight=flight))
-
-    def _with_loss(self, step: Step, batch: MicroBatch) -> Step:
-        def run(state: Any) -> Tensor:
-            output = step.run(state)
-            assert isinstance(output, LossOutput), f"the last stage gives losses, not {type(output).__name__}"
-            return self._take_loss(output, batch)
-
-        return replace(step, run=run)
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
         """See `Stage`."""
