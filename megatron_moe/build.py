@@ -19,11 +19,10 @@ from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.flights import Flights
 from megatron_moe.memory.keeping import Keeping
 from megatron_moe.memory.offload import Offload
-from megatron_moe.memory.recorder import CudaRecorder, Recorder, RecordingReport
+from megatron_moe.memory.recorder import CudaRecorder, Recorder, RecordingReport, check_recordable
 from megatron_moe.memory.stash import Stash
 from megatron_moe.memory.transfers import transfers_of
 from megatron_moe.memory.whole_step import WholeStep
-from megatron_moe.model.captured import capture_parts, check_recordable
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.adamw import Optimizer
@@ -161,7 +160,7 @@ def record_steps(trainer: Trainer, recorder: Recorder) -> None:
     if spec.whole_step:
         trainer.whole_step = WholeStep(recorder, spec.warmup_steps, tuple(trainer.buffers.slots))
     elif spec.modules:
-        capture_parts(trainer.model, spec.modules)
+        trainer.model.capture(spec.modules)
         trainer.pipeline.flights = Flights(recorder, spec.warmup_steps)
 
 

@@ -1,6 +1,6 @@
 """Command lines that ask for recordings or profiles which cannot be made, and ones that barely can."""
 
-from tests.rules_of_ranks import EIGHT_RANKS, EP2, PP2, TP2, Case
+from tests.rules_of_ranks import EIGHT_RANKS, EP2, PP2, SHARED, TP2, Case
 
 _STILL = "--attention-dropout 0 --hidden-dropout 0"
 GRAPHS = f"{_STILL} --cuda-graph-impl local"
@@ -97,23 +97,36 @@ GRAPH_CASES = (
         environ=EIGHT_RANKS,
     ),
     Case(
-        "recorded_parts_wait_for_nothing",
+        "captured_work_waits_for_nothing",
         f"{GRAPHS} {OVERLAPPED} --global-batch-size 32",
         "with --overlap-param-gather",
         f"{GRAPHS} --use-distributed-optimizer --overlap-grad-reduce --global-batch-size 32",
         environ=EIGHT_RANKS,
     ),
     Case(
-        "recorded_parts_wait_for_nothing",
+        "captured_work_waits_for_nothing",
         f"{GRAPHS} --overlap-optimizer-step",
         "with --overlap-optimizer-step",
         "--overlap-optimizer-step",
     ),
     Case(
-        "recorded_parts_wait_for_nothing",
+        "captured_work_waits_for_nothing",
         f"{GRAPHS} --delay-wgrad-compute",
         "with --delay-wgrad-compute",
         "--delay-wgrad-compute",
+    ),
+    Case(
+        "captured_work_waits_for_nothing",
+        f"{WHOLE} --overlap-moe-expert-parallel-comm --moe-grouped-gemm",
+        "with --overlap-moe-expert-parallel-comm",
+        f"{PARTS} attn moe_router {EP2} --overlap-moe-expert-parallel-comm",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "captured_work_waits_for_nothing",
+        f"{WHOLE} {SHARED} --moe-shared-expert-overlap",
+        "with --moe-shared-expert-overlap",
+        f"{PARTS} attn moe_router {SHARED} --moe-shared-expert-overlap",
     ),
     Case(
         "timed_attention_is_computed",

@@ -13,7 +13,7 @@ from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.train import ProfileSpec
 
 FOLDER = "profile"
-MARKED = ("embedding", "self_attention", "mlp", "router", "experts", "shared_experts", "output_layer", "mtp")
+MARKED = ("embedding", "self_attention", "mlp", "router", "experts", "shared_experts", "output_layer")
 """Names of modules that get a mark, wherever they stand in the model."""
 _MOST_ALLOCATIONS = 1_000_000
 """That a snapshot keeps, some hundred bytes each."""

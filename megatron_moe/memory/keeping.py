@@ -62,12 +62,8 @@ class Keeping:
         """`run(*tensors)`; of a chosen module only the tensors are kept, and the backward runs it again."""
         return run_twice(run, run, *tensors) if self.twice(module) else run(*tensors)
 
-    def run_with_meta(self, module: str, run: Callable[..., Tensor], *tensors: Tensor, meta: TokenMeta) -> Tensor:
-        """The same of `run(*tensors, meta)`. Metrics are recorded the first time."""
-        return self.again(run, *tensors, meta=meta) if self.twice(module) else run(*tensors, meta)
-
     def again(self, run: Callable[..., Tensor], *tensors: Tensor, meta: TokenMeta) -> Tensor:
-        """`run(*tensors, meta)`, run again in the backward, without the tally then."""
+        """`run(*tensors, meta)`, run again in the backward. Metrics are recorded in the forward only."""
         unrecorded = replace(meta, tally=None)
         return run_twice(
             lambda *given: run(*given, meta), lambda *given: run(*given, unrecorded), *tensors, spread=self._spread

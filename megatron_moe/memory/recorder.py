@@ -8,8 +8,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_moe.kernels.bundle import Bundle
+from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.specs.memory import GraphSpec
+
 Work = Callable[[], Sequence[Tensor]]
 """Reads and writes tensors at fixed addresses, and gives what it made."""
+
+
+_OFFSETS_STAY_ON_THE_DEVICE = ("hopper", "torch_native", "triton")
+"""Backends of the grouped products that CUDA graphs can capture."""
+
+
+def check_recordable(spec: GraphSpec, kernels: Bundle) -> None:
+    """Raises EnvironmentProblem if experts are to be captured and their kernels read offsets on the host."""
+    if not spec.whole_step and "moe" not in spec.modules:
+        return
+    for choice in kernels.choices:
+        if choice.op.startswith("grouped_") and choice.backend not in _OFFSETS_STAY_ON_THE_DEVICE:
+            request = "--cuda-graph-impl full_iteration" if spec.whole_step else "--cuda-graph-modules moe"
+            raise EnvironmentProblem(
+                f"{request} cannot capture {choice.op} of the backend {choice.backend}, which reads the number of rows "
+                f"of every expert on the host ({choice.reason}). Capture other modules, for instance "
+                f"--cuda-graph-modules attn moe_router moe_preprocess, or compute in --bf16 with --kernel-per-op "
+                f"{choice.op}=auto."
+            )
 
 
 class Recording(Protocol):

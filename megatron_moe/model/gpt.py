@@ -5,10 +5,9 @@ holds everything. A rank with several stages holds their parts in one module, so
 every layout.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +15,25 @@ from torch import Tensor, nn
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.keeping import Keeping
-from megatron_moe.model.block import Block, make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.head import Head
-from megatron_moe.model.mtp import MTP, Ahead, targets
+from megatron_moe.model.mtp import MTP, targets
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.rope import Rotations
+from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.node_chain import (
+    BoundNodes,
+    LayerState,
+    Node,
+    capture_nodes,
+    module_node,
+    norm_node,
+    parameters_of,
+    recompute_nodes,
+    run_chain,
+    schedule_steps,
+)
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor import gather_from
 from megatron_moe.specs.model import ModelSpec, MTPSpec
@@ -51,28 +63,36 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.chunks = tuple(chunks)
-        self.keeping = keeping
         held = [i for chunk in chunks for i in chunk.layers]
-        blocks = {str(i): make_block(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels, keeping) for i in held}
-        self.layers = nn.ModuleDict(blocks)
+        self.by_index = {
+            i: TransformerLayer(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels, keeping) for i in held
+        }
+        """`layers` by global index."""
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
+        self._layer_nodes = [self._whole_layers(chunk, keeping) for chunk in chunks]
         self.final_layernorm = None
+        self._final_nodes: tuple[Node, ...] = ()
         if any(chunk.final_norm for chunk in chunks):
             self.final_layernorm = Norm(spec.norm, spec.hidden_size, ctx, kernels)
+            self._final_nodes = (norm_node(self.final_layernorm),)
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, chunk: int = 0) -> Tensor:
-        """The layers of one chunk: [S, B, H] -> [S, B, H]"""
-        layers = iter(self.chunks[chunk].layers)
-        for number, twice in self.keeping.layers(len(self.chunks[chunk].layers)):
-            run = partial(self._run, [next(layers) for _ in range(number)])
-            hidden_SBH = self.keeping.again(run, hidden_SBH, meta=meta) if twice else run(hidden_SBH, meta)
-        if self.final_layernorm is not None and self.chunks[chunk].final_norm:
-            hidden_SBH = self.final_layernorm(hidden_SBH)
-        return hidden_SBH
+    def chain(self, chunk: int, meta: TokenMeta, *, by_node: bool) -> list[BoundNodes]:
+        """The layers of one chunk and the final norm. `by_node`: every layer as its nodes; otherwise as one node, which
+        recompute policies apply to."""
+        stage, final = self.chunks[chunk], self._final_nodes
+        if not by_node:
+            return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], meta)]
+        bound = [BoundNodes(self.by_index[i].nodes, meta, position) for position, i in enumerate(stage.layers)]
+        if stage.final_norm:
+            bound[-1] = bound[-1]._replace(nodes=(*bound[-1].nodes, *final))
+        return bound
 
-    def _run(self, layers: Sequence[int], hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-        for i in layers:
-            hidden_SBH = self.layers[str(i)](hidden_SBH, meta)
-        return hidden_SBH
+    def _whole_layers(self, stage: StageSpec, keeping: Keeping) -> list[Node]:
+        layers, nodes = iter(stage.layers), []
+        for number, twice in keeping.layers(len(stage.layers)):
+            group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
+            nodes += [recompute_nodes(group, keeping, "chunk")] if twice else group
+        return nodes
 
 
 class GPT(nn.Module):
@@ -80,7 +100,8 @@ class GPT(nn.Module):
 
     1. embed the tokens, or take the hidden state of the stage before
     2. run the layers
-    3. in the last stage: head and loss per token, then the same for every depth of multi-token prediction
+    3. run the layers of multi-token prediction
+    4. in the last stage: head and loss per token, for the model and every depth of multi-token prediction
 
     Args:
         chunks: the stages that this rank holds; none given: one stage that is the whole model.
@@ -113,91 +134,89 @@ class GPT(nn.Module):
         self.rotations = Rotations(mixers + ([spec.layers[-1].mixer] if has_mtp else []), ctx)
 
     def forward(self, batch: MicroBatch, received: Tensor | None = None, *, chunk: int = 0) -> LossOutput | Tensor:
-        """One stage: the losses of a microbatch; before the last stage what the next one receives.
+        """One stage: the losses of a microbatch; before the last stage the tensor that the next one receives.
 
-        Between stages travels the hidden state [S, B, H], and behind a stage that runs multi-token prediction for the
-        last one the hidden states of all depths, [(1 + D) S, B, H]. The first stage receives nothing. Multi-token
-        prediction serves training only and is left out in evaluation.
+        Stages send the hidden state [S, B, H], and from a stage of multi-token prediction on the hidden states of all
+        depths, [(1 + D) S, B, H]. The first stage receives nothing. Multi-token prediction serves training only and is
+        left out in evaluation.
         """
-        stage = self.chunks[chunk]
-        batch = replace(batch, meta=self.rotations.attach(batch.meta))
-        if stage.loss:
-            return self._losses(batch, received, chunk)
-        hidden_SBH = self._hidden(batch.tokens_BS, batch.meta, received, chunk)
-        if self.mtp is None or not stage.num_mtp or not batch.meta.training:
-            return hidden_SBH
-        return torch.cat([hidden_SBH, *(ahead.hidden_SBH for ahead in self.mtp(hidden_SBH, batch, self.embedding))])
+        output: LossOutput | Tensor = run_chain(self._chain(batch, chunk, by_node=False), received)
+        return output
 
     def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
-        """`forward` of one stage in training, node by node (`pair_slots`). The first step takes what the stage
-        receives, each leaves what the next one takes, and the last what `forward` returns."""
-        stage = self.chunks[chunk]
-        batch = replace(batch, meta=self.rotations.attach(batch.meta))
-        steps: list[Step] = []
-        if stage.embedding:
-            steps.append(Step("embedding", None, lambda _: self._embed(batch.tokens_BS, batch.meta)))
-        for position, i in enumerate(stage.layers):
-            block = self.decoder.layers[str(i)]
-            assert isinstance(block, Block), f"layer {i} is a {type(block).__name__}"
-            steps += block.steps(position, batch.meta)
-        if stage.final_norm and self.decoder.final_layernorm is not None:
-            steps[-1] = _then(steps[-1], self.decoder.final_layernorm)
-        if stage.num_mtp:
-            assert self.mtp is not None, "multi-token prediction stands in no stage"
-            first, *others = self.mtp.steps(batch, self.embedding, len(stage.layers))
-            steps += [replace(first, run=lambda hidden_SBH: first.run((hidden_SBH,))), *others]
-        if stage.loss:
-            return [*steps, Step("head", None, lambda hidden: self._losses_of(hidden, batch))]
-        return [*steps[:-1], _then(steps[-1], torch.cat)] if stage.num_mtp else steps
-
-    def _losses_of(self, hidden: Tensor | tuple[Tensor, ...], batch: MicroBatch) -> LossOutput:
-        """Head and loss of the hidden states of all depths, which another stage sent as one tensor."""
-        depths = self.spec.mtp.num_layers if self.spec.mtp else 0
-        if isinstance(hidden, Tensor):
-            hidden = hidden.chunk(1 + depths) if depths else (hidden,)
-        own_SBH, *others = hidden
-        loss_BS = self._loss(own_SBH, batch.labels_BS)
-        ahead = (Ahead(h, *target) for h, target in zip(others, targets(batch, depths), strict=True))
-        return LossOutput(loss_BS, tuple(self._mtp_loss(each) for each in ahead))
-
-    def _losses(self, batch: MicroBatch, received: Tensor | None, chunk: int) -> LossOutput:
-        """The last stage. Multi-token prediction was run by it or by a stage before."""
-        depths = self.spec.mtp.num_layers if self.spec.mtp and batch.meta.training else 0
-        earlier: list[Tensor] = []
-        if depths and not self.chunks[chunk].num_mtp:
-            assert received is not None, "the loss stage received no hidden states"
-            received, *earlier = received.chunk(1 + depths)
-        hidden_SBH = self._hidden(batch.tokens_BS, batch.meta, received, chunk)
-        loss_BS = self._loss(hidden_SBH, batch.labels_BS)
-        if not depths:
-            return LossOutput(loss_BS)
-        ahead: Iterable[Ahead]
-        if earlier:
-            ahead = (Ahead(h, *target) for h, target in zip(earlier, targets(batch, depths), strict=True))
-        else:
-            assert self.mtp is not None, "multi-token prediction stands in no stage"
-            ahead = self.mtp(hidden_SBH, batch, self.embedding)
-        return LossOutput(loss_BS, tuple(self._mtp_loss(each) for each in ahead))
+        """`forward` of one stage as steps of a schedule (`pair_slots`). The first step takes what the stage receives,
+        the last one returns what `forward` returns."""
+        return schedule_steps(self._chain(batch, chunk, by_node=True))
 
     def logits(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
-        meta = self.rotations.attach(meta)
-        logits_SBV = self._head(self._hidden(tokens_BS, meta, hidden_SBH, len(self.chunks) - 1), self._tied_VH)
+        chain = self._hidden_states(tokens_BS, self.rotations.attach(meta), len(self.chunks) - 1, by_node=False)
+        logits_SBV = self._head(run_chain(chain, hidden_SBH).hidden_SBH, self._tied_VH)
         # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 
-    def _hidden(self, tokens_BS: Tensor, meta: TokenMeta, received_SBH: Tensor | None, chunk: int) -> Tensor:
-        assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need their segments as well"
-        assert self.chunks[chunk].embedding == (received_SBH is None), (
-            "the first stage, and only it, starts from tokens"
-        )
-        if received_SBH is None:
-            received_SBH = self._embed(tokens_BS, meta)
-        return self.decoder(received_SBH, meta, chunk)
+    def capture(self, modules: Iterable[str]) -> None:
+        """Replaces the nodes of these modules (`CAPTURED_NODES`) in the layers of the decoder by captured ones. Layers
+        of multi-token prediction are not captured."""
+        wanted = frozenset(modules)
+        if self.ctx.group("etp_ep").size > 1:
+            wanted -= {"moe_preprocess"}  # sends rows, and collectives are not captured
+        for layer in self.decoder.by_index.values():
+            layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
 
-    def _embed(self, tokens_BS: Tensor, meta: TokenMeta) -> Tensor:
-        embedded_SBH: Tensor = self.embedding(tokens_BS, meta.positions_BS, meta)
-        return embedded_SBH
+    def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
+        """The microbatch with the logits that benchmarks force on the routers of the decoder: a replay draws no random
+        numbers."""
+        routers = [layer.mlp.router for layer in self.decoder.by_index.values() if isinstance(layer.mlp, MoELayer)]
+        forced = [router for router in routers if router.spec.force_balancing or router.spec.force_biased is not None]
+        if not forced:
+            return batch
+        num_tokens = batch.tokens_BS.numel()
+        drawn = {router.layer: router.draw(num_tokens, dtype, batch.meta) for router in forced}
+        return replace(batch, meta=replace(batch.meta, forced=drawn))
+
+    def _chain(self, batch: MicroBatch, chunk: int, *, by_node: bool) -> list[BoundNodes]:
+        """All nodes of one stage; the last one returns what `forward` returns."""
+        stage, meta = self.chunks[chunk], self.rotations.attach(batch.meta)
+        batch = replace(batch, meta=meta)
+        chain = self._hidden_states(batch.tokens_BS, meta, chunk, by_node=by_node)
+        if stage.num_mtp and meta.training:
+            assert self.mtp is not None, "a stage of multi-token prediction without its layers"
+            chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
+        if stage.loss:
+            tied = self.embedding.word_embeddings if self.spec.tied_embeddings else None
+            last = Node("head", "head", partial(self._losses, batch), parameters_of(self.output_layer, tied))
+        else:
+            last = Node("send", "head", _sent)
+        return [*chain, BoundNodes((last,), meta)]
+
+    def _hidden_states(self, tokens_BS: Tensor, meta: TokenMeta, chunk: int, *, by_node: bool) -> list[BoundNodes]:
+        """The nodes from what the stage receives to the hidden state after its layers."""
+        assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need their segments as well"
+        parameters = parameters_of(self.embedding if self.chunks[chunk].embedding else None)
+        first = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
+        return [BoundNodes((first,), meta), *self.decoder.chain(chunk, meta, by_node=by_node)]
+
+    def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, meta: TokenMeta) -> LayerState:
+        """The embedded tokens, or the hidden states of all depths that an earlier stage sent as one tensor."""
+        stage = self.chunks[chunk]
+        assert stage.embedding == (received is None), "the first stage, and only it, starts from tokens"
+        if received is None:
+            return LayerState(hidden_SBH=self.embedding(tokens_BS, meta.positions_BS, meta))
+        depths = self.spec.mtp.num_layers if self.spec.mtp and stage.loss and meta.training else 0
+        if not depths or stage.num_mtp:
+            return LayerState(hidden_SBH=received)
+        *earlier, hidden_SBH = received.chunk(1 + depths)
+        return LayerState(hidden_SBH=hidden_SBH, earlier=tuple(earlier))
+
+    def _losses(self, batch: MicroBatch, state: LayerState, meta: TokenMeta) -> LossOutput:
+        """Head and loss of the hidden states of all depths."""
+        own_SBH, *ahead = *state.earlier, state.hidden_SBH
+        detach = self.spec.mtp is not None and self.spec.mtp.detach_heads
+        loss_BS, mtp_losses = self._loss(own_SBH, batch.labels_BS), []
+        for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(ahead, targets(batch, len(ahead)), strict=True):
+            mtp_losses.append((self._loss(hidden_SBH, labels_BS, detach=detach), weights_BS, num_tokens))
+        return LossOutput(loss_BS, tuple(mtp_losses))
 
     @property
     def _tied_VH(self) -> Tensor | None:
@@ -207,19 +226,15 @@ class GPT(nn.Module):
         loss_BS: Tensor = self._head(hidden_SBH, self._tied_VH, labels_BS=labels_BS, detach=detach)
         return loss_BS
 
-    def _mtp_loss(self, ahead: Ahead) -> tuple[Tensor, Tensor, Tensor]:
-        detach = self.spec.mtp is not None and self.spec.mtp.detach_heads
-        return self._loss(ahead.hidden_SBH, ahead.labels_BS, detach=detach), ahead.weights_BS, ahead.num_tokens
-
     @property
     def _head(self) -> Head:
         assert self.output_layer is not None, "only the last stage has a head"
         return self.output_layer
 
 
-def _then(step: Step, last: Callable[[Any], Any]) -> Step:
-    """The step with something behind it."""
-    return replace(step, run=lambda state: last(step.run(state)))
+def _sent(state: LayerState, meta: TokenMeta) -> Tensor:
+    """The tensor that the next stage receives: the hidden states of all depths, one after the other along S."""
+    return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
 
 
 def whole_model(spec: ModelSpec) -> tuple[StageSpec]:

@@ -14,7 +14,6 @@ context-parallel rank moves the whole sequence and takes its part, since a place
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +21,23 @@ from torch import Tensor, nn
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.keeping import Keeping
-from megatron_moe.model.block import make_block
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.norm import Norm
+from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.node_chain import (
+    BoundNodes,
+    LayerState,
+    Node,
+    module_node,
+    norm_node,
+    parameters_of,
+    recompute_nodes,
+    run_nodes,
+)
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor import columns_to_residual
 from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.pipeline.slots import Step
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """One depth's hidden state, and what it is to predict."""
-
-    hidden_SBH: Tensor
-    labels_BS: Tensor
-    weights_BS: Tensor
-    num_tokens: Tensor
-    """Sum of the weights over the whole sequence, of which a context-parallel rank has a part."""
 
 
 class MTPLayer(nn.Module):
@@ -55,20 +52,28 @@ class MTPLayer(nn.Module):
         self.enorm = Norm(spec.norm, hidden, ctx, kernels)
         self.hnorm = Norm(spec.norm, hidden, ctx, kernels)
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
-        layer = len(spec.layers) + depth
-        self.transformer_layer = make_block(spec.layers[-1], layer, f"{site}.transformer_layer", ctx, kernels, keeping)
+        layer, site = len(spec.layers) + depth, f"{site}.transformer_layer"
+        self.transformer_layer = TransformerLayer(spec.layers[-1], layer, site, ctx, kernels, keeping)
         self.final_layernorm = Norm(spec.norm, hidden, ctx, kernels)
+        self.nodes = (
+            Node("join", "attention", self._join, parameters_of(self.enorm, self.hnorm, self.eh_proj)),
+            *self.transformer_layer.nodes,
+            norm_node(self.final_layernorm),
+        )
 
-    def forward(self, hidden_SBH: Tensor, embedding_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    def forward(self, hidden_SBH: Tensor, embedded_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        return self.final_layernorm(self.transformer_layer(self.join(hidden_SBH, embedding_SBH), meta))
+        state = run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), meta)
+        out_SBH: Tensor = state.hidden_SBH
+        return out_SBH
 
-    def join(self, hidden_SBH: Tensor, embedding_SBH: Tensor) -> Tensor:
-        """What the transformer layer takes."""
-        # Others use the hidden state too. Seen as one use of it, this has the same gradient in every order of nodes.
-        hidden_SBH = hidden_SBH.view_as(hidden_SBH)
-        joined = torch.cat([self.enorm(embedding_SBH), self.hnorm(hidden_SBH)], dim=-1)
-        return columns_to_residual(self.eh_proj(joined), self.ctx)
+    def _join(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        """Projection of the normed embedding and hidden state to the input of the transformer layer."""
+        # The head reads the hidden state too. A view makes this one use of it, so that its gradient has the same bits
+        # in every order of nodes.
+        hidden_SBH = state.hidden_SBH.view_as(state.hidden_SBH)
+        joined = torch.cat([self.enorm(state.embedded_SBH), self.hnorm(hidden_SBH)], dim=-1)
+        return state.evolve(hidden_SBH=columns_to_residual(self.eh_proj(joined), self.ctx), embedded_SBH=None)
 
 
 class MTP(nn.Module):
@@ -76,40 +81,32 @@ class MTP(nn.Module):
 
     def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels, keeping: Keeping) -> None:
         super().__init__()
-        self.keeping = keeping
         assert spec.mtp is not None, "this model has no multi-token prediction"
         self.spec = spec.mtp
         self.num_layers = 1 if spec.mtp.repeated_layer else spec.mtp.num_layers
         layers = {str(d): MTPLayer(spec, d, f"mtp.layers.{d}", ctx, kernels, keeping) for d in range(self.num_layers)}
         self.layers = nn.ModuleDict(layers)
+        inputs, ((_, twice),) = ("hidden_SBH", "embedded_SBH"), keeping.layers(1, ahead=True)
+        whole = [(module_node(layer, inputs),) for layer in layers.values()]
+        self._layer_nodes = [(recompute_nodes(n, keeping, "chunk", inputs=inputs),) if twice else n for n in whole]
 
-    def forward(self, hidden_SBH: Tensor, batch: MicroBatch, embedding: Embedding) -> Iterator[Ahead]:
-        """Yields one `Ahead` per depth, so that the loss of one depth can be taken before the next is run."""
-        for depth, target in zip(self._depths(batch), targets(batch, self.spec.num_layers), strict=True):
-            inputs, ((_, twice),) = self._inputs(hidden_SBH, depth, embedding), self.keeping.layers(1, ahead=True)
-            hidden_SBH = (
-                self.keeping.again(depth.layer, *inputs, meta=depth.meta) if twice else depth.layer(*inputs, depth.meta)
-            )
-            yield Ahead(hidden_SBH, *target)
+    def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
+        """The nodes of every depth; `first`: position of the first depth among the layers of the chunk.
 
-    def steps(self, batch: MicroBatch, embedding: Embedding, position: int) -> Iterator[Step]:
-        """The same for a schedule, whose steps take and leave the hidden states of all depths so far, the model's own
-        first; `position` of the first layer among the chunk's. Ends with the norm of the last depth."""
+        The hidden state before a depth is appended to `LayerState.earlier`. `by_node`: every layer as its nodes;
+        otherwise as one node, which recompute policies apply to.
+        """
         for number, depth in enumerate(self._depths(batch)):
-            first, *between, last = depth.layer.transformer_layer.steps(position + number, depth.meta)
-            yield replace(first, run=partial(self._first, first, depth, embedding))
-            yield from (replace(step, run=partial(_beside, step)) for step in between)
-            yield replace(last, run=partial(_last, last, depth))
+            embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
+            nodes = depth.layer.nodes if by_node else self._layer_nodes[number % self.num_layers]
+            yield BoundNodes([embed, *nodes], depth.meta, first + number)
 
-    def _first(self, step: Step, depth: "_Depth", embedding: Embedding, so_far: tuple[Tensor, ...]) -> "_Deeper":
-        return _Deeper(so_far, step.run(depth.layer.join(*self._inputs(so_far[-1], depth, embedding))))
-
-    def _inputs(self, hidden_SBH: Tensor, depth: "_Depth", embedding: Embedding) -> tuple[Tensor, Tensor]:
-        """What the layer of a depth takes, from the hidden state of the depth before."""
-        embedded_SBH = embedding(depth.tokens_BS, depth.positions_BS, depth.meta)
-        if not self.spec.detach_heads:
-            return hidden_SBH, embedded_SBH
-        return hidden_SBH.detach() if depth.is_first else hidden_SBH, embedded_SBH.detach()
+    def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, meta: TokenMeta) -> LayerState:
+        hidden_SBH, embedded_SBH = state.hidden_SBH, embedding(depth.tokens_BS, depth.positions_BS, meta)
+        if self.spec.detach_heads:
+            embedded_SBH = embedded_SBH.detach()
+        inner_SBH = hidden_SBH.detach() if self.spec.detach_heads and depth.is_first else hidden_SBH
+        return LayerState(hidden_SBH=inner_SBH, embedded_SBH=embedded_SBH, earlier=(*state.earlier, hidden_SBH))
 
     def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
         whole = batch.whole or batch
@@ -148,22 +145,6 @@ class _Depth:
     positions_BS: Tensor
     meta: TokenMeta
     layer: MTPLayer
-
-
-@dataclass(frozen=True)
-class _Deeper:
-    """Between two nodes of a depth: the hidden states of the depths before it, and what its layer has come to."""
-
-    so_far: tuple[Tensor, ...]
-    state: Any
-
-
-def _beside(step: Step, deeper: _Deeper) -> _Deeper:
-    return replace(deeper, state=step.run(deeper.state))
-
-
-def _last(step: Step, depth: _Depth, deeper: _Deeper) -> tuple[Tensor, ...]:
-    return *deeper.so_far, depth.layer.final_layernorm(step.run(deeper.state))
 
 
 def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -1,6 +1,6 @@
 """The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,20 +14,12 @@ from megatron_moe.moe.dispatch.contract import Dispatcher, Routing, Rows
 from megatron_moe.moe.dispatch.local import LocalDispatcher
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.latent import latent_projections
+from megatron_moe.moe.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared import SharedExperts
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear import Linear
 from megatron_moe.specs.moe import MoESpec
-
-
-@dataclass(frozen=True)
-class OverlappedTicket:
-    """What the dispatcher has under way or its ticket, and what the shared experts have done so far."""
-
-    inner: Any
-    hidden_SBH: Tensor
-    act_SBF: Tensor
 
 
 class MoELayer(nn.Module):
@@ -43,10 +35,10 @@ class MoELayer(nn.Module):
     4. combine  The rows of a token are added up: sum over its choices of p * expert(x_t).
     5. post     The latent projection is undone, and the shared experts' output of x_t is added.
 
-    Each is a method, and `forward` calls them in this order, so that a schedule can run them apart. Between dispatch
-    and combine all sizes are known to the host. With `spec.shared_overlap` the shared experts work while rows travel:
-    their first matrix in step 2, their second in step 4, which then adds their output; a schedule that detaches what
-    passes between the steps cannot have it.
+    Each is a method. `nodes` is the chain of these methods, with dispatch and combine split into start and finish;
+    `forward` runs it. Between dispatch and combine all sizes are known to the host. With `spec.shared_overlap` the
+    first matrix of the shared experts is a node between the halves of dispatch, and the second one a node between the
+    halves of combine.
     """
 
     fc1_latent_proj: Linear | None
@@ -75,77 +67,108 @@ class MoELayer(nn.Module):
             projections = latent_projections(hidden_size, spec.latent_size, ctx, kernels)
             self.fc1_latent_proj, self.fc2_latent_proj = projections
         self.dispatcher = make_dispatcher(spec, ctx, kernels)
-        self.overlapped = spec.shared_overlap and self.shared_experts is not None
+        self.nodes = self._make_nodes(overlap_shared=spec.shared_overlap)
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
-        routing = self.route(hidden_SBH, meta, given_ids_TK)
-        rows, ticket = self.dispatch(hidden_SBH, routing)
-        rows = self.compute(rows)
-        routed_TH = self.combine(rows, ticket)
-        return self.post(hidden_SBH, routed_TH)
+        state = run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), meta)
+        out_SBH: Tensor = state.out_SBH
+        return out_SBH
 
     def route(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
-        """Where each of the T = S * B tokens goes, t = s * B + b."""
+        """Selects the experts of each of the T = S * B tokens, t = s * B + b."""
         routing: Routing = self.router(hidden_SBH, meta, given_ids_TK)
         return routing
 
     def tokens(self, hidden_SBH: Tensor) -> Tensor:
-        """What travels to the experts: the hidden state, or its latent projection [S, B, L]."""
+        """What is dispatched: the hidden state, or its latent projection [S, B, L]."""
         return hidden_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden_SBH)
 
     def dispatch(self, hidden_SBH: Tensor, routing: Routing) -> tuple[Rows, Any]:
-        """Takes tokens to their experts; the ticket is for `combine`. In two halves: `start_dispatch`,
-        `finish_dispatch`."""
-        return self.finish_dispatch(self.start_dispatch(hidden_SBH, self.tokens(hidden_SBH), routing))
-
-    def start_dispatch(self, hidden_SBH: Tensor, tokens_SBH: Tensor, routing: Routing) -> Any:
-        """Sends the tokens off."""
-        pending = self.dispatcher.start_dispatch(tokens_SBH.flatten(0, 1), routing)
-        if not self.overlapped:
-            return pending
-        assert self.shared_experts is not None
-        return OverlappedTicket(pending, hidden_SBH, self.shared_experts.first(hidden_SBH))
-
-    def finish_dispatch(self, pending: Any) -> tuple[Rows, Any]:
-        """Receives the rows of this rank's experts."""
-        if not isinstance(pending, OverlappedTicket):
-            return self.dispatcher.finish_dispatch(pending)
-        rows, ticket = self.dispatcher.finish_dispatch(pending.inner)
-        return rows, replace(pending, inner=ticket)
+        """Sends tokens to the ranks of their experts and receives the rows of this rank's experts, with the handle for
+        `combine`."""
+        tokens_TH = self.tokens(hidden_SBH).flatten(0, 1)
+        return self.dispatcher.finish_dispatch(self.dispatcher.start_dispatch(tokens_TH, routing))
 
     def compute(self, rows: Rows) -> Rows:
         """Runs the experts."""
         result: Rows = self.experts(rows)
         return result
 
-    def combine(self, rows: Rows, ticket: Any) -> Tensor:
-        """[T, H], or [T, L] in a latent space: every token's sum. In two halves: `start_combine`, `finish_combine`."""
-        return self.finish_combine(self.start_combine(rows, ticket))
+    def combine(self, rows: Rows, handle: Any) -> Tensor:
+        """Sums every token's rows: [T, H], or [T, L] in a latent space."""
+        return self.dispatcher.finish_combine(self.dispatcher.start_combine(rows, handle))
 
-    def start_combine(self, rows: Rows, ticket: Any) -> Any:
-        """Sends the rows back."""
-        if not isinstance(ticket, OverlappedTicket):
-            return self.dispatcher.start_combine(rows, ticket)
-        assert self.shared_experts is not None
-        pending = self.dispatcher.start_combine(rows, ticket.inner)
-        return pending, self.shared_experts.second(ticket.act_SBF, ticket.hidden_SBH)
-
-    def finish_combine(self, pending: Any) -> Tensor:
-        """Receives the rows of this rank's tokens and adds them up."""
-        if not self.overlapped:
-            return self.dispatcher.finish_combine(pending)
-        rows, shared_SBH = pending
-        return self.dispatcher.finish_combine(rows) + shared_SBH.flatten(0, 1)
-
-    def post(self, hidden_SBH: Tensor, routed_TH: Tensor) -> Tensor:
-        """Back to [S, B, H], with the shared experts' output of `hidden_SBH` added if it was not in `combine`."""
+    def post(self, hidden_SBH: Tensor, routed_TH: Tensor, shared_SBH: Tensor | None = None) -> Tensor:
+        """Projects back from the latent space, to [S, B, H], and adds the shared experts' output of `hidden_SBH`.
+        `shared_SBH`: that output if it is already known."""
         if self.fc2_latent_proj is not None:
             routed_TH = self.fc2_latent_proj(routed_TH)
         routed_SBH = routed_TH.view_as(hidden_SBH)
-        if self.shared_experts is None or self.overlapped:
+        if self.shared_experts is None:
             return routed_SBH
-        return routed_SBH + self.keeping.run("shared_experts", self.shared_experts, hidden_SBH)
+        if shared_SBH is None:
+            shared_SBH = self.keeping.run("shared_experts", self.shared_experts, hidden_SBH)
+        return routed_SBH + shared_SBH
+
+    def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:
+        shared, in_dispatch, in_combine = self.shared_experts, [], []
+        if shared is not None and overlap_shared:
+            first, second = parameters_of(shared.linear_fc1), parameters_of(shared.linear_fc2, shared.gate_weight)
+            in_dispatch.append(Node("shared_first", "dispatch", partial(_shared_first, shared), first))
+            in_combine.append(Node("shared_second", "combine", partial(_shared_second, shared), second))
+            shared = None
+        return (
+            Node("router", "attention", self._route, parameters_of(self.router, self.fc1_latent_proj)),
+            Node("dispatch_start", "dispatch", self._start_dispatch),
+            *in_dispatch,
+            Node("dispatch_finish", "dispatch", self._finish_dispatch),
+            Node("experts", "experts", self._compute, parameters_of(self.experts)),
+            Node("combine_start", "combine", self._start_combine),
+            *in_combine,
+            Node("combine_finish", "combine", self._finish_combine),
+            Node("post", "post", self._post, parameters_of(self.fc2_latent_proj, shared)),
+        )
+
+    def _route(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            routing = self.route(state.normed_SBH, meta, state.given_ids_TK)
+            tokens_SBH = self.tokens(state.normed_SBH)
+        return state.evolve(routing=routing, tokens_SBH=tokens_SBH, given_ids_TK=None)
+
+    def _start_dispatch(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            pending = self.dispatcher.start_dispatch(state.tokens_SBH.flatten(0, 1), state.routing)
+        return state.evolve(pending=pending, routing=None, tokens_SBH=None)
+
+    def _finish_dispatch(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        rows, handle = self.dispatcher.finish_dispatch(state.pending)
+        return state.evolve(rows=rows, handle=handle, pending=None)
+
+    def _compute(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        return state.evolve(rows=self.compute(state.rows))
+
+    def _start_combine(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        pending = self.dispatcher.start_combine(state.rows, state.handle)
+        return state.evolve(pending=pending, rows=None, handle=None)
+
+    def _finish_combine(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        return state.evolve(routed_TH=self.dispatcher.finish_combine(state.pending), pending=None)
+
+    def _post(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            out_SBH = self.post(state.normed_SBH, state.routed_TH, state.shared)
+        return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
+
+
+def _shared_first(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+    with state.discard:
+        return state.evolve(shared=shared.first(state.normed_SBH))
+
+
+def _shared_second(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+    with state.discard:
+        return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
 
 
 def make_dispatcher(spec: MoESpec, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:

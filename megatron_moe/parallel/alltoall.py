@@ -117,8 +117,8 @@ class InFlight:
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self.exchange = exchange
         self.anchor: Any = None
-        """A tensor that holds the graph of both halves together; over one rank the rows themselves. Who cuts the graph
-        between the halves puts what he likes here, and a tensor back before `finish`."""
+        """Tensor that connects the graphs of both halves; over one rank the rows themselves. Another object between two
+        calls of `replace_boundary`."""
         self._landing: Landing | None = None
         if exchange.group.size == 1:
             self.anchor = rows
@@ -132,6 +132,10 @@ class InFlight:
         if self.exchange.group.size == 1:
             return anchor
         return _Finish.apply(anchor, self)  # type: ignore[no-untyped-call,no-any-return]
+
+    def replace_boundary(self, change: Callable[[Any], Any]) -> None:
+        """Applies `change` to the tensor that connects the graphs of both halves, for a schedule that cuts there."""
+        self.anchor = change(self.anchor)
 
     def launch(self, exchange: Exchange, rows: Tensor) -> None:
         assert self._landing is None, "rows are already on their way"

@@ -6,14 +6,14 @@ tensor that shares the data but does not keep it: what no operation saves is fre
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_moe.parallel.alltoall import InFlight
+from megatron_moe.memory.structure import map_fields
 
 
 class Crossing:
@@ -101,16 +101,14 @@ class _Enter(torch.autograd.Function):
 
 
 def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with other tensors. Rows on their way keep their identity: the halves know each other."""
+    """Copies the structure with other tensors or cuts. A pending exchange is changed in place, because both its halves
+    refer to it: `replace_boundary(change)` applies `change` to the tensors that connect their graphs."""
     if isinstance(state, Tensor | Cut):
         return change(state)
-    if isinstance(state, InFlight):
-        state.anchor = change(state.anchor)
-        return state
     if isinstance(state, tuple):
         return tuple(_rebuilt(part, change) for part in state)
-    if is_dataclass(state) and not isinstance(state, type):
-        parts = {field.name: getattr(state, field.name) for field in fields(state)}
-        changed = {name: _rebuilt(part, change) for name, part in parts.items()}
-        return state if all(changed[name] is parts[name] for name in parts) else replace(state, **changed)
+    if hasattr(state, "replace_boundary"):
+        state.replace_boundary(change)
+    elif is_dataclass(state) and not isinstance(state, type):
+        return map_fields(state, lambda part: _rebuilt(part, change))
     return state

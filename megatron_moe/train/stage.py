@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.memory.flights import Flights
-from megatron_moe.model.captured import draw_forced
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.optim.buckets import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
@@ -84,7 +82,10 @@ class RankStage:
             steps = model.steps(batch, chunk)
         else:
             steps = [Step("chunk", None, lambda received: model(batch, received, chunk=chunk))]
-        return steps if not model.chunks[chunk].loss else [*steps[:-1], self._with_loss(steps[-1], batch)]
+        if not model.chunks[chunk].loss:
+            return steps
+        *steps, last = steps
+        return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
         """The microbatch, with the memory of its recordings if it has one."""
@@ -94,16 +95,8 @@ class RankStage:
         flight = flights.take(microbatch, chunk)
         if flight is None:
             return batch
-        batch = draw_forced(self._pipeline.model, batch, self._pipeline.context.dtype)
+        batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
         return replace(batch, meta=replace(batch.meta, flight=flight))
-
-    def _with_loss(self, step: Step, batch: MicroBatch) -> Step:
-        def run(state: Any) -> Tensor:
-            output = step.run(state)
-            assert isinstance(output, LossOutput), f"the last stage gives losses, not {type(output).__name__}"
-            return self._take_loss(output, batch)
-
-        return replace(step, run=run)
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
         """See `Stage`."""

@@ -17,7 +17,6 @@ from megatron_moe.data.batch import MicroBatch, num_routed
 from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.whole_step import WholeStep
-from megatron_moe.model.captured import draw_forced
 from megatron_moe.model.gpt import LossOutput, objective
 from megatron_moe.moe.balance import update_routers
 from megatron_moe.moe.router import Router
@@ -194,7 +193,7 @@ class Trainer:
         if self.whole_step is None or losses is not None:
             local = self._run(prepared, losses)
         else:
-            drawn = [draw_forced(self.model, batch, self.context.dtype) for batch in prepared]
+            drawn = [self.model.draw_forced(batch, self.context.dtype) for batch in prepared]
             local = self.whole_step.run(drawn, partial(self._run, lanes=Lanes()), self.tally)
         self.optimizer.finish_gather()  # what no forward has read is written now: gradients of nothing are zeroed
         totals = local.clone()

@@ -165,7 +165,9 @@ def test_a_bad_step_is_left_out_and_training_goes_on() -> None:
     def spoil(trainer: Trainer, iteration: int) -> None:
         seen.append(weights(trainer))
         if iteration == 1:
-            spoiled_output(trainer.model.decoder, lambda: len(seen) == 2, lambda output: output * torch.nan)
+            spoiled_output(
+                trainer.model.decoder.final_layernorm, lambda: len(seen) == 2, lambda output: output * torch.nan
+            )
 
     trainer, _, said = train(tiny.plan(resilience=SKIP), ParallelContext.single(), spoil)
     assert [line.partition(":")[0] for line in said] == ["iteration 2"] and "number 1 in a row" in said[0]
@@ -179,7 +181,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
 
     def spoil(trainer: Trainer, iteration: int) -> None:
         if iteration == 2:
-            spoiled_output(trainer.model.decoder, lambda: True, lambda output: output * torch.nan)
+            spoiled_output(trainer.model.decoder.final_layernorm, lambda: True, lambda output: output * torch.nan)
 
     plan = tiny.plan(resilience=replace(SKIP, most_skips=2))
     with pytest.raises(NumericsProblem, match="iteration 3: .* iteration 2 in a row to be left out"):
@@ -257,7 +259,7 @@ def test_a_spike_is_told_left_out_or_ends_the_run(policy: Literal["report", "ski
     def spoil(trainer: Trainer, iteration: int) -> None:
         seen.append(weights(trainer))
         if iteration == 1:
-            spoiled_output(trainer.model.decoder, lambda: len(seen) >= 5, lambda output: output * 1e3)
+            spoiled_output(trainer.model.decoder.final_layernorm, lambda: len(seen) >= 5, lambda output: output * 1e3)
             if policy != "report":
                 trainer._limits = (SpikeLimit(trainer.context.device, window=3), None)
 

@@ -30,7 +30,7 @@ SIBLINGS_ALLOWED = (
 """(importer, imported) below `megatron_moe`, by prefix."""
 
 NARROW_DOORS = (
-    ("model", "moe", ("moe.layer", "moe.dispatch.contract")),
+    ("model", "moe", ("moe.layer", "moe.node_chain")),
     ("optim", "moe", ()),
     ("checkpoint", "moe", ()),
     ("schedule", "moe", ()),

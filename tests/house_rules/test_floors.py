@@ -59,7 +59,7 @@ def _is_init(path: str) -> bool:
         ("megatron_moe/optim/adamw.py", "import megatron_moe.model.gpt", "siblings"),
         ("megatron_moe/checkpoint/save.py", "from megatron_moe.optim.adamw import Optimizer", "siblings"),
         ("megatron_moe/checkpoint/save.py", "from megatron_moe.moe.layer import MoELayer", "nothing"),
-        ("megatron_moe/model/block.py", "from megatron_moe.moe.router import Router", "only: moe.layer"),
+        ("megatron_moe/model/transformer_layer.py", "from megatron_moe.moe.router import Router", "only: moe.layer"),
         ("megatron_moe/kernels/reference.py", "from megatron_moe.parallel.context import Group", "siblings"),
         ("megatron_moe/logs/line.py", "from megatron_moe.data.batch import MicroBatch", "siblings"),
         ("megatron_moe/moe/layer.py", "import triton.language as tl", "kernels/backends/ alone"),
@@ -82,7 +82,7 @@ def test_the_check_finds_a_planted_import(path, text, problem):
     [
         ("megatron_moe/kernels/autograd.py", "from megatron_moe.parallel.parameter import Parameter"),
         ("megatron_moe/data/batch.py", "from megatron_moe.logs.tally import Tally"),
-        ("megatron_moe/model/block.py", "from megatron_moe.moe.layer import MoELayer"),
+        ("megatron_moe/model/transformer_layer.py", "from megatron_moe.moe.layer import MoELayer"),
         ("megatron_moe/kernels/backends/triton/swiglu.py", "import triton"),
         ("megatron_moe/logs/sinks.py", "def start():\n    import wandb"),
         ("pretrain_moe.py", "from arguments.parser import read_plan\nfrom megatron_moe.build import build_model"),

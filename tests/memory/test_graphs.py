@@ -11,9 +11,8 @@ import torch
 from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.kernels import reference
 from megatron_moe.memory.forgotten import Forgotten
-from megatron_moe.memory.recorder import RecordingReport, Repeater, no_garbage_collected
+from megatron_moe.memory.recorder import RecordingReport, Repeater, check_recordable, no_garbage_collected
 from megatron_moe.memory.structure import put_together, take_apart
-from megatron_moe.model.captured import check_recordable
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.specs.exitcodes import EnvironmentProblem
 from megatron_moe.specs.memory import GraphSpec, MemorySpec, RecomputeSpec

@@ -212,6 +212,29 @@ def test_stages_in_a_row_equal_the_whole_model(spec, tied, layout):
     FP64_LAYOUT.check_all(summed, gradients_of(whole, batch), "gradients, copies of the embedding summed")
 
 
+@pytest.mark.parametrize("by_node", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_nodes_name_all_parameters_of_the_model(tied, by_node):
+    model = build(model_spec(mtp=MTPSpec(num_layers=2), tied_embeddings=tied))
+    chain = model._chain(microbatch(), 0, by_node=by_node)
+    named = {parameter for bound in chain for node in bound.nodes for parameter in node.parameters}
+    assert named == set(model.parameters())
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_steps_of_a_schedule_give_the_losses_of_the_forward(evaluation):
+    model, batch = build(model_spec(mtp=MTPSpec(num_layers=2))), microbatch()
+    batch = replace(batch, meta=replace(batch.meta, training=not evaluation))
+    state, expected = None, model(batch)
+    for step in model.steps(batch):
+        state = step.run(state)
+    EXACT.check(state.loss_BS, expected.loss_BS, "loss")
+    assert len(state.mtp_losses) == len(expected.mtp_losses) == (0 if evaluation else 2)
+    for depth, (actual, wanted) in enumerate(zip(state.mtp_losses, expected.mtp_losses, strict=True), start=1):
+        for number in range(3):
+            EXACT.check(actual[number], wanted[number], f"depth {depth}, tensor {number}")
+
+
 def test_packed_documents_equal_separate_sequences():
     model, lengths = build(model_spec(layer_spec(), layer_spec(mla_spec()))), (4, 1, 3)
     batch = microbatch(1, 8)

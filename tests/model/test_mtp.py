@@ -10,6 +10,7 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.tally import Tally
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.mtp import shift
+from megatron_moe.moe.node_chain import run_chain
 from megatron_moe.specs.model import MTPSpec
 from tests import naive_layers
 from tests.tiny_models import build, gradients, layer_spec, microbatch, mla_spec, model_spec
@@ -31,7 +32,7 @@ def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPSpec, per_token: bool) -
     meta = model.rotations.attach(batch.meta)
     batch_size, seq = batch.tokens_BS.shape
     documents = torch.zeros(batch_size, seq) if meta.segments_BS is None else meta.segments_BS
-    hidden = model.decoder(model.embedding(batch.tokens_BS, meta.positions_BS, meta), meta)
+    hidden = run_chain(model._hidden_states(batch.tokens_BS, meta, 0, by_node=False), None).hidden_SBH
 
     def loss(x: Tensor, label: int, matrix: Tensor) -> Tensor:
         logits = matrix @ x
@@ -165,7 +166,9 @@ def test_every_depth_of_a_repeated_layer_has_its_own_dropout():
     spec = model_spec(layer_spec(hidden_dropout=0.3), mtp=MTPSpec(num_layers=2, repeated_layer=True))
     model = build(spec)
     keys = []
-    model.mtp.layers["0"].transformer_layer.register_forward_pre_hook(lambda _, args: keys.append(args[1].random_key))
+    model.mtp.layers["0"].transformer_layer.self_attention.register_forward_pre_hook(
+        lambda _, args: keys.append(args[1].random_key)
+    )
     model(microbatch(random_key=(1, 2, 3)))
     assert len(set(keys)) == 2, keys
 
@@ -175,7 +178,9 @@ def test_a_repeated_layer_divides_its_balancing_losses_by_the_depths(repeated):
     model = build(model_spec(mtp=MTPSpec(num_layers=4, repeated_layer=repeated)))
     scales = []
     for layer in model.mtp.layers.values():
-        layer.transformer_layer.register_forward_pre_hook(lambda _, args: scales.append(args[1].aux_scale))
+        layer.transformer_layer.self_attention.register_forward_pre_hook(
+            lambda _, args: scales.append(args[1].aux_scale)
+        )
     model(microbatch(aux_scale=0.5))
     assert scales == [0.125 if repeated else 0.5] * 4
 
@@ -183,7 +188,9 @@ def test_a_repeated_layer_divides_its_balancing_losses_by_the_depths(repeated):
 def test_padding_stays_padding_at_every_depth_and_all_true_equals_no_mask():
     model, seen = build(model_spec(mtp=MTPSpec(num_layers=2))), []
     for layer in model.mtp.layers.values():
-        layer.transformer_layer.register_forward_pre_hook(lambda _, args: seen.append(args[1].valid_BS[0].tolist()))
+        layer.transformer_layer.self_attention.register_forward_pre_hook(
+            lambda _, args: seen.append(args[1].valid_BS[0].tolist())
+        )
     valid_BS = torch.tensor([[True, True, True, True, False, False]])
     model(microbatch(1, 6, valid_BS=valid_BS))
     assert seen == [[True] * 3 + [False] * 3, [True] * 2 + [False] * 4]

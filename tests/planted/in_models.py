@@ -97,7 +97,7 @@ ATTENTION = (
     ),
     Bug(
         name="dropout of the residual stream is the same on all sequence-parallel ranks",
-        file="megatron_moe/model/block.py",
+        file="megatron_moe/model/transformer_layer.py",
         old="self.spec.hidden_dropout, key, part=self.positions)",
         new="self.spec.hidden_dropout, key)",
         select=("tests/model/test_tensor_parallel.py",),

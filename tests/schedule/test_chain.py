@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import reference
-from megatron_moe.model.block import MoEBlock, make_block
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
+from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.alltoall import AllToAll
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.lanes import Lanes
@@ -133,8 +134,8 @@ class Mark(torch.autograd.Function):
         return grad, None
 
 
-def marked(block: MoEBlock, meta: TokenMeta, name: str, events: list[str]) -> list[Step]:
-    """The block's steps. Those of attention and experts tell when they run, forward and backward."""
+def marked(layer: TransformerLayer, meta: TokenMeta, name: str, events: list[str]) -> list[Step]:
+    """The layer's steps. Those of attention and experts tell when they run, forward and backward."""
 
     def told(step: Step) -> Step:
         def mark(tensor: Tensor) -> Tensor:
@@ -149,7 +150,13 @@ def marked(block: MoEBlock, meta: TokenMeta, name: str, events: list[str]) -> li
 
         return replace(step, run=run)
 
-    return [told(step) if step.node in ("attention", "experts") else step for step in block.steps(0, meta)]
+    steps = schedule_steps([BoundNodes(layer.nodes, meta, 0)])
+    *between, last = [told(step) if step.node in ("attention", "experts") else step for step in steps]
+    return [Step("embedding", None, lambda x: LayerState(hidden_SBH=x)), *between, tensor_out(last)]
+
+
+def tensor_out(step: Step) -> Step:
+    return replace(step, run=lambda state: step.run(state).hidden_SBH)
 
 
 def events_of_a_pair(context: ParallelContext) -> list[str]:
@@ -157,12 +164,11 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
     own, because it listens at the exchange itself."""
     events: list[str] = []
     spec = layer_spec(feed_forward=tiny.moe(dispatcher="alltoall"))
-    block = make_block(spec, 0, "decoder.layers.0", context, reference.bundle())
-    assert isinstance(block, MoEBlock)
-    init_parameters(block, 5, UNIT_GAIN)
+    layer = TransformerLayer(spec, 0, "decoder.layers.0", context, reference.bundle())
+    init_parameters(layer, 5, UNIT_GAIN)
     meta = Rotations([spec.mixer], context).attach(token_meta(2, 5))
-    behind = Chain(marked(block, meta, "B", events), randn(5, 2, HIDDEN), Lanes())
-    ahead = Chain(marked(block, meta, "F", events), randn(5, 2, HIDDEN), Lanes())
+    behind = Chain(marked(layer, meta, "B", events), randn(5, 2, HIDDEN), Lanes())
+    ahead = Chain(marked(layer, meta, "F", events), randn(5, 2, HIDDEN), Lanes())
     behind.forward()
     behind.begin_backward(torch.ones_like(behind.output()))
     events.clear()

@@ -7,10 +7,13 @@ from functools import cache
 import pytest
 import torch
 
+from megatron_moe.build import record_steps
 from megatron_moe.compare.record import record_run
 from megatron_moe.compare.samples import random_datasets
 from megatron_moe.kernels import reference
+from megatron_moe.memory.recorder import Repeater
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.specs.memory import GraphSpec
 from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
 from megatron_moe.specs.moe import CapacitySpec, SharedExpertsSpec
 from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
@@ -18,6 +21,7 @@ from megatron_moe.specs.pipeline.layout import parse_layout
 from megatron_moe.specs.pipeline.spec import PipelineSpec
 from megatron_moe.specs.run import RunPlan
 from megatron_moe.specs.train import BatchSpec
+from megatron_moe.train.step import Trainer
 from tests import tiny, tiny_models
 from tests.ranks import on_processes, on_threads
 from tests.tolerances import EXACT, FP64_LAYOUT, Tolerance
@@ -101,7 +105,15 @@ def ranks_of(each: RunPlan, *, processes: bool = False):
 def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tensor]:
     """Everything that two steps leave on a rank, by name."""
     datasets = random_datasets(each, num_steps=2)
-    record = record_run(each, context, reference.bundle(), datasets, num_steps=2)
+    trainers: list[Trainer] = []
+
+    def capture(trainer: Trainer) -> None:
+        record_steps(trainer, Repeater())
+        trainers.append(trainer)
+
+    record = record_run(each, context, reference.bundle(), datasets, num_steps=2, prepare=capture)
+    flights = trainers[0].pipeline.flights or ()
+    assert bool(each.graphs.modules) == any(flight.num_recordings for flight in flights)
     found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
     for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):
         found |= {f"{name} norm {step}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
@@ -146,3 +158,25 @@ def test_pairs_train_the_same_weights(case, order):
 def test_pairs_over_processes_train_the_same_weights(case):
     # gloo adds the squares of four ranks in another order than the in-memory group of threads
     check(ranks_of(in_order(case, "weight gradients later"), processes=True), case, FP64_LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("case", "order", "modules"),
+    [
+        ("experts over two ranks", "pairs", ("attn", "mlp", "moe_router", "moe_preprocess")),
+        ("experts over two ranks", "attention early", ("attn",)),
+        ("dropped and padded, bias", "pairs", ("moe_router",)),
+        ("two chunks on each of two stages", "pairs", ("attn", "mlp", "moe_router")),
+        ("gradients reduced early", "pairs", ("attn", "moe_router")),
+    ],
+)
+def test_pairs_replay_captured_modules(case, order, modules):
+    each = in_order(case, order)
+    pipeline = replace(each.pipeline, split_backward=False)
+    check(ranks_of(replace(each, pipeline=pipeline, graphs=GraphSpec(modules=modules, warmup_steps=0))), case)
+
+
+def test_shared_experts_overlap_exchanges_between_captured_modules():
+    overlapped = plan(model(moe_spec=moe(shared_overlap=True)))
+    modules = ("attn", "mlp", "moe_router", "moe_preprocess")
+    check(ranks_of(replace(overlapped, graphs=GraphSpec(modules=modules, warmup_steps=1))), "experts over two ranks")

@@ -199,7 +199,7 @@ def recorded_steps_are_whole(
     return (f"{_WHOLE_STEP} with {' and '.join(given)}", "record parts: --cuda-graph-impl local") if given else None
 
 
-def recorded_parts_wait_for_nothing(
+def captured_work_waits_for_nothing(
     cuda_graph_impl: str,
     data_parallel_size: int,
     overlap_param_gather: bool,
@@ -208,13 +208,15 @@ def recorded_parts_wait_for_nothing(
     delay_wgrad_compute: bool,
     moe_shared_expert_overlap: bool,
 ) -> Complaint:
-    """A replay is one piece: nothing can come between its kernels, or wait inside of it."""
+    """A captured graph cannot wait for other work, and no other work can run between its kernels. Overlap of expert
+    exchanges is work between captured modules, but inside a captured iteration."""
+    whole = cuda_graph_impl == "full_iteration"
     others = {
         "--overlap-param-gather": overlap_param_gather and data_parallel_size > 1,
         "--overlap-optimizer-step": overlap_optimizer_step,
-        "--overlap-moe-expert-parallel-comm": overlap_moe_expert_parallel_comm,
+        "--overlap-moe-expert-parallel-comm": whole and overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": delay_wgrad_compute,
-        "--moe-shared-expert-overlap": moe_shared_expert_overlap,
+        "--moe-shared-expert-overlap": whole and moe_shared_expert_overlap,
     }
     given = [name for name, there in others.items() if there]
     if cuda_graph_impl == "none" or not given:
@@ -248,7 +250,7 @@ WAITING = (
     recorded_rows_do_not_wait,
     recorded_parts_exchange_nothing,
     recorded_steps_are_whole,
-    recorded_parts_wait_for_nothing,
+    captured_work_waits_for_nothing,
     timed_attention_is_computed,
 )
 """Rules of this program that concern speed alone."""

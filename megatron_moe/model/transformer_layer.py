@@ -1,0 +1,109 @@
+"""A transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.keeping import Keeping
+from megatron_moe.model.attention import Attention
+from megatron_moe.model.mla import MLA
+from megatron_moe.model.mlp import MLP
+from megatron_moe.model.norm import Norm
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
+from megatron_moe.parallel import rng
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.tensor import sequence_part
+from megatron_moe.specs.attention import MLASpec
+from megatron_moe.specs.model import LayerSpec
+from megatron_moe.specs.moe import MoESpec
+
+
+class TransformerLayer(nn.Module):
+    """hidden + mixer(norm(hidden)), then the same with the feed-forward module: an MLP or an MoE layer.
+
+    `nodes` is this computation as a chain: attention, then mlp or the nodes of the MoE layer, then residual. `forward`
+    runs it.
+
+    Args:
+        layer: global index, under which an MoE layer reports metrics.
+        site: path of the module in the model; names the dropout of both residual connections.
+        keeping: saved-tensor policies; None: all tensors are kept.
+    """
+
+    nodes: tuple[Node, ...]
+    """`GPT.capture` replaces some of them by captured ones."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        layer: int,
+        site: str,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        keeping: Keeping | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.site = site
+        self.keeping = keeping = keeping or Keeping()
+        self.positions = sequence_part(ctx)
+        self.input_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
+        mixer: Any = MLA if isinstance(spec.mixer, MLASpec) else Attention
+        self.self_attention = mixer(spec.mixer, f"{site}.self_attention", ctx, kernels, keeping)
+        self.pre_mlp_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
+        self.mlp: MoELayer | MLP
+        feed_forward: tuple[Node, ...]
+        if isinstance(spec.feed_forward, MoESpec):
+            self.mlp = MoELayer(spec.feed_forward, layer, ctx, kernels, keeping)
+            feed_forward = self.mlp.nodes
+        else:
+            self.mlp = MLP(spec.feed_forward, ctx, kernels)
+            feed_forward = (Node("mlp", "experts", self._mlp, parameters_of(self.mlp)),)
+        if keeping.twice("moe" if spec.is_moe else "mlp"):
+            again = recompute_nodes(feed_forward, keeping, "experts", inputs=("normed_SBH",), output="out_SBH")
+            feed_forward = (again,)
+        attention = parameters_of(self.input_layernorm, self.self_attention, self.pre_mlp_layernorm)
+        self.nodes = (
+            Node("attention", "attention", self._attention, attention),
+            *feed_forward,
+            Node("residual", None, self._residual),
+        )
+
+    def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+        """[S, B, H] -> [S, B, H]"""
+        out_SBH: Tensor = run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), meta).hidden_SBH
+        return out_SBH
+
+    def _attention(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        """Attention with its residual connection, and the norm of the feed-forward module."""
+        hidden_SBH = state.hidden_SBH
+        with self.keeping.region("attn_norm"):
+            normed_SBH = self.input_layernorm(hidden_SBH)
+            discard = self.keeping.forget("layernorm", self.input_layernorm, (hidden_SBH,), normed_SBH)
+        with discard:
+            out_SBH = self._dropped(self.self_attention(normed_SBH, meta), "attention", meta)
+        with self.keeping.region("mlp_norm"):
+            hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual_of(hidden_SBH, normed_SBH))
+            discard = self.keeping.forget("layernorm", self.pre_mlp_layernorm, (hidden_SBH,), normed_SBH)
+        hidden_SBH = self._residual_of(hidden_SBH, normed_SBH)
+        return state.evolve(hidden_SBH=hidden_SBH, normed_SBH=normed_SBH, discard=discard)
+
+    def _mlp(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            return state.evolve(out_SBH=self.mlp(state.normed_SBH), normed_SBH=None)
+
+    def _residual(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        """The residual connection of the feed-forward module."""
+        hidden_SBH = state.hidden_SBH + self._dropped(state.out_SBH, "mlp", meta)
+        return EMPTY_STATE.evolve(hidden_SBH=hidden_SBH, earlier=state.earlier)
+
+    def _residual_of(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
+        """The tensor to which the next output is added."""
+        return normed_SBH if self.spec.residual_from_norm else hidden_SBH
+
+    def _dropped(self, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
+        key = meta.key(f"{self.site}.{part}_residual")
+        return rng.dropout(out_SBH, self.spec.hidden_dropout, key, part=self.positions)

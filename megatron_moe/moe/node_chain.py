@@ -1,0 +1,209 @@
+"""Node chains: the computation of a layer as a sequence of nodes, and the functions that run them.
+
+A node maps one `LayerState` to the next. Plain execution (`run_nodes`), recompute (`recompute_nodes`), CUDA-graph
+capture (`capture_nodes`) and a schedule that interleaves two microbatches (`schedule_steps`) are functions over the
+same nodes, so they compose. `moe` is the lowest package that knows all types in a `LayerState`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.memory.graphs import Part
+from megatron_moe.memory.keeping import Keeping, Scope
+from megatron_moe.memory.structure import evolve
+from megatron_moe.moe.dispatch.contract import Routing, Rows
+from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.specs.pipeline.slots import Node as SlotName
+from megatron_moe.specs.pipeline.slots import Step, stream_of
+
+_UNSET: Any = None
+_NO_SCOPE: Scope = nullcontext()
+CAPTURED_NODES = MappingProxyType(
+    {
+        "attn": ("attention", "attention"),
+        "mlp": ("mlp", "residual"),
+        "moe_router": ("router", "router"),
+        "moe_preprocess": ("dispatch_start", "dispatch_finish"),
+        "moe": ("router", "residual"),
+    }
+)
+"""First and last node of each module of `--cuda-graph-modules`. moe_preprocess and moe need all experts on one rank,
+because collectives are not captured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerState:
+    """Activations between two nodes. A field is None before the node that sets it and after its last consumer, so that
+    no tensor is kept alive longer than needed."""
+
+    hidden_SBH: Tensor = _UNSET
+    """Residual stream."""
+    normed_SBH: Tensor = _UNSET
+    """Input of the feed-forward module."""
+    discard: Scope = _NO_SCOPE
+    """Entered by consumers of `normed_SBH`: they save no copy of it if layernorm outputs are recomputed."""
+    given_ids_TK: Tensor | None = None
+    """Expert ids to replay; None: the router selects."""
+    routing: Routing = _UNSET
+    tokens_SBH: Tensor = _UNSET
+    """What is dispatched: `normed_SBH` or its latent projection."""
+    pending: Any = None
+    """The dispatcher's exchange between its start and its finish."""
+    rows: Rows = _UNSET
+    handle: Any = None
+    """What the dispatcher needs to combine `rows`."""
+    shared: Tensor = _UNSET
+    """Overlapped shared experts: activation [S, B, F] after the first matrix, output [S, B, H] after the second."""
+    routed_TH: Tensor = _UNSET
+    """Sum of every token's expert outputs."""
+    out_SBH: Tensor = _UNSET
+    """Output of the feed-forward module."""
+    embedded_SBH: Tensor = _UNSET
+    """Multi-token prediction: embeddings of the later tokens."""
+    earlier: tuple[Tensor, ...] = ()
+    """Multi-token prediction: hidden states of the model and of the depths before this one, each [S, B, H]."""
+
+    def evolve(self, **changes: Any) -> "LayerState":
+        """Copy with changed fields."""
+        return evolve(self, changes)
+
+
+EMPTY_STATE = LayerState()
+"""`EMPTY_STATE.evolve(...)` takes a third of the host time of `LayerState(...)`."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One part of a chain."""
+
+    name: str
+    slot: SlotName | None
+    """Slot of a schedule that interleaves two microbatches; None: that of the node before."""
+    run: Callable[[Any, TokenMeta], Any]
+    """`run(state, meta) -> state`. The first and the last node of a pipeline stage receive and return other types."""
+    parameters: tuple[nn.Parameter, ...] = ()
+    """All parameters that `run` reads."""
+
+
+def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
+    """The parameters of modules, and parameters themselves, for `Node.parameters`."""
+    found = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in sources if each is not None)
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+def run_nodes(nodes: Iterable[Node], state: Any, meta: TokenMeta) -> Any:
+    """Runs the nodes in order."""
+    for node in nodes:
+        state = node.run(state, meta)
+    return state
+
+
+def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> Node:
+    """One node for a whole layer: `hidden_SBH = module(*inputs, meta)`. The hooks of the module run."""
+
+    def run(state: LayerState, meta: TokenMeta) -> LayerState:
+        out_SBH = module(*(getattr(state, name) for name in inputs), meta)
+        return state.evolve(**(dict.fromkeys(inputs) | {"hidden_SBH": out_SBH}))
+
+    return Node("layer", "chunk", run, parameters_of(module))
+
+
+def norm_node(norm: nn.Module) -> Node:
+    """A norm of the hidden state after the last node of a layer."""
+
+    def run(state: LayerState, meta: TokenMeta) -> LayerState:
+        return state.evolve(hidden_SBH=norm(state.hidden_SBH))
+
+    return Node("final_norm", None, run, parameters_of(norm))
+
+
+class BoundNodes(NamedTuple):
+    """Consecutive nodes on one microbatch."""
+
+    nodes: Sequence[Node]
+    meta: TokenMeta
+    layer: int | None = None
+    """Position of their layer in the chunk, see `Slot.layer`."""
+
+
+def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
+    """Runs all nodes in order."""
+    for bound in chain:
+        state = run_nodes(bound.nodes, state, bound.meta)
+    return state
+
+
+def recompute_nodes(
+    nodes: Sequence[Node],
+    keeping: Keeping,
+    slot: SlotName,
+    *,
+    inputs: Sequence[str] = ("hidden_SBH",),
+    output: str = "hidden_SBH",
+) -> Node:
+    """One node that saves the state's fields `inputs` alone and runs `nodes` again in the backward.
+
+    The nodes see no other field, and no later node sees `inputs`. They set the field `output`.
+    """
+
+    def chain(*tensors_and_meta: Any) -> Tensor:
+        *tensors, meta = tensors_and_meta
+        result: Tensor = getattr(run_nodes(nodes, LayerState(**dict(zip(inputs, tensors, strict=True))), meta), output)
+        return result
+
+    def run(state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            out = keeping.again(chain, *(getattr(state, name) for name in inputs), meta=meta)
+        return state.evolve(**(dict.fromkeys(inputs) | {output: out}))
+
+    return Node("recomputed", slot, run, _all_parameters(nodes))
+
+
+def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> tuple[Node, ...]:
+    """The chain of the layer `site` with the nodes of each of `modules` (keys of `CAPTURED_NODES`) as one node. For a
+    microbatch that has graph memory it replays them as a CUDA graph, captured at the first use; otherwise it runs them.
+    Modules that the layer does not have are skipped."""
+    chain = list(nodes)
+    for module in modules:
+        names = [node.name for node in chain]
+        first, last = CAPTURED_NODES[module]
+        if first in names and last in names:
+            span = slice(names.index(first), names.index(last) + 1)
+            group = tuple(chain[span])
+            parameters = _all_parameters(group)
+            part = Part(f"{module} of {site}", partial(run_nodes, group), cast(tuple[Parameter, ...], parameters))
+            chain[span] = [Node(module, group[0].slot, partial(_run_captured, part), parameters)]
+    return tuple(chain)
+
+
+def _run_captured(part: Part, state: LayerState, meta: TokenMeta) -> LayerState:
+    # A graph outlives the microbatch that it was captured with, so it must not refer to that microbatch's scope.
+    result: LayerState = part(state.evolve(discard=_NO_SCOPE), meta)
+    return result if result.normed_SBH is None else result.evolve(discard=state.discard)
+
+
+def schedule_steps(chain: Iterable[BoundNodes]) -> list[Step]:
+    """The chain as steps of a schedule. Consecutive compute nodes of one slot form one step; the halves of an exchange
+    are separate steps."""
+    steps: list[Step] = []
+    for nodes, meta, layer in chain:
+        groups: list[tuple[SlotName, list[Node]]] = []
+        for node in nodes:
+            if node.slot is None or groups and groups[-1][0] == node.slot and stream_of(node.slot) == "compute":
+                groups[-1][1].append(node)
+            else:
+                groups.append((node.slot, [node]))
+        steps += [Step(slot, layer, partial(run_nodes, group, meta=meta)) for slot, group in groups]
+    return steps
+
+
+def _all_parameters(nodes: Iterable[Node]) -> tuple[nn.Parameter, ...]:
+    return parameters_of(*(parameter for node in nodes for parameter in node.parameters))
