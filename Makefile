@@ -14,7 +14,7 @@ install:  ## the project and what its tests need, into the active environment
 check:  ## lint, types, house rules, flags and specs: a few minutes
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTEST) -q tests/house_rules tests/arguments tests/specs
+	$(PYTEST) -q tests/house_rules tests/arguments tests/config
 
 test:  ## everything CI runs
 	bash scripts/test.sh

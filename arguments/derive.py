@@ -5,9 +5,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from arguments.values import LayerPattern
-from megatron_moe.specs.attention import ContextExchange
-from megatron_moe.specs.pipeline.auto import StageCosts, auto_layout
-from megatron_moe.specs.pipeline.layout import PipelineLayout, even_layout, parse_layout, virtual_stages
+from megatron_moe.config.attention import ContextExchange
+from megatron_moe.pipeline.auto_layout import StageCosts, auto_layout
+from megatron_moe.pipeline.layout import (
+    PipelineLayout,
+    even_layout,
+    parse_layout,
+    virtual_stages,
+)
 
 AUTO: Final = "auto"
 """The layout that balances what stages cost."""

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arguments.dry_run.ask import machine
+from arguments.dry_run.request import machine
 from arguments.errors import FlagErrors, Problem
 from arguments.parser import Settings
-from megatron_moe.specs.emulation import EmulationSpec
-from megatron_moe.specs.moe import MoESpec
-from megatron_moe.specs.run import RunPlan
+from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.run import RunPlan
 
 _HELPERS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
 
@@ -18,7 +18,7 @@ _HELPERS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
 class Emulation:
     """What the command line asks."""
 
-    spec: EmulationSpec
+    config: EmulationConfig
     environ: Mapping[str, str]
     """Environment of the first rank of the cluster."""
 
@@ -43,14 +43,14 @@ def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
     if plot is not None and plot.suffix != ".png":
         raise FlagErrors([Problem(what=f"--emulate-plot {plot} is not a PNG file", remedy="end its name with .png")])
     gpu, first = machine(asked, environ)
-    spec = EmulationSpec(
+    config = EmulationConfig(
         ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
         imbalance=values["emulate_imbalance"],
         gpu=gpu.kind,
         json=_path(values["emulate_json"]),
         plot=plot,
     )
-    return Emulation(spec, first)
+    return Emulation(config, first)
 
 
 def _ranks(wish: str, world_size: int, environ: Mapping[str, str]) -> tuple[int, ...]:
@@ -69,9 +69,9 @@ def _path(name: str | None) -> Path | None:
 
 def planned(plan: RunPlan, asked: Emulation) -> RunPlan:
     """The plan with its emulation. Raises FlagErrors where no routing has such a load."""
-    imbalance, problems = asked.spec.imbalance, []
-    for spec in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoESpec)}:
-        experts, topk = spec.router.num_experts, spec.router.topk
+    imbalance, problems = asked.config.imbalance, []
+    for config in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}:
+        experts, topk = config.router.num_experts, config.router.topk
         most = min(plan.parallel.ep, experts / topk)
         if imbalance > most:
             what = (
@@ -79,9 +79,9 @@ def planned(plan: RunPlan, asked: Emulation) -> RunPlan:
                 f"ranks get at most {most:g} times an even share of top-{topk} choices among {experts}"
             )
             problems.append(Problem(what=what, remedy=f"give at most {most:g}"))
-        if spec.capacity is not None and not spec.capacity.pad and (imbalance > 1 or spec.capacity.factor < 1):
+        if config.capacity is not None and not config.capacity.pad and (imbalance > 1 or config.capacity.factor < 1):
             what = "an emulation does not know what is dropped when experts have a capacity and are not padded to it"
             problems.append(Problem(what=what, remedy="add --moe-pad-expert-input-to-capacity, or emulate even loads"))
     if problems:
         raise FlagErrors(problems)
-    return replace(plan, emulation=asked.spec)
+    return replace(plan, emulation=asked.config)

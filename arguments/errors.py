@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_moe.specs.exitcodes import ExitCode, RunError
+from megatron_moe.config.exit_codes import ExitCode, RunError
 
 Waits = Literal["", "for an input", "for a feature"]
 

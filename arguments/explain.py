@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
+from arguments.deprecated import old_names
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import Flag, docstrings
 from arguments.flags import Registry, group_classes, normal
-from arguments.names.deprecated import old_names
-from arguments.names.recognised import find_recognised, recognised_flags
 from arguments.parser import near, unknown_flag
-from arguments.recipes.find import recipe_files
+from arguments.recipes import recipe_files
+from arguments.recognised import find_recognised, recognised_flags
 from arguments.values import choices, describe, words_of
-from megatron_moe.specs.run import RunPlan
+from megatron_moe.config.run import RunPlan
 
 _WIDTH = 120
 _NAME_COLUMN = 34

@@ -20,8 +20,8 @@ import yaml
 from arguments.environment import misnamed, unprintable
 from arguments.errors import Problem
 from arguments.flags import Registry, group_classes, normal
-from arguments.names.recognised import find_recognised
 from arguments.parser import Given
+from arguments.recognised import find_recognised
 
 _VARIABLE = re.compile(
     r"\$(?:(?P<dollar>\$)|\{(?P<braced>\w+)(?::-(?P<default>[^}]*))?\}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from arguments.errors import Problem
-from megatron_moe.specs.parallel import Launch
+from megatron_moe.config.parallel import Launch
 
 _SRUN_SPECIAL_STEPS = 4294967290
 """Step numbers from here on are not made by a user's srun: interactive, batch, external."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from arguments.deprecated import comes_last, translate
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Registry, normal
-from arguments.names.deprecated import comes_last, translate
-from arguments.names.recognised import find_recognised
+from arguments.recognised import find_recognised
 from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse, within, words_of
 
 COMMAND_LINE = "command line"

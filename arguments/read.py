@@ -8,7 +8,7 @@ from pathlib import Path
 
 from arguments import derive, environment, explain
 from arguments.checks import data as data_checks
-from arguments.checks.kernels.sizes import slow_sizes
+from arguments.checks.kernels import slow_sizes
 from arguments.checks.run import (
     MODEL_PARALLEL,
     RULES,
@@ -21,28 +21,28 @@ from arguments.checks.run import (
     unavailable_flags,
     unknown_layers,
 )
-from arguments.dry_run import ask as dry_run
+from arguments.data_lists import read_data_lists
+from arguments.dry_run import request as dry_run
 from arguments.dry_run.inputs import missing_inputs
 from arguments.emulation import emulation, planned
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import read_files
 from arguments.flags import Flags, Registry, normal
-from arguments.huggingface.questions import compared_with, published_flags
+from arguments.huggingface import compared_with, published_flags
 from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
-from arguments.names.data_lists import read_data_lists
 from arguments.parser import Given, Settings, near, settle, split, start_settings
 from arguments.proxy.fold import Wish
 from arguments.proxy.machine import NEEDLESS
 from arguments.proxy.shrink import proxied, wish_of
-from arguments.recipes.find import find_recipe, recipe_names
-from arguments.resolve import run_plan, tokenizer_spec
-from megatron_moe.specs.parallel import Launch
-from megatron_moe.specs.resilience.faults import ALLOWED
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import TokenizerSpec
+from arguments.recipes import find_recipe, recipe_names
+from arguments.resolve import run_plan, tokenizer_config
+from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.faults import ALLOWED
+from megatron_moe.config.parallel import Launch
+from megatron_moe.config.run import RunPlan
 
-VocabSizeOf = Callable[[TokenizerSpec], int]
+VocabSizeOf = Callable[[TokenizerConfig], int]
 
 
 def read_plan(
@@ -265,7 +265,7 @@ def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Setti
         if given is None:
             raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
         return given
-    spoken = vocab_size_of(tokenizer_spec(flags))
+    spoken = vocab_size_of(tokenizer_config(flags))
     rows = flags.model.padded_vocab_size
     if rows is not None and rows < spoken:
         raise _too_few("padded_vocab_size", rows, spoken, f"--padded-vocab-size {spoken} or more", settings)

@@ -8,30 +8,41 @@ from arguments import derive
 from arguments.flags import Flags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.logging import LoggingFlags
-from arguments.resolve_model import model_spec
-from megatron_moe.specs.memory import GraphModule, GraphSpec, MemorySpec, OffloadSpec, RecomputeSpec, StashSpec
-from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
-from megatron_moe.specs.pipeline.auto import flop_costs
-from megatron_moe.specs.pipeline.layout import PipelineLayout
-from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.precision import LowPrecision, PrecisionSpec
-from megatron_moe.specs.resilience.faults import parse_fault
-from megatron_moe.specs.run import KernelSpec, RunPlan
-from megatron_moe.specs.train import (
+from arguments.resolve_model import model_config
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.data import (
     OTHER_TOKENIZER_NAMES,
-    BatchSpec,
-    CheckpointSpec,
-    DataSpec,
-    LoggingSpec,
-    LoopSpec,
-    LRSpec,
-    OptimizerSpec,
-    ProfileSpec,
-    ResilienceSpec,
-    StateOffloadSpec,
-    TokenizerSpec,
+    DataConfig,
+    TokenizerConfig,
 )
+from megatron_moe.config.faults import parse_fault
+from megatron_moe.config.logging import LoggingConfig, ProfileConfig
+from megatron_moe.config.memory import (
+    ActivationOffloadConfig,
+    CudaGraphConfig,
+    GraphModule,
+    MemoryConfig,
+    PagedStashConfig,
+    RecomputeConfig,
+)
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.optimizer import (
+    LRConfig,
+    OptimizerConfig,
+    OptimizerOffloadConfig,
+)
+from megatron_moe.config.parallel import (
+    DataParallelConfig,
+    Launch,
+    ParallelConfig,
+)
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.precision import LowPrecision, PrecisionConfig
+from megatron_moe.config.resilience import ResilienceConfig
+from megatron_moe.config.run import KernelConfig, RunPlan
+from megatron_moe.config.training import BatchConfig, LoopConfig
+from megatron_moe.pipeline.auto_layout import flop_costs
+from megatron_moe.pipeline.layout import PipelineLayout
 
 _LONGEST_WAIT = 10**9
 """Seconds. Thirty years never expire, and the clocks of threads end at some hundred."""
@@ -39,10 +50,10 @@ _LONGEST_WAIT = 10**9
 
 def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
     """The plan of checked flags. `provenance` are the plan's fields that say how it came about."""
-    parallel = parallel_spec(flags, launch)
-    batch = batch_spec(flags, parallel.dp)
+    parallel = parallel_config(flags, launch)
+    batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
-    model = model_spec(flags, vocab_size)
+    model = model_config(flags, vocab_size)
     layout = _layout(flags, model)
     return RunPlan(
         model=model,
@@ -68,11 +79,11 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     )
 
 
-def parallel_spec(flags: Flags, launch: Launch) -> ParallelSpec:
+def parallel_config(flags: Flags, launch: Launch) -> ParallelConfig:
     """Sizes of the grids."""
     parallel, pipeline = flags.parallel, flags.pipeline
     tp = parallel.tensor_model_parallel_size
-    return ParallelSpec(
+    return ParallelConfig(
         tp=tp,
         pp=pipeline.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
@@ -98,7 +109,7 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
     return heads, ring
 
 
-def _layout(flags: Flags, model: ModelSpec) -> PipelineLayout:
+def _layout(flags: Flags, model: ModelConfig) -> PipelineLayout:
     pipeline = flags.pipeline
     return derive.pipeline_layout(
         num_layers=flags.model.num_layers,
@@ -115,9 +126,9 @@ def _layout(flags: Flags, model: ModelSpec) -> PipelineLayout:
     )
 
 
-def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineSpec:
+def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
     parallel = flags.parallel
-    return PipelineSpec(
+    return PipelineConfig(
         layout=layout,
         group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
         # on one expert-parallel rank nothing travels that another microbatch could hide
@@ -127,11 +138,11 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineSpec:
     )
 
 
-def _data_parallel(flags: Flags, grid: ParallelSpec) -> DataParallelSpec:
+def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
     parallel = flags.parallel
     # on a rank that has the only copy of everything no gradient or weight travels that could be hidden
     copies = max(grid.dp * grid.cp, grid.edp) > 1
-    return DataParallelSpec(
+    return DataParallelConfig(
         sharded_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce and copies,
         overlap_param_gather=parallel.overlap_param_gather and copies,
@@ -143,23 +154,23 @@ def _data_parallel(flags: Flags, grid: ParallelSpec) -> DataParallelSpec:
     )
 
 
-def batch_spec(flags: Flags, data_parallel_size: int) -> BatchSpec:
+def batch_config(flags: Flags, data_parallel_size: int) -> BatchConfig:
     """Microbatch, global batch and its growth."""
     training = flags.training
-    return BatchSpec(
+    return BatchConfig(
         micro=training.micro_batch_size,
         global_size=derive.global_batch_size(training.global_batch_size, training.micro_batch_size, data_parallel_size),
         rampup=training.rampup_batch_size,
     )
 
 
-def tokenizer_spec(flags: Flags) -> TokenizerSpec:
+def tokenizer_config(flags: Flags) -> TokenizerConfig:
     """Which tokenizer."""
     data = flags.data
     name = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file)
     assert name is not None
     kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
-    return TokenizerSpec(
+    return TokenizerConfig(
         kind=kind,
         model=_path(data.tokenizer_model),
         vocab_file=_path(data.vocab_file),
@@ -177,12 +188,12 @@ def _path(text: str | None) -> Path | None:
     return Path(text) if text else None
 
 
-def _precision(flags: Flags) -> PrecisionSpec:
+def _precision(flags: Flags) -> PrecisionConfig:
     precision = flags.precision
     low_params = precision.fp8_param_gather or precision.fp4_param_gather
     if precision.fp64:
-        return PrecisionSpec(params="fp64", grads="fp64", master="fp64", deterministic=precision.deterministic_mode)
-    return PrecisionSpec(
+        return PrecisionConfig(params="fp64", grads="fp64", master="fp64", deterministic=precision.deterministic_mode)
+    return PrecisionConfig(
         params="bf16" if precision.bf16 else "fp32",
         grads="bf16" if precision.grad_reduce_in_bf16 or precision.main_grads_dtype == "bf16" else "fp32",
         master=precision.main_params_dtype,
@@ -208,19 +219,19 @@ def _low_precision(flags: Flags) -> LowPrecision | None:
     return None if precision.fp8_format is None else precision.fp8_recipe
 
 
-def _memory(flags: Flags) -> MemorySpec:
+def _memory(flags: Flags) -> MemoryConfig:
     recompute, offload = flags.recompute, flags.offload
     waiting = offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0
     parked = offload.optimizer_state_offload_fraction if offload.chunked_optimizer_state_offload else 0.0
-    return MemorySpec(
-        recompute=RecomputeSpec(
+    return MemoryConfig(
+        recompute=RecomputeConfig(
             granularity=recompute.recompute_granularity or "none",
             method=recompute.recompute_method or "uniform",
             num_layers=recompute.recompute_num_layers or 1,
             modules=recompute.recompute_modules or ("core_attn",),
             distribute=recompute.distribute_saved_activations,
         ),
-        offload=OffloadSpec(
+        offload=ActivationOffloadConfig(
             modules=offload.offload_modules if offload.fine_grained_activation_offloading else (),
             fraction=offload.activation_offload_fraction,
             min_elements=offload.min_offloaded_tensor_size,
@@ -233,18 +244,18 @@ def _memory(flags: Flags) -> MemorySpec:
     )
 
 
-def _stash(flags: Flags) -> StashSpec | None:
+def _stash(flags: Flags) -> PagedStashConfig | None:
     offload = flags.offload
     if not offload.moe_paged_stash:
         return None
-    return StashSpec(
+    return PagedStashConfig(
         page_size=offload.moe_paged_stash_page_size, factor=offload.moe_paged_stash_buffer_size_factor_cuda
     )
 
 
-def _optimizer(flags: Flags) -> OptimizerSpec:
+def _optimizer(flags: Flags) -> OptimizerConfig:
     optimizer = flags.optimizer
-    return OptimizerSpec(
+    return OptimizerConfig(
         beta1=optimizer.adam_beta1,
         beta2=optimizer.adam_beta2,
         eps=optimizer.adam_eps,
@@ -257,10 +268,10 @@ def _optimizer(flags: Flags) -> OptimizerSpec:
     )
 
 
-def _state_offload(flags: Flags) -> StateOffloadSpec:
+def _state_offload(flags: Flags) -> OptimizerOffloadConfig:
     offload = flags.offload
     if offload.optimizer_cpu_offload:
-        return StateOffloadSpec(
+        return OptimizerOffloadConfig(
             fraction=offload.optimizer_offload_fraction,
             host_steps=True,
             overlap=offload.overlap_cpu_optimizer_d2h_h2d,
@@ -269,14 +280,14 @@ def _state_offload(flags: Flags) -> StateOffloadSpec:
             pin_params=offload.pin_cpu_params,
         )
     if offload.chunked_optimizer_state_offload:
-        return StateOffloadSpec(
+        return OptimizerOffloadConfig(
             fraction=offload.optimizer_state_offload_fraction,
             chunk_bytes=offload.optimizer_state_offload_chunk_size_mb << 20,
         )
-    return StateOffloadSpec()
+    return OptimizerOffloadConfig()
 
 
-def _lr(flags: Flags, batch: BatchSpec, loop: LoopSpec) -> LRSpec:
+def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
     """Lengths in samples: those in iterations are multiplied by the global batch size."""
     optimizer, size = flags.optimizer, batch.global_size
     if flags.training.train_samples is not None:
@@ -288,7 +299,7 @@ def _lr(flags: Flags, batch: BatchSpec, loop: LoopSpec) -> LRSpec:
     decay = length if decay is None else decay
     share = optimizer.lr_warmup_fraction
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    return LRSpec(
+    return LRConfig(
         max_lr=optimizer.lr,
         min_lr=optimizer.min_lr,
         init_lr=optimizer.lr_warmup_init,
@@ -310,14 +321,14 @@ def _times(iterations: int | None, size: int) -> int | None:
     return None if iterations is None else iterations * size
 
 
-def _loop(flags: Flags, batch: BatchSpec) -> LoopSpec:
+def _loop(flags: Flags, batch: BatchConfig) -> LoopConfig:
     training = flags.training
     train_iters = training.train_iters
     if train_iters is None:
         assert training.train_samples is not None
         train_iters = batch.steps_for(training.train_samples)
     minutes = training.exit_duration_in_mins
-    return LoopSpec(
+    return LoopConfig(
         train_iters=train_iters,
         train_samples=training.train_samples,
         eval_interval=training.eval_interval,
@@ -335,9 +346,9 @@ def _loop(flags: Flags, batch: BatchSpec) -> LoopSpec:
     )
 
 
-def _data(flags: Flags, vocab_size: int) -> DataSpec:
+def _data(flags: Flags, vocab_size: int) -> DataConfig:
     data = flags.data
-    return DataSpec(
+    return DataConfig(
         train=data.train_data_path,
         valid=data.valid_data_path,
         test=data.test_data_path,
@@ -347,7 +358,7 @@ def _data(flags: Flags, vocab_size: int) -> DataSpec:
         cache_dir=_path(data.data_cache_path),
         seq_length=flags.model.seq_length,
         seed=flags.training.seed,
-        tokenizer=tokenizer_spec(flags),
+        tokenizer=tokenizer_config(flags),
         vocab_size=vocab_size,
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids or data.dataloader_inter_document_masking,
@@ -361,9 +372,9 @@ def _data(flags: Flags, vocab_size: int) -> DataSpec:
     )
 
 
-def _checkpoint(flags: Flags) -> CheckpointSpec:
+def _checkpoint(flags: Flags) -> CheckpointConfig:
     checkpoint, moe = flags.checkpoint, flags.moe
-    return CheckpointSpec(
+    return CheckpointConfig(
         save=derive.save_folder(
             save=checkpoint.save,
             run_dir=flags.logging.run_dir,
@@ -388,7 +399,7 @@ def _checkpoint(flags: Flags) -> CheckpointSpec:
         retain_interval=checkpoint.save_retain_interval,
         keep_best=checkpoint.keep_best_checkpoint,
         in_background=checkpoint.async_save,
-        most_failures=1 if checkpoint.on_save_failure == "stop" else CheckpointSpec.most_failures,
+        most_failures=1 if checkpoint.on_save_failure == "stop" else CheckpointConfig.most_failures,
         upcycle=moe.moe_use_upcycling,
         upcycle_granularity=moe.moe_upcycling_granularity,
         hf_interval=checkpoint.save_hf_interval,
@@ -403,7 +414,7 @@ def _hf_config(checkpoint: CheckpointFlags) -> Path | None:
     return _path(checkpoint.save_hf_config or next(iter(folders), None))
 
 
-def _deadlines(flags: Flags, loop: LoopSpec) -> tuple[tuple[str, float], ...]:
+def _deadlines(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
     """An evaluation may take as long as its steps. How many these are with --full-validation only the data tells."""
     given = flags.resilience
     steps = 0 if flags.data.full_validation else 1 + loop.eval_iters
@@ -417,12 +428,12 @@ def _deadlines(flags: Flags, loop: LoopSpec) -> tuple[tuple[str, float], ...]:
     return tuple((phase, float(min(seconds, _LONGEST_WAIT))) for phase, seconds in phases.items() if seconds)
 
 
-def _resilience(flags: Flags, loop: LoopSpec) -> ResilienceSpec:
+def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
     resilience = flags.resilience
     signals = (resilience.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if resilience.exit_signal_handler else ()
-    return ResilienceSpec(
+    return ResilienceConfig(
         exit_signals=tuple(dict.fromkeys(signals)),
-        deadlines=_deadlines(flags, loop),
+        watchdog=_deadlines(flags, loop),
         compare_replicas_interval=resilience.check_weight_hash_across_dp_replicas_interval,
         on_nonfinite=resilience.on_nonfinite,
         most_skips=resilience.max_skipped_iterations,
@@ -435,9 +446,9 @@ def _resilience(flags: Flags, loop: LoopSpec) -> ResilienceSpec:
     )
 
 
-def _logging(flags: Flags) -> LoggingSpec:
+def _logging(flags: Flags) -> LoggingConfig:
     logging = flags.logging
-    return LoggingSpec(
+    return LoggingConfig(
         run_dir=_path(logging.run_dir),
         log_interval=logging.log_interval,
         style=logging.log_style,
@@ -467,11 +478,11 @@ def _logging(flags: Flags) -> LoggingSpec:
     )
 
 
-def _profile(logging: LoggingFlags) -> ProfileSpec:
+def _profile(logging: LoggingFlags) -> ProfileConfig:
     tool: Literal["none", "cuda", "torch"] = "none"
     if logging.profile:
         tool = "torch" if logging.use_pytorch_profiler else "cuda"
-    return ProfileSpec(
+    return ProfileConfig(
         tool=tool,
         after=logging.profile_step_start,
         last=logging.profile_step_end,
@@ -483,19 +494,19 @@ def _profile(logging: LoggingFlags) -> ProfileSpec:
     )
 
 
-def _graphs(flags: Flags, model: ModelSpec) -> GraphSpec:
+def _graphs(flags: Flags, model: ModelConfig) -> CudaGraphConfig:
     kernels = flags.kernels
     warmup = max(kernels.cuda_graph_warmup_steps, 1)  # kernels compile and libraries plan in the first step
     match kernels.cuda_graph_impl:
         case "none":
-            return GraphSpec(warmup_steps=warmup)
+            return CudaGraphConfig(warmup_steps=warmup)
         case "full_iteration":
-            return GraphSpec(whole_step=True, warmup_steps=warmup)
+            return CudaGraphConfig(full_iteration=True, warmup_steps=warmup)
     modules: Any = kernels.cuda_graph_modules or _all_graph_modules(flags, model)  # a rule rejects mamba
-    return GraphSpec(modules=modules, warmup_steps=warmup)
+    return CudaGraphConfig(modules=modules, warmup_steps=warmup)
 
 
-def _all_graph_modules(flags: Flags, model: ModelSpec) -> tuple[GraphModule, ...]:
+def _all_graph_modules(flags: Flags, model: ModelConfig) -> tuple[GraphModule, ...]:
     """What can be recorded of the model's layers."""
     parallel = flags.parallel
     ranks = derive.expert_ranks(
@@ -510,10 +521,10 @@ def _all_graph_modules(flags: Flags, model: ModelSpec) -> tuple[GraphModule, ...
     return tuple(wanted)
 
 
-def _kernels(flags: Flags) -> KernelSpec:
+def _kernels(flags: Flags) -> KernelConfig:
     wishes = tuple((op, backend) for op, _, backend in (wish.partition("=") for wish in flags.kernels.kernel_per_op))
     folder = flags.kernels.kernel_cache_dir
-    return KernelSpec(
+    return KernelConfig(
         backend=flags.kernels.kernel_backend,
         per_op=wishes,
         cache_dir=None if folder is None else Path(folder),

@@ -1,28 +1,33 @@
-"""From flags to the `ModelSpec`."""
+"""From flags to the `ModelConfig`."""
 
 import math
 from dataclasses import replace
 
 from arguments import derive
 from arguments.flags import Flags
-from megatron_moe.specs.attention import (
-    AttentionSpec,
+from megatron_moe.config.attention import (
+    AttentionConfig,
     ContextExchange,
-    CoreAttentionSpec,
-    MLASpec,
-    NormSpec,
-    RopeSpec,
+    CoreAttentionConfig,
+    MLAConfig,
+    NormConfig,
+    RopeConfig,
     yarn_mscale,
 )
-from megatron_moe.specs.model import InitSpec, LayerSpec, ModelSpec, MTPSpec
-from megatron_moe.specs.moe import (
-    ActivationSpec,
-    CapacitySpec,
-    ExpertsSpec,
-    MLPSpec,
-    MoESpec,
-    RouterSpec,
-    SharedExpertsSpec,
+from megatron_moe.config.model import (
+    InitConfig,
+    LayerConfig,
+    ModelConfig,
+    MTPConfig,
+)
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    CapacityConfig,
+    ExpertsConfig,
+    MLPConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
 )
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
@@ -31,11 +36,11 @@ _LOSS_CHUNK = 1024
 """Tokens of one product of a fused head: enough of them to fill a GPU."""
 
 
-def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
+def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     """The model of a true vocabulary size."""
     model = flags.model
     rotation = {"rope": "rope", "yarn": "rope"}
-    return ModelSpec(
+    return ModelConfig(
         hidden_size=model.hidden_size,
         vocab_size=derive.padded_vocab_size(
             vocab_size,
@@ -52,7 +57,7 @@ def model_spec(flags: Flags, vocab_size: int) -> ModelSpec:
         loss_chunk=_LOSS_CHUNK if _fuses_the_head(flags) else None,
         embedding_dropout=model.hidden_dropout,
         mtp=_mtp(flags),
-        init=InitSpec(
+        init=InitConfig(
             std=model.init_method_std,
             output_std=model.init_method_std / math.sqrt(2 * model.num_layers),
             embedding_std=model.embedding_init_method_std,
@@ -65,7 +70,7 @@ def _fuses_the_head(flags: Flags) -> bool:
     return flags.kernels.cross_entropy_loss_fusion and flags.kernels.cross_entropy_fusion_impl == "linear"
 
 
-def _layers(flags: Flags) -> tuple[LayerSpec, ...]:
+def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
     model, attention = flags.model, flags.attention
     places = zip(
         derive.moe_layers(model.num_layers, flags.moe.num_experts, flags.moe.moe_layer_freq),
@@ -75,9 +80,9 @@ def _layers(flags: Flags) -> tuple[LayerSpec, ...]:
         strict=True,
     )
     return tuple(
-        LayerSpec(
+        LayerConfig(
             mixer=_exchanging(_mixer(flags, windowed, rotated), exchange),
-            feed_forward=moe_spec(flags) if is_moe else _dense(flags),
+            feed_forward=moe_config(flags) if is_moe else _dense(flags),
             norm=_norm(flags),
             hidden_dropout=model.hidden_dropout,
             residual_from_norm=model.apply_residual_connection_post_layernorm,
@@ -86,16 +91,16 @@ def _layers(flags: Flags) -> tuple[LayerSpec, ...]:
     )
 
 
-def _norm(flags: Flags) -> NormSpec:
+def _norm(flags: Flags) -> NormConfig:
     model = flags.model
-    return NormSpec(kind=model.normalization, eps=model.norm_epsilon, zero_centered=model.apply_layernorm_1p)
+    return NormConfig(kind=model.normalization, eps=model.norm_epsilon, zero_centered=model.apply_layernorm_1p)
 
 
-def _mtp(flags: Flags) -> MTPSpec | None:
+def _mtp(flags: Flags) -> MTPConfig | None:
     model = flags.model
     if not model.mtp_num_layers:
         return None
-    return MTPSpec(
+    return MTPConfig(
         num_layers=model.mtp_num_layers,
         loss_scaling_factor=model.mtp_loss_scaling_factor,
         repeated_layer=model.mtp_use_repeated_layer,
@@ -103,17 +108,17 @@ def _mtp(flags: Flags) -> MTPSpec | None:
     )
 
 
-def _exchanging(mixer: AttentionSpec | MLASpec, exchange: ContextExchange) -> AttentionSpec | MLASpec:
+def _exchanging(mixer: AttentionConfig | MLAConfig, exchange: ContextExchange) -> AttentionConfig | MLAConfig:
     return replace(mixer, core=replace(mixer.core, context_exchange=exchange))
 
 
-def _mixer(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec | MLASpec:
+def _mixer(flags: Flags, windowed: bool, rotated: bool) -> AttentionConfig | MLAConfig:
     return _mla(flags, windowed) if flags.attention.multi_latent_attention else _attention(flags, windowed, rotated)
 
 
-def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionSpec:
+def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionConfig:
     attention = flags.attention
-    return CoreAttentionSpec(
+    return CoreAttentionConfig(
         softmax_scale=scale,
         window=attention.window_size if windowed else None,
         sinks=attention.softmax_type == "learnable",
@@ -122,12 +127,12 @@ def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionSpec:
     )
 
 
-def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec:
+def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionConfig:
     model, attention = flags.model, flags.attention
     head_dim = derive.head_dim(attention.kv_channels, model.hidden_size, attention.num_attention_heads)
     rotates = rotated and model.position_embedding_type in ("rope", "yarn")
     scope = {"head": "per_head", "all-heads": "full"}[attention.qk_layernorm_over] if attention.qk_layernorm else "none"
-    return AttentionSpec(
+    return AttentionConfig(
         hidden_size=model.hidden_size,
         num_heads=attention.num_attention_heads,
         num_query_groups=attention.num_query_groups
@@ -144,14 +149,14 @@ def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionSpec:
     )
 
 
-def _rope(flags: Flags, head_dim: int) -> RopeSpec:
+def _rope(flags: Flags, head_dim: int) -> RopeConfig:
     """Rotation of grouped-query attention."""
     model = flags.model
     dim = int(head_dim * model.rotary_percent)
     if model.position_embedding_type == "yarn":
         length = model.yarn_original_max_position_embeddings or derive.YARN_LENGTH
         return _yarn(flags, dim, model.rotary_interleaved, length)
-    plain = RopeSpec(dim=dim, base=model.rotary_base, interleaved=model.rotary_interleaved)
+    plain = RopeConfig(dim=dim, base=model.rotary_base, interleaved=model.rotary_interleaved)
     if model.use_rope_scaling:
         return replace(
             plain,
@@ -165,10 +170,10 @@ def _rope(flags: Flags, head_dim: int) -> RopeSpec:
     return plain
 
 
-def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int) -> RopeSpec:
+def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int) -> RopeConfig:
     model, attention = flags.model, flags.attention
     fast, slow = derive.yarn_turns(model.yarn_beta_fast, model.yarn_beta_slow)
-    return RopeSpec(
+    return RopeConfig(
         dim=dim,
         base=model.rotary_base,
         interleaved=interleaved,
@@ -183,16 +188,16 @@ def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int
     )
 
 
-def _mla(flags: Flags, windowed: bool) -> MLASpec:
+def _mla(flags: Flags, windowed: bool) -> MLAConfig:
     model, attention = flags.model, flags.attention
     rope_dim = attention.qk_pos_emb_head_dim
     gain = 1.0
     if attention.rope_type == "rope":
-        rope = RopeSpec(dim=rope_dim, base=model.rotary_base, interleaved=True)
+        rope = RopeConfig(dim=rope_dim, base=model.rotary_base, interleaved=True)
     else:
         rope = _yarn(flags, rope_dim, True, attention.original_max_position_embeddings)
         gain = yarn_mscale(attention.rotary_scaling_factor, attention.mscale_all_dim)
-    return MLASpec(
+    return MLAConfig(
         hidden_size=model.hidden_size,
         num_heads=attention.num_attention_heads,
         q_lora_rank=attention.q_lora_rank,
@@ -207,9 +212,9 @@ def _mla(flags: Flags, windowed: bool) -> MLASpec:
     )
 
 
-def _activation(flags: Flags) -> ActivationSpec:
+def _activation(flags: Flags) -> ActivationConfig:
     model = flags.model
-    gated = ActivationSpec(gated=True, clamp=model.activation_func_clamp_value, linear_offset=model.glu_linear_offset)
+    gated = ActivationConfig(gated=True, clamp=model.activation_func_clamp_value, linear_offset=model.glu_linear_offset)
     if model.swiglu:
         return replace(gated, kind="silu")
     if model.quick_geglu:
@@ -217,13 +222,13 @@ def _activation(flags: Flags) -> ActivationSpec:
     if model.geglu:
         return gated
     if model.squared_relu:
-        return ActivationSpec(kind="squared_relu")
-    return ActivationSpec(kind="gelu_tanh" if model.openai_gelu else "gelu")
+        return ActivationConfig(kind="squared_relu")
+    return ActivationConfig(kind="gelu_tanh" if model.openai_gelu else "gelu")
 
 
-def _dense(flags: Flags) -> MLPSpec:
+def _dense(flags: Flags) -> MLPConfig:
     model = flags.model
-    return MLPSpec(
+    return MLPConfig(
         hidden_size=model.hidden_size,
         ffn_hidden_size=derive.ffn_hidden_size(model.ffn_hidden_size, model.hidden_size, model.swiglu),
         activation=_activation(flags),
@@ -231,17 +236,17 @@ def _dense(flags: Flags) -> MLPSpec:
     )
 
 
-def moe_spec(flags: Flags) -> MoESpec:
+def moe_config(flags: Flags) -> MoEConfig:
     """A layer with experts."""
     moe = flags.moe
     capacity = None
     if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
-        capacity = CapacitySpec(
+        capacity = CapacityConfig(
             factor=moe.moe_expert_capacity_factor,
             policy=moe.moe_token_drop_policy,
             pad=moe.moe_pad_expert_input_to_capacity,
         )
-    return MoESpec(
+    return MoEConfig(
         router=_router(flags),
         experts=_experts(flags),
         capacity=capacity,
@@ -252,10 +257,10 @@ def moe_spec(flags: Flags) -> MoESpec:
     )
 
 
-def _router(flags: Flags) -> RouterSpec:
+def _router(flags: Flags) -> RouterConfig:
     moe = flags.moe
     assert moe.num_experts
-    return RouterSpec(
+    return RouterConfig(
         hidden_size=flags.model.hidden_size,
         num_experts=moe.num_experts,
         topk=moe.moe_router_topk,
@@ -278,11 +283,11 @@ def _router(flags: Flags) -> RouterSpec:
     )
 
 
-def _experts(flags: Flags) -> ExpertsSpec:
+def _experts(flags: Flags) -> ExpertsConfig:
     model, moe = flags.model, flags.moe
     assert moe.num_experts
     dense_width = derive.ffn_hidden_size(model.ffn_hidden_size, model.hidden_size, model.swiglu)
-    return ExpertsSpec(
+    return ExpertsConfig(
         num_experts=moe.num_experts,
         hidden_size=moe.moe_latent_size or model.hidden_size,
         ffn_hidden_size=moe.moe_ffn_hidden_size or dense_width,
@@ -294,13 +299,13 @@ def _experts(flags: Flags) -> ExpertsSpec:
     )
 
 
-def _shared(flags: Flags) -> SharedExpertsSpec | None:
+def _shared(flags: Flags) -> SharedExpertsConfig | None:
     moe = flags.moe
     if not moe.moe_shared_expert_intermediate_size:
         return None
-    mlp = MLPSpec(
+    mlp = MLPConfig(
         hidden_size=flags.model.hidden_size,
         ffn_hidden_size=moe.moe_shared_expert_intermediate_size,
         activation=_activation(flags),
     )
-    return SharedExpertsSpec(mlp=mlp, gate=moe.moe_shared_expert_gate)
+    return SharedExpertsConfig(mlp=mlp, gate=moe.moe_shared_expert_gate)

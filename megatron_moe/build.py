@@ -6,52 +6,57 @@ from dataclasses import replace
 
 import torch
 
-from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.memory import checkpoint_bytes
+from megatron_moe.cost_model.paged_stash import pages_of_rank
+from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
-from megatron_moe.kernels.bundle import Bundle
-from megatron_moe.kernels.choose import choose
-from megatron_moe.logs.profile import StepProfile, mark_parts
+from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.logs.profiler import StepProfile, mark_parts
 from megatron_moe.logs.reporter import Reporter
-from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
-from megatron_moe.memory.flights import Flights
-from megatron_moe.memory.keeping import Keeping
-from megatron_moe.memory.offload import Offload
-from megatron_moe.memory.recorder import CudaRecorder, Recorder, RecordingReport, check_recordable
-from megatron_moe.memory.stash import Stash
+from megatron_moe.memory.activation_offload import ActivationOffload
+from megatron_moe.memory.cuda_graphs.capture import (
+    CaptureReport,
+    CudaGraphRecorder,
+    Recorder,
+    check_recordable,
+)
+from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
+from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
+from megatron_moe.memory.paged_stash import PagedStash
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.memory.transfers import transfers_of
-from megatron_moe.memory.whole_step import WholeStep
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
-from megatron_moe.optim.adamw import Optimizer
-from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.lr import LRSchedule
-from megatron_moe.optim.ownership import check_ownership
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.lr_scheduler import LRSchedule
+from megatron_moe.optim.ownership import check_coverage
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.specs.costs.bytes import checkpoint_bytes
-from megatron_moe.specs.costs.stash import pages_of_rank
-from megatron_moe.specs.count import count_expert_elements, count_parameters
-from megatron_moe.specs.pipeline.auto import cost_table, flop_costs
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.train.garbage import Garbage
-from megatron_moe.train.out_of_memory import room_asked_for
-from megatron_moe.train.stage import Pipeline
-from megatron_moe.train.step import Trainer
-from megatron_moe.watch import packages
-from megatron_moe.watch.hang import Deadlines
-from megatron_moe.watch.inject import Faults
-from megatron_moe.watch.status import Status
+from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
+from megatron_moe.resilience import packages
+from megatron_moe.resilience.fault_injection import FaultInjector
+from megatron_moe.resilience.run_status import RunStatus
+from megatron_moe.resilience.watchdog import Watchdog
+from megatron_moe.train.gc import GarbageCollection
+from megatron_moe.train.oom_report import room_asked_for
+from megatron_moe.train.pipeline_stage import Pipeline
+from megatron_moe.train.trainer import Trainer
 
 
-def build_deadlines(plan: RunPlan, status: Status) -> Deadlines:
+def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
     launch = plan.launch
-    seconds, run_dir = dict(plan.resilience.deadlines), plan.logging.run_dir
-    deadlines = Deadlines(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
-    deadlines.reports_to(status)
-    return deadlines
+    seconds, run_dir = dict(plan.resilience.watchdog), plan.logging.run_dir
+    watchdog = Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
+    watchdog.reports_to(status)
+    return watchdog
 
 
 def set_algorithms(plan: RunPlan) -> None:
@@ -76,53 +81,59 @@ def build_context(plan: RunPlan) -> ParallelContext:
     )
 
 
-def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> Saver | None:
+def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> CheckpointSaver | None:
     """Proves that checkpoints can be written, and keeps other jobs from writing there; None when none are wanted."""
-    spec = plan.checkpoint
-    if spec.save is None:
+    config = plan.checkpoint
+    if config.save is None:
         return None
-    return Saver(
-        spec.save,
+    return CheckpointSaver(
+        config.save,
         context,
-        keep_last=spec.keep_last,
-        retain_interval=spec.retain_interval,
-        keep_best=spec.keep_best,
-        fresh=spec.fresh,
-        stop_after=spec.most_failures,
+        keep_last=config.keep_last,
+        retain_interval=config.retain_interval,
+        keep_best=config.keep_best,
+        fresh=config.fresh,
+        stop_after=config.most_failures,
         expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
         say=reporter.note,
     )
 
 
-def build_kernels(plan: RunPlan, context: ParallelContext) -> Bundle:
-    return choose(plan.kernels, context.device, context.dtype)
+def build_kernels(plan: RunPlan, context: ParallelContext) -> KernelSet:
+    return select_kernels(plan.kernels, context.device, context.dtype)
 
 
-def build_model(plan: RunPlan, context: ParallelContext, kernels: Bundle, *, initial: bool = True) -> GPT:
+def build_model(plan: RunPlan, context: ParallelContext, kernels: KernelSet, *, initial: bool = True) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout; without them if
     `initial` is False."""
-    keeping = build_keeping(plan, context, kernels)
+    saved_tensors = build_saved_tensor_policy(plan, context, kernels)
     with room_asked_for(plan, context, 0):
-        model = GPT(plan.model, context, kernels, chunks=plan.layout.chunks(context.group("pp").rank), keeping=keeping)
+        model = GPT(
+            plan.model,
+            context,
+            kernels,
+            chunks=plan.layout.chunks(context.group("pp").rank),
+            saved_tensors=saved_tensors,
+        )
         if initial and context.assumed_load is None:  # without peers values have no meaning
             init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
 
-def build_keeping(plan: RunPlan, context: ParallelContext, kernels: Bundle) -> Keeping:
+def build_saved_tensor_policy(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> SavedTensorPolicy:
     """What waits for the backward in another form, or elsewhere."""
-    spec, offload = plan.memory.offload, None
-    if spec.modules:
-        stay = spec.stay_bytes_per_stage * context.group("pp").rank
-        offload = Offload(spec, transfers_of(context.device), stay_bytes=stay)
+    config, offload = plan.memory.offload, None
+    if config.modules:
+        stay = config.stay_bytes_per_stage * context.group("pp").rank
+        offload = ActivationOffload(config, transfers_of(context.device), stay_bytes=stay)
     stash = None
     if plan.memory.stash is not None:
-        stash = Stash(plan.memory.stash, pages_of_rank(plan, context.group("pp").rank), kernels)
-    return Keeping(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
+        stash = PagedStash(plan.memory.stash, pages_of_rank(plan, context.group("pp").rank), kernels)
+    return SavedTensorPolicy(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 
 def build_trainer(
-    plan: RunPlan, context: ParallelContext, model: GPT, kernels: Bundle, timers: Timers | None = None
+    plan: RunPlan, context: ParallelContext, model: GPT, kernels: KernelSet, timers: Timers | None = None
 ) -> Trainer:
     """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
     parallel = plan.data_parallel
@@ -139,36 +150,38 @@ def build_trainer(
         optimizer = Optimizer(buffers, plan.precision)
     experts = count_expert_elements(plan.model)
     if context.assumed_load is None:
-        check_ownership(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
+        check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
     if plan.optimizer.in_forward:
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
     pipeline = Pipeline(plan, context, model)
-    trainer = Trainer(plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), Tally(), timers)
+    trainer = Trainer(
+        plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), MetricAccumulator(), timers
+    )
     if context.device.type == "cuda":
         check_recordable(plan.graphs, kernels)
-        record_steps(trainer, CudaRecorder(context.device))
+        record_steps(trainer, CudaGraphRecorder(context.device))
     return trainer
 
 
 def record_steps(trainer: Trainer, recorder: Recorder) -> None:
     """From now on what the plan wants to be recorded is."""
-    spec, interval = trainer.plan.graphs, trainer.plan.memory.expert_wgrad_interval
-    rows = {"moe", "moe_preprocess"} & set(spec.modules)
+    config, interval = trainer.plan.graphs, trainer.plan.memory.expert_wgrad_interval
+    rows = {"moe", "moe_preprocess"} & set(config.modules)
     assert interval == 1 or not rows, f"rows of {interval} microbatches wait where replays of {sorted(rows)} write"
-    if spec.whole_step:
-        trainer.whole_step = WholeStep(recorder, spec.warmup_steps, tuple(trainer.buffers.slots))
-    elif spec.modules:
-        trainer.model.capture(spec.modules)
-        trainer.pipeline.flights = Flights(recorder, spec.warmup_steps)
+    if config.full_iteration:
+        trainer.full_iteration = FullIterationGraph(recorder, config.warmup_steps, tuple(trainer.buffers.slots))
+    elif config.modules:
+        trainer.model.capture(config.modules)
+        trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.warmup_steps)
 
 
 def build_listeners(
     plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, goodbye: ExitStack
 ) -> list[Callable[[str, int], None]]:
     """Who is to be told of every phase and iteration. `goodbye` ends what they began."""
-    garbage = goodbye.enter_context(Garbage(plan.loop))
+    garbage = goodbye.enter_context(GarbageCollection(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     goodbye.callback(profile.close)
     if plan.profile.marks:
@@ -176,9 +189,9 @@ def build_listeners(
     faults = plan.resilience.faults
     for fault in faults:
         reporter.note(f"--inject: {fault}")
-    strikes = [Faults(faults, context.rank, trainer.model).strike] if faults else []
-    recorded = trainer.whole_step or trainer.pipeline.flights
-    reports = [RecordingReport(recorded, reporter.note).enter] if recorded is not None else []
+    strikes = [FaultInjector(faults, context.rank, trainer.model).strike] if faults else []
+    recorded = trainer.full_iteration or trainer.pipeline.graph_instances
+    reports = [CaptureReport(recorded, reporter.note).enter] if recorded is not None else []
     return [garbage.enter, profile.enter, *reports, *strikes]
 
 
@@ -205,7 +218,7 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
 
 
 def introduce(
-    plan: RunPlan, context: ParallelContext, kernels: Bundle, model: GPT, datasets: Datasets, reporter: Reporter
+    plan: RunPlan, context: ParallelContext, kernels: KernelSet, model: GPT, datasets: Datasets, reporter: Reporter
 ) -> None:
     """Reports what a run is, before its first step."""
     for line in introduction(plan, context, model, datasets):
@@ -219,7 +232,7 @@ def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: 
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes
-    if context.device.type == "cpu" and (plan.graphs.whole_step or plan.graphs.modules):
+    if context.device.type == "cpu" and (plan.graphs.full_iteration or plan.graphs.modules):
         yield "--cuda-graph-impl: nothing is recorded on a CPU, every step is computed"
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)

@@ -51,7 +51,7 @@ existing() { # existing PATH...: those that are there
     done
 }
 
-quick=$(existing tests/house_rules tests/arguments tests/specs tests/test_tolerances.py)
+quick=$(existing tests/house_rules tests/arguments tests/config tests/helpers/test_tolerances.py)
 slow=$(existing tests/parity tests/end_to_end tests/faults tests/kernels)
 
 [ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stored import store
+from tests.helpers.reports import store
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("ci", "slow", "planted")
@@ -55,7 +55,7 @@ def main() -> int:
 
 def _program(stage: str) -> Line:
     """A stage that tells its own details, and here only whether all was well."""
-    command = ["bash", "scripts/test.sh"] if stage == "ci" else [sys.executable, "-m", "tests.planted", "--store"]
+    command = ["bash", "scripts/test.sh"] if stage == "ci" else [sys.executable, "-m", "tests.mutants", "--store"]
     what = "everything that CI runs" if stage == "ci" else "every planted bug is noticed"
     started = time.monotonic()
     failed = subprocess.run(command, cwd=ROOT).returncode != 0

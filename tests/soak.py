@@ -7,7 +7,7 @@ A supervisor starts the same command line over and over, as a launcher would, an
 chance: from outside by signals, from inside by `--inject`, or by damage to the newest checkpoint between two starts. In
 the end one start is left alone until it finishes, and so is a second run that was never disturbed. Exit code 1 when
 weights, optimizer or losses of the two differ in one bit, a checkpoint was half there, or an exit code was not the one
-that `specs/exitcodes.py` promises.
+that `config/exit_codes.py` promises.
 """
 
 import argparse
@@ -20,13 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_moe.checkpoint.folder import list_checkpoints
+from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.verify import verify
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments, losses, make_data
-from tests.forked_ranks import Ranks
-from tests.soak_faults import FAULTS, Fault, damage
-from tests.stored import store
+from tests.helpers.forked_ranks import Ranks
+from tests.helpers.reports import store
+from tests.helpers.soak_faults import (
+    FAULTS,
+    Fault,
+    damage,
+)
 
 RANKS = 4
 SAVE_INTERVAL = 10
@@ -68,8 +72,8 @@ class Soak:
         """One start with one fault, or damage between two starts."""
         before = self.newest()
         fault = self.random.choice([fault for fault in FAULTS if before or not fault.needs_checkpoint])
-        tally = self.tallies.setdefault(fault.name, Tally())
-        tally.times += 1
+        metrics = self.tallies.setdefault(fault.name, Tally())
+        metrics.times += 1
         if fault.damage:
             path = damage(fault.damage, self.run / "checkpoints", self.random)
             if path is not None and not verify(path):
@@ -81,10 +85,10 @@ class Soak:
         if codes is None:
             self.problems.append(f"{fault.name}: the ranks had to be killed")
             return
-        tally.codes |= set(codes)
-        tally.seconds = max(tally.seconds, seconds)
+        metrics.codes |= set(codes)
+        metrics.seconds = max(metrics.seconds, seconds)
         after = self.newest()
-        tally.lost = max(tally.lost, reached - after)
+        metrics.lost = max(metrics.lost, reached - after)
         wrong = set(codes) - fault.codes
         if wrong:
             self.problems.append(f"{fault.name}: codes {codes}, expected only {sorted(fault.codes)}")
@@ -178,11 +182,11 @@ def differences(run: Path, undisturbed: Path, end: int) -> list[str]:
 def report(soak: Soak, end: int, minutes: float, command: str) -> str:
     """A table in Markdown."""
     rows = [
-        f"| {name} | {tally.times} | {', '.join(map(str, sorted(tally.codes))) or '-'} | {tally.lost} | "
-        f"{tally.seconds:.1f} |"
-        for name, tally in sorted(soak.tallies.items())
+        f"| {name} | {metrics.times} | {', '.join(map(str, sorted(metrics.codes))) or '-'} | {metrics.lost} | "
+        f"{metrics.seconds:.1f} |"
+        for name, metrics in sorted(soak.tallies.items())
     ]
-    faults = sum(tally.times for tally in soak.tallies.values())
+    faults = sum(metrics.times for metrics in soak.tallies.values())
     verdict = "Weights, optimizer and losses are those of an undisturbed run, bit for bit."
     if soak.problems:
         verdict = "\n".join(["**Failed:**", "", *(f"- {problem}" for problem in soak.problems)])

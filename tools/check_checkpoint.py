@@ -11,11 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkpoints
+from megatron_moe.checkpoint.directory import (
+    Candidate,
+    as_checkpoint,
+    list_checkpoints,
+)
 from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
-from megatron_moe.checkpoint.verify import Examined, examine
-from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
-from megatron_moe.train.state import check_train_state
+from megatron_moe.checkpoint.verify import VerifiedCheckpoint, examine_checkpoint
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.train.train_state import check_train_state
 from tools.output import leave
 
 _HEADINGS = ("checkpoint", "tensors", "files", "GB", "seconds", "state")
@@ -37,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     sound = True
     for candidate in found:
         started = time.monotonic()
-        examined = examine(candidate.path, check_train_state)
+        examined = examine_checkpoint(candidate.path, check_train_state)
         print(_line(_cells(examined, time.monotonic() - started), width))
         _print_details(examined)
         sound = sound and examined.sound
@@ -54,7 +58,7 @@ def _checkpoints(folder: Path, *, newest: bool) -> tuple[Candidate, ...]:
     return found[:1] if newest else found
 
 
-def _cells(examined: Examined, seconds: float) -> tuple[str, ...]:
+def _cells(examined: VerifiedCheckpoint, seconds: float) -> tuple[str, ...]:
     state = "sound" if examined.sound else f"DAMAGED, problems: {len(examined.problems)}"
     manifest = examined.manifest
     counts = ("-", "-") if manifest is None else (str(len(manifest.tensors)), str(len(manifest.files)))
@@ -66,7 +70,7 @@ def _line(cells: Sequence[str], width: int) -> str:
     return f"{first:<{width}}  " + "  ".join(f"{cell:>8}" for cell in figures) + f"  {state}"
 
 
-def _print_details(examined: Examined) -> None:
+def _print_details(examined: VerifiedCheckpoint) -> None:
     for problem in examined.problems[:_MAX_SHOWN]:
         print(f"    {problem}")
     if len(examined.problems) > _MAX_SHOWN:

@@ -12,10 +12,14 @@ from typing import Any, get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.data.examine import Examined, examine
+from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
+from megatron_moe.config.exit_codes import (
+    DataProblem,
+    ExitCode,
+    RunError,
+)
+from megatron_moe.data.examine import DataReport, examine
 from megatron_moe.data.tokenizer import load_tokenizer
-from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
-from megatron_moe.specs.train import OTHER_TOKENIZER_NAMES, TokenizerSpec
 from tools.output import leave
 
 
@@ -26,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
         if options.tokenizer_type or options.tokenizer_model:
             name = options.tokenizer_type or "HuggingFaceTokenizer"
             kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
-            spec = TokenizerSpec(kind=kind, model=options.tokenizer_model, vocab_size=vocab_size)
-            tokenizer = load_tokenizer(spec)
+            config = TokenizerConfig(kind=kind, model=options.tokenizer_model, vocab_size=vocab_size)
+            tokenizer = load_tokenizer(config)
             vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
     except RunError as problem:
         print(problem, file=sys.stderr)
@@ -44,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     return int(ExitCode.OK if fine else DataProblem.code)
 
 
-def _print(found: Examined, vocab_size: int | None, eod: int | None) -> None:
+def _print(found: DataReport, vocab_size: int | None, eod: int | None) -> None:
     print(f"{found.prefix}: {'in order' if not found.problems else 'NOT IN ORDER'}")
     for name, value in _rows(found, vocab_size, eod):
         print(f"  {name:<22} {value}")
@@ -52,7 +56,7 @@ def _print(found: Examined, vocab_size: int | None, eod: int | None) -> None:
         print(f"    {problem}")
 
 
-def _rows(found: Examined, vocab_size: int | None, eod: int | None) -> list[tuple[str, str]]:
+def _rows(found: DataReport, vocab_size: int | None, eod: int | None) -> list[tuple[str, str]]:
     rows = [
         ("tokens", f"{found.num_tokens:,} of {found.dtype}"),
         ("sequences", f"{found.num_sequences:,}"),
@@ -76,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
     parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
     parser.add_argument("--eod", type=int, help="id that ends a document; the tokenizer's when one is given")
-    kinds = get_args(get_type_hints(TokenizerSpec)["kind"])
+    kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
     parser.add_argument(
         "--tokenizer-type",
         choices=[kind for kind in (*kinds, *OTHER_TOKENIZER_NAMES) if kind != "GPT2BPETokenizer"],

@@ -12,8 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from megatron_moe.config.exit_codes import (
+    DataProblem,
+    ExitCode,
+    RunError,
+)
 from megatron_moe.logs.plots import read_metrics
-from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
 from tools.output import writing
 
 ROWS = 12

@@ -22,22 +22,36 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
-from arguments.huggingface.questions import published_flags  # noqa: E402
+from arguments.huggingface import published_flags  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
-from megatron_moe.checkpoint.convert import Report, from_hf, to_hf  # noqa: E402
-from megatron_moe.checkpoint.folder import as_checkpoint  # noqa: E402
-from megatron_moe.checkpoint.hf_export import SHARD_BYTES  # noqa: E402
-from megatron_moe.checkpoint.hf_folder import CONFIG, prediction_layers, read_config, weights_dtype  # noqa: E402
+from megatron_moe.checkpoint.directory import as_checkpoint  # noqa: E402
+from megatron_moe.checkpoint.huggingface.convert import (  # noqa: E402
+    ConversionReport,
+    from_hf,
+    to_hf,
+)
+from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES  # noqa: E402
+from megatron_moe.checkpoint.huggingface.folder import (  # noqa: E402
+    CONFIG,
+    prediction_layers,
+    read_config,
+    weights_dtype,
+)
 from megatron_moe.checkpoint.load import HUGGING_FACE  # noqa: E402
+from megatron_moe.config.exit_codes import (  # noqa: E402
+    CheckpointProblem,
+    EnvironmentProblem,
+    ExitCode,
+    RunError,
+)
+from megatron_moe.config.run import KernelConfig, RunPlan  # noqa: E402
+from megatron_moe.cost_model.parameters import count_parameters  # noqa: E402
 from megatron_moe.data.batch import TokenMeta  # noqa: E402
 from megatron_moe.data.tokenizer import local_copy, vocab_size_of  # noqa: E402
 from megatron_moe.kernels.reference import bundle  # noqa: E402
 from megatron_moe.model.gpt import GPT  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext, torch_dtype  # noqa: E402
-from megatron_moe.specs.count import count_parameters  # noqa: E402
-from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
-from megatron_moe.specs.run import KernelSpec, RunPlan  # noqa: E402
-from megatron_moe.train.state import TrainState  # noqa: E402
+from megatron_moe.train.train_state import TrainState  # noqa: E402
 from tools.generate import load_model, newest, plan_of  # noqa: E402
 from tools.output import leave  # noqa: E402
 from tools.words import positive  # noqa: E402
@@ -55,7 +69,7 @@ _SAME_LOGITS = 1e-4
 class Outcome:
     """A finished conversion."""
 
-    report: Report
+    report: ConversionReport
     beside: Path
     """Folder for the report."""
     huggingface: Path
@@ -208,7 +222,7 @@ def compared_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
     candidate = as_checkpoint(outcome.ours)
     assert candidate is not None, f"{outcome.ours} is no checkpoint"
     precision = replace(outcome.plan.precision, params="fp32")
-    wide = replace(outcome.plan, precision=precision, device="cpu", kernels=KernelSpec())
+    wide = replace(outcome.plan, precision=precision, device="cpu", kernels=KernelConfig())
     model = load_model(candidate, wide)
     meta = TokenMeta(positions_BS=torch.arange(num_positions)[None], training=False)
     ours_SV = model.logits(tokens_BS, meta)[:, 0, :vocab]

@@ -14,10 +14,20 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 import torch  # noqa: E402
 
 from arguments.flags import Registry  # noqa: E402
-from megatron_moe.kernels.choose import BACKENDS, Backend, discover  # noqa: E402
-from megatron_moe.specs.exitcodes import ExitCode  # noqa: E402
-from megatron_moe.watch.machine import Probe, probes  # noqa: E402
-from megatron_moe.watch.packages import CONSTRAINTS, HOW_TO_BUILD, Found, Package, find_all  # noqa: E402
+from megatron_moe.config.exit_codes import ExitCode  # noqa: E402
+from megatron_moe.kernels.registry import (  # noqa: E402
+    BACKENDS,
+    Backend,
+    discover,
+)
+from megatron_moe.resilience.machine import Probe, probes  # noqa: E402
+from megatron_moe.resilience.packages import (  # noqa: E402
+    CONSTRAINTS,
+    HOW_TO_BUILD,
+    InstalledPackage,
+    Package,
+    find_all,
+)
 
 
 def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:
@@ -31,7 +41,7 @@ def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) 
     return found
 
 
-def package_lines(found: Sequence[Found], backends: Sequence[Backend], registry: Registry) -> list[str]:
+def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend], registry: Registry) -> list[str]:
     """A line per package, and one below it about what its absence means."""
     lines = []
     for each in found:
@@ -52,7 +62,7 @@ def probe_lines(tried: Sequence[Probe]) -> list[str]:
     return [f"  {probe.name:<22}{'works' if probe.works else 'FAILS':<8}{probe.text}" for probe in tried]
 
 
-def build_lines(found: Sequence[Found]) -> list[str]:
+def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
     """How to build what the index does not hold, for what is not there."""
     lines = []
     for each in found:

@@ -20,18 +20,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from arguments.errors import FlagErrors
 from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
-from megatron_moe.checkpoint.folder import Candidate, as_checkpoint, list_checkpoints
-from megatron_moe.checkpoint.load import Source, load
-from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.directory import (
+    Candidate,
+    as_checkpoint,
+    list_checkpoints,
+)
+from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.config.exit_codes import (
+    CheckpointProblem,
+    ExitCode,
+    RunError,
+)
+from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.data.tokenizer import load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel import rng
-from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode, RunError
-from megatron_moe.specs.parallel import Launch, ParallelSpec
-from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.run import KernelSpec, RunPlan
 from tools.output import leave
 
 
@@ -54,7 +62,7 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
     arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
     ranks = checkpoint.manifest.ranks
     plan = plan_of_run(arguments, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
-    return replace(plan, launch=Launch(), parallel=ParallelSpec(), pipeline=PipelineSpec(), kernels=KernelSpec())
+    return replace(plan, launch=Launch(), parallel=ParallelConfig(), pipeline=PipelineConfig(), kernels=KernelConfig())
 
 
 def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
@@ -71,7 +79,7 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
     context = build.build_context(plan)
     model = GPT(plan.model, context, build.build_kernels(plan, context))
     tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in model.state_dict().items()}
-    source = Source("--load", str(candidate.path.parent), (candidate,), optimizer=False)
+    source = CheckpointSource("--load", str(candidate.path.parent), (candidate,), optimizer=False)
     load(source, tensors, context)
     return model.eval()
 
@@ -95,7 +103,7 @@ def continue_text(
     device = next(model.parameters()).device
     ids = list(prompt)
     for step in range(num_new):
-        window = torch.tensor([ids[-model.spec.max_positions :]], device=device)
+        window = torch.tensor([ids[-model.config.max_positions :]], device=device)
         meta = TokenMeta(positions_BS=torch.arange(window.shape[1], device=device)[None], training=False)
         logits_V = model.logits(window, meta)[-1, 0, :vocab_size].double().cpu()
         chosen = pick(logits_V, temperature, top_k, (seed, "generate", step))

@@ -18,14 +18,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors  # noqa: E402
-from megatron_moe.checkpoint.folder import TRACKER, list_checkpoints, read_tracker  # noqa: E402
-from megatron_moe.checkpoint.save import Saver  # noqa: E402
+from megatron_moe.checkpoint.directory import (  # noqa: E402
+    TRACKER,
+    list_checkpoints,
+    read_tracker,
+)
+from megatron_moe.checkpoint.megatron.source import imported, opened  # noqa: E402
+from megatron_moe.checkpoint.save import CheckpointSaver  # noqa: E402
+from megatron_moe.config.exit_codes import (  # noqa: E402
+    CheckpointProblem,
+    EnvironmentProblem,
+    ExitCode,
+    RunError,
+)
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
-from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
-from megatron_moe.train.state import TrainState  # noqa: E402
+from megatron_moe.train.train_state import TrainState  # noqa: E402
 from tools.convert_checkpoint import skeleton  # noqa: E402
 from tools.generate import plan_of_run  # noqa: E402
-from tools.megatron.source import imported, opened  # noqa: E402
 from tools.output import leave  # noqa: E402
 from tools.words import words_around_dashes  # noqa: E402
 
@@ -73,7 +82,7 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
     if optimizer:
         state.iteration, state.consumed_samples = source.iteration, source.consumed_samples
         state.consumed_tokens = state.consumed_samples * plan.data.seq_length
-    saver = Saver(save, ParallelContext.single(), stop_after=1)
+    saver = CheckpointSaver(save, ParallelContext.single(), stop_after=1)
     try:
         path = saver.save(state.iteration, source.tensors, state.to_json(plan), texts={"run.yaml": plan.resolved_yaml})
     finally:

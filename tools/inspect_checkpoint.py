@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.checkpoint.folder import as_checkpoint, list_checkpoints
+from megatron_moe.checkpoint.directory import as_checkpoint, list_checkpoints
 from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
 from megatron_moe.checkpoint.statistics import Difference, OpenCheckpoint
 from megatron_moe.checkpoint.verify import sizes_by_kind
-from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 
 _HEADINGS = ("tensor", "type", "shape", "pieces", "norm", "rms", "largest", "not finite")
 _SETTING = re.compile(r"\s+(?P<name>[a-z0-9-]+): (?P<value>.*?)\s+# (?P<origin>.*)")

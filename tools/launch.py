@@ -24,12 +24,21 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 from arguments.environment import Variable  # noqa: E402
 from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
 from arguments.explain import derived  # noqa: E402
-from arguments.jobs.scripts import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
 from arguments.parser import split  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
+from arguments.slurm import (  # noqa: E402
+    Job,
+    slurm_script,
+    slurm_setting,
+    torchrun_script,
+)
+from megatron_moe.config.exit_codes import (  # noqa: E402
+    EnvironmentProblem,
+    ExitCode,
+    RunError,
+)
+from megatron_moe.config.run import RunPlan  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
-from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
-from megatron_moe.specs.run import RunPlan  # noqa: E402
 from tools.output import leave, wait_for, writing  # noqa: E402
 from tools.words import add_cluster_options, cluster_asked, positive  # noqa: E402
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from megatron_moe.config.exit_codes import EnvironmentProblem, RunError
 from megatron_moe.data.textfiles import TEXT_SEPARATOR, write_whole
-from megatron_moe.specs.exitcodes import EnvironmentProblem, RunError
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _SUFFIXES = frozenset({".py", ".rst", ".txt"})

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
 
-from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 
 
 def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:

@@ -17,13 +17,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from arguments import plan_search
 from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
 from arguments.parser import Settings
-from arguments.planning import recipes
-from megatron_moe.specs.costs.hardware import GIB, GPUS, Gpu
-from megatron_moe.specs.exitcodes import ExitCode, RunError
-from megatron_moe.specs.planning.search import Found
+from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.cost_model.hardware import (
+    GIB,
+    GPU,
+    GPUS,
+)
+from megatron_moe.planner.search import PlannedLayout
 from tools.output import leave, writing
 from tools.words import add_cluster_options, cluster_asked, positive
 
@@ -40,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _search(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _question(asked, words)
-    planner = recipes.planner_of(settings, gpu, asked.imbalance)
-    start = recipes.to_search(settings, num_gpus)
-    found = planner.best(start, asked.best, partial(recipes.legal, settings))
+    planner = plan_search.planner_of(settings, gpu, asked.imbalance)
+    start = plan_search.to_search(settings, num_gpus)
+    found = planner.best(start, asked.best, partial(plan_search.legal, settings))
     if not found:
         print(
             f"nothing fits: no layout on {num_gpus} {gpu.name} with any switches. Use more GPUs, or shorter sequences"
@@ -52,35 +56,37 @@ def _search(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     for place, each in enumerate(found, 1):
         _tell(place, each, gpu)
         if asked.write:
-            title = f"Plan {place} for {num_gpus} {gpu.name}: {recipes.layout_text(each)}"
-            ready = recipes.settings_for(settings, each.plan)
-            _write(asked.write, f"plan-{place:02}", recipes.recipe(ready, each, gpu, title))
+            title = f"Plan {place} for {num_gpus} {gpu.name}: {plan_search.layout_text(each)}"
+            ready = plan_search.settings_for(settings, each.plan)
+            _write(asked.write, f"plan-{place:02}", plan_search.recipe(ready, each, gpu, title))
     return ExitCode.OK
 
 
 def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _question(asked, words)
-    _refuse(recipes.forbidden(settings, num_gpus))
-    planner, plan = recipes.planner_of(settings, gpu, asked.imbalance), recipes.as_given(settings, num_gpus)
+    _refuse(plan_search.forbidden(settings, num_gpus))
+    planner, plan = plan_search.planner_of(settings, gpu, asked.imbalance), plan_search.as_given(settings, num_gpus)
     now = planner.as_it_is(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
-    print(f"as it is: {recipes.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
+    print(
+        f"as it is: {plan_search.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB"
+    )
     found = planner.fit_at_any_price(plan)
     if found is None:
         print("no set of switches is enough: use a smaller --micro-batch-size, more GPUs, or search without --fit")
         return ExitCode.MEMORY
-    ready = recipes.settings_for(settings, found.plan, layout=False)
+    ready = plan_search.settings_for(settings, found.plan, layout=False)
     _tell(1, found, gpu)
-    title = f"The cheapest switches on {num_gpus} {gpu.name}: {recipes.layout_text(found)}"
+    title = f"The cheapest switches on {num_gpus} {gpu.name}: {plan_search.layout_text(found)}"
     if asked.write:
-        _write(asked.write, "fit", recipes.recipe(ready, found, gpu, title))
+        _write(asked.write, "fit", plan_search.recipe(ready, found, gpu, title))
     return ExitCode.OK
 
 
-def _question(asked: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, Gpu, int]:
+def _question(asked: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int]:
     registry = Registry.declared()
-    settings = recipes.settings_of(words, registry)
-    _refuse(settings.problems or recipes.unplannable(settings))
+    settings = plan_search.settings_of(words, registry)
+    _refuse(settings.problems or plan_search.unplannable(settings))
     cluster = cluster_asked(asked, words, {})
     return settings, cluster.gpu, cluster.world_size
 
@@ -90,9 +96,9 @@ def _refuse(problems: Sequence[Problem]) -> None:
         raise FlagErrors(problems)
 
 
-def _tell(place: int, found: Found, gpu: Gpu) -> None:
-    print(f"\n{place:>2}. {recipes.layout_text(found)}")
-    for line in recipes.reasons(found, gpu):
+def _tell(place: int, found: PlannedLayout, gpu: GPU) -> None:
+    print(f"\n{place:>2}. {plan_search.layout_text(found)}")
+    for line in plan_search.reasons(found, gpu):
         print(f"    {line}")
 
 

@@ -24,11 +24,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
+from megatron_moe.config.exit_codes import (
+    DataProblem,
+    ExitCode,
+    RunError,
+)
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_moe.specs.exitcodes import DataProblem, ExitCode, RunError
-from megatron_moe.specs.train import OTHER_TOKENIZER_NAMES, TokenizerSpec
 from tools.workers import map_in_order, start_workers
 
 _CHUNKS_AHEAD = 4
@@ -41,7 +45,7 @@ _SIZED = ("NullTokenizer", "TikTokenizer")
 class Job:
     """What a worker must know."""
 
-    tokenizer: TokenizerSpec
+    tokenizer: TokenizerConfig
     keys: tuple[str, ...]
     append_eod: bool
 
@@ -61,9 +65,9 @@ class Encoded:
 
 
 @functools.cache
-def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
+def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     """One tokenizer per process."""
-    return load_tokenizer(spec)
+    return load_tokenizer(config)
 
 
 def encode(job: Job, chunk: Chunk) -> Encoded:
@@ -143,7 +147,7 @@ def write_documents(
 def preprocess(args: argparse.Namespace) -> Progress:
     """The whole work of the tool."""
     kind: Any = OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type)
-    spec = TokenizerSpec(
+    config = TokenizerConfig(
         kind=kind,
         model=args.tokenizer_model,
         vocab_size=args.vocab_size,
@@ -152,8 +156,8 @@ def preprocess(args: argparse.Namespace) -> Progress:
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
     )
-    job = Job(tokenizer=spec, keys=tuple(args.json_keys), append_eod=args.append_eod)
-    dtype = token_dtype(tokenizer_of(spec).vocab_size)
+    job = Job(tokenizer=config, keys=tuple(args.json_keys), append_eod=args.append_eod)
+    dtype = token_dtype(tokenizer_of(config).vocab_size)
     chunks = (chunk for path in args.input for chunk in read_chunks(path))
     with ExitStack() as stack:
         pool = start_workers(args.workers) if args.workers > 1 else None
@@ -175,7 +179,7 @@ def preprocess(args: argparse.Namespace) -> Progress:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    kinds = get_args(get_type_hints(TokenizerSpec)["kind"])
+    kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
     add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files each")

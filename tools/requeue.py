@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.watch.requeue import judge  # noqa: E402
+from megatron_moe.resilience.requeue import judge  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:

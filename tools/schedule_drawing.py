@@ -4,8 +4,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.specs.pipeline.actions import Action, Entry, Pair, parts
-from megatron_moe.specs.pipeline.simulate import Report, Span
+from megatron_moe.pipeline.actions import (
+    Action,
+    Entry,
+    OverlappedPair,
+    parts,
+)
+from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward_weight", "~"))
@@ -23,7 +28,7 @@ def label(entry: Entry, vpp: int) -> str:
     return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in parts(entry))
 
 
-def text_chart(report: Report, vpp: int, width: int = 120) -> str:
+def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
     """The schedule in blocks of at most `width` columns."""
     spans = [span for rank in report.spans for span in rank]
     # The narrowest computation must hold its label and a space.
@@ -45,17 +50,17 @@ def text_legend(vpp: int) -> str:
     return f"numbers are microbatches{chunk}; - forward, = backward (of inputs), ~ of weights, # both at once, . idle"
 
 
-def _row(spans: Sequence[Span], vpp: int, scale: float, columns: int) -> str:
+def _row(spans: Sequence[TimelineSpan], vpp: int, scale: float, columns: int) -> str:
     row = ["."] * columns
     for span in spans:
         start, end = round(span.start * scale), round(span.end * scale)
-        fill = "#" if isinstance(span.entry, Pair) else dict(FILL)[span.entry.kind]
+        fill = "#" if isinstance(span.entry, OverlappedPair) else dict(FILL)[span.entry.kind]
         text = label(span.entry, vpp)
         row[start:end] = (text + fill * (end - start))[: end - start]
     return "".join(row)
 
 
-def draw(report: Report, vpp: int, title: str, path: Path) -> None:
+def draw(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
     """Writes the chart as PNG, SVG or PDF, by the name of the file."""
     import matplotlib
 
@@ -91,7 +96,7 @@ def draw(report: Report, vpp: int, title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bar(axes: Any, rank: int, span: Span, vpp: int, time: float) -> None:
+def _bar(axes: Any, rank: int, span: TimelineSpan, vpp: int, time: float) -> None:
     """One computation, on matplotlib's axes; a pair has its forward above its backward."""
     actions = parts(span.entry)
     height = 0.86 / len(actions)
@@ -122,7 +127,7 @@ def _colour(action: Action, vpp: int) -> str:
     return shades[1 if vpp == 1 else action.chunk * 3 // (vpp - 1)]
 
 
-def _legend_entries(report: Report, vpp: int) -> Iterator[tuple[str, str]]:
+def _legend_entries(report: SimulationReport, vpp: int) -> Iterator[tuple[str, str]]:
     """(text, colour) of every kind and chunk that occurs; gradients of inputs have the colour of whole backwards."""
     seen = {action for spans in report.spans for span in spans for action in parts(span.entry)}
     colours = {_colour(action, vpp): action for action in sorted(seen, key=_place_in_legend, reverse=True)}

@@ -20,11 +20,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # started as a script, fr
 
 from arguments.errors import Finished  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
-from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
-from megatron_moe.specs.pipeline.auto import cost_table, flop_costs  # noqa: E402
-from megatron_moe.specs.pipeline.layout import LayoutError, parse_layout  # noqa: E402
-from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, build_schedule  # noqa: E402
-from megatron_moe.specs.pipeline.simulate import Durations, Report, simulate  # noqa: E402
+from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
+from megatron_moe.pipeline.auto_layout import cost_table, flop_costs  # noqa: E402
+from megatron_moe.pipeline.layout import LayoutError, parse_layout  # noqa: E402
+from megatron_moe.pipeline.schedule import (  # noqa: E402
+    ScheduleConfig,
+    ScheduleError,
+    build_schedule,
+)
+from megatron_moe.pipeline.simulator import (  # noqa: E402
+    Durations,
+    SimulationReport,
+    simulate,
+)
 from tools.output import writing  # noqa: E402
 from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
 from tools.words import add_cluster_options, cluster_asked, words_around_dashes  # noqa: E402
@@ -68,7 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 class Shown:
     """What to show."""
 
-    spec: ScheduleSpec
+    config: ScheduleConfig
     table: str = ""
     """Which stage holds what, if that is known."""
     stage_costs: tuple[float, ...] = ()
@@ -79,13 +87,13 @@ def of_sizes(options: argparse.Namespace) -> Shown:
     layout = None
     if options.layout is not None:
         layout = parse_layout(options.layout, pp=options.pp, num_layers=None, num_mtp=None)
-    spec = ScheduleSpec(
+    config = ScheduleConfig(
         num_microbatches=options.microbatches,
         pp=options.pp,
         vpp=layout.vpp if layout else options.vpp,
         group_size=options.group_size,
     )
-    return Shown(spec, layout.table() if layout else "")
+    return Shown(config, layout.table() if layout else "")
 
 
 def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
@@ -104,17 +112,19 @@ def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
     )
 
 
-def name(spec: ScheduleSpec) -> str:
+def name(config: ScheduleConfig) -> str:
     """What kind of schedule it is, with its sizes."""
-    kind = "one stage" if spec.pp == 1 else "1F1B" if spec.vpp == 1 else "interleaved 1F1B"
+    kind = "one stage" if config.pp == 1 else "1F1B" if config.vpp == 1 else "interleaved 1F1B"
     extras = (
-        ", overlapped" * spec.overlap + ", backward split" * spec.split_backward + ", forward only" * spec.forward_only
+        ", overlapped" * config.overlap
+        + ", backward split" * config.split_backward
+        + ", forward only" * config.forward_only
     )
-    virtual = f", VPP {spec.vpp} in groups of {spec.group}" if spec.vpp > 1 else ""
-    return f"{kind}{extras}: PP {spec.pp}{virtual}, {spec.num_microbatches} microbatches"
+    virtual = f", VPP {config.vpp} in groups of {config.group}" if config.vpp > 1 else ""
+    return f"{kind}{extras}: PP {config.pp}{virtual}, {config.num_microbatches} microbatches"
 
 
-def verdict(strict: Report, loose: Report) -> str:
+def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
     """Two lines: is it right, what does it cost."""
     right = "no deadlock when sends wait for their receives; every microbatch once, in order"
     found = [*strict.problems, *(problem for problem in loose.problems if problem not in strict.problems)]
@@ -130,13 +140,13 @@ def main(argv: Sequence[str]) -> int:
     options = parse(own)
     try:
         shown = of_run(options, words) if words else of_sizes(options)
-        spec = replace(
-            shown.spec,
-            overlap=options.overlap or shown.spec.overlap,
-            split_backward=options.split_backward or shown.spec.split_backward,
+        config = replace(
+            shown.config,
+            overlap=options.overlap or shown.config.overlap,
+            split_backward=options.split_backward or shown.config.split_backward,
             forward_only=options.forward_only,
         )
-        schedule = build_schedule(spec)
+        schedule = build_schedule(config)
     except Finished as answer:
         print(answer.text)
         return int(answer.code)
@@ -151,21 +161,21 @@ def main(argv: Sequence[str]) -> int:
         transfer=options.transfer_time,
         stage_costs=shown.stage_costs,
     )
-    strict = simulate(spec.stages, schedule, durations=durations, depth=0)
-    loose = simulate(spec.stages, schedule, durations=durations, depth=options.queue)
-    print(name(spec))
+    strict = simulate(config.stages, schedule, durations=durations, depth=0)
+    loose = simulate(config.stages, schedule, durations=durations, depth=options.queue)
+    print(name(config))
     if shown.table:
         print("", shown.table, "", sep="\n")
     if options.lists:
         for rank, entries in enumerate(schedule):
             print(f"rank {rank}: {' '.join(map(str, entries))}")
-    print("", text_chart(loose, spec.vpp, options.width), "", text_legend(spec.vpp), sep="\n")
+    print("", text_chart(loose, config.vpp, options.width), "", text_legend(config.vpp), sep="\n")
     print(verdict(strict, loose))
     for path in options.draw:
         deadlock = "no deadlock" if not strict.problems else strict.problems[0]
         try:
             with writing(path):
-                draw(loose, spec.vpp, f"{name(spec)}     bubble {loose.bubble:.1%}, {deadlock}", path)
+                draw(loose, config.vpp, f"{name(config)}     bubble {loose.bubble:.1%}, {deadlock}", path)
         except RunError as error:
             print(error, file=sys.stderr)
             return int(error.code)

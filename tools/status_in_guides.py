@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from arguments.flags import Registry
-from arguments.names.recognised import find_recognised
+from arguments.recognised import find_recognised
 from arguments.values import parse
 
 _CODE = re.compile(r"`(--[^`]+)`")

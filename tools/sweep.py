@@ -22,9 +22,13 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 from arguments.errors import Finished, FlagErrors  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
 from arguments.jobs.sweeps import Point, axis_of, points  # noqa: E402
-from megatron_moe.specs.exitcodes import ExitCode, RunError  # noqa: E402
-from megatron_moe.watch.requeue import read_report  # noqa: E402
-from megatron_moe.watch.summary import METRICS, as_text, summarize  # noqa: E402
+from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
+from megatron_moe.resilience.requeue import read_report  # noqa: E402
+from megatron_moe.resilience.run_summary import (  # noqa: E402
+    METRICS,
+    as_text,
+    summarize,
+)
 from tools import launch  # noqa: E402
 from tools.output import leave, wait_for  # noqa: E402
 

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from arguments.errors import Finished
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan
-from megatron_moe.compare.plant import Plant
-from megatron_moe.compare.record import STEADY_EPS
-from megatron_moe.compare.verify import summary, verify_layout
-from megatron_moe.specs.exitcodes import ExitCode, RunError
-from megatron_moe.specs.run import RunPlan
+from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.run import RunPlan
+from megatron_moe.layout_check.fault_seeds import FaultSeed
+from megatron_moe.layout_check.record import STEADY_EPS
+from megatron_moe.layout_check.verify import summary, verify_layout
 from tools.output import leave
 from tools.words import positive
 
@@ -71,7 +71,7 @@ def _verify(question: Question, environ: Mapping[str, str]) -> ExitCode:
     plan, rewrites = _folded(question, environ)
     print("\n".join(rewrites))
     started = time.monotonic()
-    plant = Plant.parse(question.inject) if question.inject else None
+    plant = FaultSeed.parse(question.inject) if question.inject else None
     found = verify_layout(plan, num_steps=question.num_steps, timeout=question.timeout, plant=plant)
     print(summary(found))
     if question.every:

@@ -11,11 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
-from arguments.dry_run.ask import without_words  # noqa: E402
-from arguments.dry_run.text import report  # noqa: E402
+from arguments.dry_run.report import report  # noqa: E402
+from arguments.dry_run.request import without_words  # noqa: E402
 from arguments.errors import Finished  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
-from arguments.recipes.find import recipe_names  # noqa: E402
+from arguments.recipes import recipe_names  # noqa: E402
 
 FOLDER = ROOT / "tests" / "goldens" / "dry_run"
 DOCUMENT = ROOT / "docs" / "dry-run.md"
@@ -28,7 +28,7 @@ VOCABULARY = 4096
 def numbers(recipe: str) -> str:
     """The report of a recipe on its own ranks, without its lists of flags."""
     try:
-        read_plan(["--recipe", recipe, "--dry-run=json"], {}, vocab_size_of=lambda spec: VOCABULARY)
+        read_plan(["--recipe", recipe, "--dry-run=json"], {}, vocab_size_of=lambda config: VOCABULARY)
     except Finished as answer:
         return report(without_words(json.loads(answer.text))) + "\n"
     raise AssertionError(f"the dry run of {recipe} gave no answer")

@@ -11,7 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.flags import Registry  # noqa: E402
-from arguments.recipes.table import document, rows, waiting, without_proxy  # noqa: E402
+from arguments.recipe_table import (  # noqa: E402
+    document,
+    rows,
+    waiting,
+    without_proxy,
+)
 
 
 def main() -> None:

@@ -1,16 +1,20 @@
 """Rules about heads, latent attention and windows."""
 
 from arguments import derive
-from arguments.checks.complaint import Complaint, divisors, unfit_pattern
+from arguments.checks.violation import (
+    Violation,
+    divisors,
+    unfit_pattern,
+)
 from arguments.values import LayerPattern
-from megatron_moe.specs.exitcodes import counted
+from megatron_moe.config.exit_codes import counted
 
 _ROTARY = ("rope", "yarn")
 
 
 def heads_share_the_hidden_size(
     hidden_size: int, num_attention_heads: int, kv_channels: int | None, multi_latent_attention: bool
-) -> Complaint:
+) -> Violation:
     """Without a width of their own, heads are equal shares of the hidden size."""
     if kv_channels is not None or multi_latent_attention or hidden_size % num_attention_heads == 0:
         return None
@@ -20,7 +24,7 @@ def heads_share_the_hidden_size(
     )
 
 
-def groups_share_the_heads(group_query_attention: bool, num_attention_heads: int, num_query_groups: int) -> Complaint:
+def groups_share_the_heads(group_query_attention: bool, num_attention_heads: int, num_query_groups: int) -> Violation:
     """Every key and value head serves the same number of query heads."""
     if not group_query_attention or num_attention_heads % num_query_groups == 0:
         return None
@@ -37,7 +41,7 @@ def rotated_width_is_even(
     hidden_size: int,
     num_attention_heads: int,
     multi_latent_attention: bool,
-) -> Complaint:
+) -> Violation:
     """A rotation turns pairs of dims, all of them inside of a head."""
     if multi_latent_attention or position_embedding_type not in _ROTARY:
         return None
@@ -52,7 +56,7 @@ def rotated_width_is_even(
     )
 
 
-def latent_rotated_width_is_even(multi_latent_attention: bool, qk_pos_emb_head_dim: int) -> Complaint:
+def latent_rotated_width_is_even(multi_latent_attention: bool, qk_pos_emb_head_dim: int) -> Violation:
     """A rotation turns pairs of dims."""
     if not multi_latent_attention or qk_pos_emb_head_dim % 2 == 0:
         return None
@@ -62,7 +66,7 @@ def latent_rotated_width_is_even(multi_latent_attention: bool, qk_pos_emb_head_d
     )
 
 
-def latent_attention_has_no_groups(multi_latent_attention: bool, group_query_attention: bool) -> Complaint:
+def latent_attention_has_no_groups(multi_latent_attention: bool, group_query_attention: bool) -> Violation:
     """Multi-latent attention gives every query head a key and value head of its own."""
     if multi_latent_attention and group_query_attention:
         return "multi-latent attention has no query groups", "leave out --group-query-attention"
@@ -76,7 +80,7 @@ def latent_attention_rotates_its_own_way(
     use_rope_scaling: bool,
     rotary_seq_len_interpolation_factor: int | None,
     no_rope_freq: LayerPattern | None,
-) -> Complaint:
+) -> Violation:
     """Multi-latent attention rotates its own part of a head, in all layers, by rope or YaRN."""
     if not multi_latent_attention:
         return None
@@ -91,7 +95,7 @@ def latent_attention_rotates_its_own_way(
 
 def rotation_has_one_kind(
     multi_latent_attention: bool, rope_type: str | None, position_embedding_type: str
-) -> Complaint:
+) -> Violation:
     """--rope-type chooses the rotation of multi-latent attention; other attention has that of its positions."""
     if multi_latent_attention or rope_type is None or "yarn" not in (rope_type, position_embedding_type):
         return None
@@ -109,7 +113,7 @@ def yarn_starts_from_one_length(
     position_embedding_type: str,
     yarn_original_max_position_embeddings: int | None,
     original_max_position_embeddings: int,
-) -> Complaint:
+) -> Violation:
     """The length that YaRN extends has one name in multi-latent attention and another in all other."""
     latent, other = original_max_position_embeddings, yarn_original_max_position_embeddings
     if multi_latent_attention:
@@ -133,7 +137,7 @@ def latent_attention_is_plain(
     add_qkv_bias: bool,
     qk_l2_norm: bool,
     qk_layernorm_over: str,
-) -> Complaint:
+) -> Violation:
     """Multi-latent attention has no output gate, no biases, and norms of compressed vectors rather than of heads."""
     unlike = attention_output_gate or add_qkv_bias or qk_l2_norm or qk_layernorm_over != "head"
     if multi_latent_attention and unlike:
@@ -143,7 +147,7 @@ def latent_attention_is_plain(
 
 def windowed_layers_fit(
     num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
-) -> Complaint:
+) -> Violation:
     """The pattern says which layers have the window, one entry per layer."""
     if window_attn_skip_freq is None:
         return None

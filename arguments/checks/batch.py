@@ -3,8 +3,8 @@
 from math import isqrt
 
 from arguments import derive
-from arguments.checks.complaint import Complaint
-from megatron_moe.specs.exitcodes import counted
+from arguments.checks.violation import Violation
+from megatron_moe.config.exit_codes import counted
 
 
 def attention_grid_covers_the_world(
@@ -12,7 +12,7 @@ def attention_grid_covers_the_world(
     tensor_model_parallel_size: int,
     context_parallel_size: int,
     pipeline_model_parallel_size: int,
-) -> Complaint:
+) -> Violation:
     """Ranks that do not split the model hold copies of it: the sizes divide the number of ranks."""
     product = tensor_model_parallel_size * context_parallel_size * pipeline_model_parallel_size
     if world_size % product == 0:
@@ -39,7 +39,7 @@ def expert_grid_covers_the_world(
     tensor_model_parallel_size: int,
     expert_model_parallel_size: int,
     pipeline_model_parallel_size: int,
-) -> Complaint:
+) -> Violation:
     """Ranks that do not split the experts hold copies of them: the sizes divide the number of ranks."""
     etp = expert_tensor_parallel_size or tensor_model_parallel_size
     product = etp * expert_model_parallel_size * pipeline_model_parallel_size
@@ -67,7 +67,7 @@ def pipelines_are_those_of_both_grids(
     context_parallel_size: int,
     expert_tensor_parallel_size: int | None,
     expert_model_parallel_size: int,
-) -> Complaint:
+) -> Violation:
     """Attention and experts of a layer stand on the same stage. With stages inside of data parallelism, a stage is as
     many ranks as attention is split over, and as many as experts are."""
     if not use_tp_pp_dp_mapping or pipeline_model_parallel_size == 1:
@@ -101,7 +101,7 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
     return f"nearest: {', or '.join([*near, f'{more} ranks'])}"
 
 
-def ranks_share_the_experts(num_experts: int | None, expert_model_parallel_size: int) -> Complaint:
+def ranks_share_the_experts(num_experts: int | None, expert_model_parallel_size: int) -> Violation:
     """Every expert-parallel rank holds the same number of experts."""
     if not num_experts and expert_model_parallel_size > 1:
         return f"{expert_model_parallel_size} ranks have no experts to share", "give --num-experts"
@@ -115,7 +115,7 @@ def ranks_share_the_experts(num_experts: int | None, expert_model_parallel_size:
 
 def microbatches_make_the_batch(
     data_parallel_size: int, micro_batch_size: int, global_batch_size: int | None
-) -> Complaint:
+) -> Violation:
     """A step is a whole number of microbatches on every data-parallel rank."""
     unit = micro_batch_size * data_parallel_size
     if global_batch_size is None or global_batch_size % unit == 0:
@@ -133,7 +133,7 @@ def batch_grows_in_whole_steps(
     rampup_batch_size: tuple[int, int, int] | None,
     global_batch_size: int | None,
     micro_batch_size: int,
-) -> Complaint:
+) -> Violation:
     """The batch grows from its start to its full size in equal steps, and every size divides into microbatches."""
     if rampup_batch_size is None:
         return None
@@ -156,7 +156,7 @@ def batch_grows_in_whole_steps(
     return None
 
 
-def length_is_given_once(train_iters: int | None, train_samples: int | None) -> Complaint:
+def length_is_given_once(train_iters: int | None, train_samples: int | None) -> Violation:
     """A run is as long as its iterations or its samples say."""
     if train_iters is None and train_samples is None:
         return "the length of the run is not given", "give --train-iters or --train-samples"
@@ -169,7 +169,7 @@ def samples_fill_a_batch(
     train_samples: int | None,
     rampup_batch_size: tuple[int, int, int] | None,
     global_batch_size: int | None,
-) -> Complaint:
+) -> Violation:
     """A step takes a whole batch."""
     first = rampup_batch_size[0] if rampup_batch_size else global_batch_size
     if train_samples is None or first is None or train_samples >= first:
@@ -186,7 +186,7 @@ def schedule_counts_like_the_run(
     lr_decay_samples: int | None,
     lr_warmup_samples: int,
     lr_wsd_decay_samples: int | None,
-) -> Complaint:
+) -> Violation:
     """The learning rate is scheduled in the unit in which the run is counted."""
     if train_iters is not None and (lr_decay_samples or lr_warmup_samples or lr_wsd_decay_samples):
         return "the run is counted in iterations, but its learning rate in samples", "use the --lr-*-iters flags"
@@ -195,7 +195,7 @@ def schedule_counts_like_the_run(
     return None
 
 
-def warm_up_is_given_once(lr_warmup_fraction: float | None, lr_warmup_iters: int, lr_warmup_samples: int) -> Complaint:
+def warm_up_is_given_once(lr_warmup_fraction: float | None, lr_warmup_iters: int, lr_warmup_samples: int) -> Violation:
     """Warm-up has one length."""
     if lr_warmup_fraction is not None and (lr_warmup_iters or lr_warmup_samples):
         return "the length of warm-up is given twice", "keep --lr-warmup-fraction or the number"
@@ -209,7 +209,7 @@ def warm_up_ends_before_decay(
     lr_decay_samples: int | None,
     lr_warmup_iters: int,
     lr_warmup_samples: int,
-) -> Complaint:
+) -> Violation:
     """The learning rate first rises, then falls."""
     for unit, length, decay, warmup in (
         ("iterations", train_iters, lr_decay_iters, lr_warmup_iters),
@@ -224,7 +224,7 @@ def warm_up_ends_before_decay(
     return None
 
 
-def learning_rates_are_in_order(lr: float, min_lr: float, lr_warmup_init: float) -> Complaint:
+def learning_rates_are_in_order(lr: float, min_lr: float, lr_warmup_init: float) -> Violation:
     """The largest learning rate is the largest."""
     if min_lr > lr:
         return f"the smallest learning rate {min_lr:g} is above the largest {lr:g}", "lower --min-lr or raise --lr"
@@ -235,7 +235,7 @@ def learning_rates_are_in_order(lr: float, min_lr: float, lr_warmup_init: float)
 
 def decoupled_rates_are_in_order(
     decoupled_lr: float | None, decoupled_min_lr: float | None, min_lr: float
-) -> Complaint:
+) -> Violation:
     """Embedding and head have a largest and a smallest learning rate of their own; without the latter that of all."""
     if decoupled_lr is None:
         if decoupled_min_lr is None:
@@ -252,7 +252,7 @@ def decoupled_rates_are_in_order(
 
 def annealing_has_a_length(
     lr_decay_style: str, lr_wsd_decay_iters: int | None, lr_wsd_decay_samples: int | None
-) -> Complaint:
+) -> Violation:
     """WSD holds the learning rate and anneals it in a last part of known length."""
     if lr_decay_style == "WSD" and lr_wsd_decay_iters is None and lr_wsd_decay_samples is None:
         return "WSD does not know how long to anneal", "give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
@@ -269,7 +269,7 @@ def annealing_fits_behind_warm_up(
     lr_warmup_samples: int,
     lr_wsd_decay_iters: int | None,
     lr_wsd_decay_samples: int | None,
-) -> Complaint:
+) -> Violation:
     """WSD warms up, holds, and anneals, one after the other."""
     for unit, length, decay, warmup, annealing in (
         ("iterations", train_iters, lr_decay_iters, lr_warmup_iters, lr_wsd_decay_iters),
@@ -288,7 +288,7 @@ def annealing_fits_behind_warm_up(
 
 def weight_decay_ramp_is_complete(
     weight_decay_incr_style: str, start_weight_decay: float | None, end_weight_decay: float | None
-) -> Complaint:
+) -> Violation:
     """A changing weight decay has a start and an end; a constant one is --weight-decay."""
     if weight_decay_incr_style == "constant":
         if start_weight_decay is not None or end_weight_decay is not None:
@@ -304,14 +304,14 @@ def weight_decay_ramp_is_complete(
     return None
 
 
-def one_schedule_wins(override_opt_param_scheduler: bool, use_checkpoint_opt_param_scheduler: bool) -> Complaint:
+def one_schedule_wins(override_opt_param_scheduler: bool, use_checkpoint_opt_param_scheduler: bool) -> Violation:
     """On resume either the command line's schedule or the checkpoint's is used."""
     if override_opt_param_scheduler and use_checkpoint_opt_param_scheduler:
         return "both the command line's and the checkpoint's learning rate shall win", "keep one of the two"
     return None
 
 
-def one_format(bf16: bool, fp16: bool, fp64: bool) -> Complaint:
+def one_format(bf16: bool, fp16: bool, fp64: bool) -> Violation:
     """Parameters have one format."""
     if bf16 + fp16 + fp64 > 1:
         return "several formats of parameters are asked for", "keep one; none of them is fp32"

@@ -3,8 +3,8 @@
 import re
 
 from arguments import derive
-from arguments.checks.complaint import Complaint
-from megatron_moe.specs.exitcodes import counted
+from arguments.checks.violation import Violation
+from megatron_moe.config.exit_codes import counted
 
 _NEEDS_A_MODEL = (
     "SentencePieceTokenizer",
@@ -17,7 +17,7 @@ _NEEDS_A_MODEL = (
 
 def data_comes_from_somewhere(
     data_path: tuple[str, ...], train_data_path: tuple[str, ...], mock_data: bool, skip_train: bool
-) -> Complaint:
+) -> Violation:
     """A run needs tokens."""
     if data_path or train_data_path or mock_data or skip_train:
         return None
@@ -29,7 +29,7 @@ def data_is_split_once(
     train_data_path: tuple[str, ...],
     valid_data_path: tuple[str, ...],
     test_data_path: tuple[str, ...],
-) -> Complaint:
+) -> Violation:
     """Either one blend is split by shares, or every split names its own files."""
     if data_path and (train_data_path or valid_data_path or test_data_path):
         return "data is given both to be split and by split", "use --data-path alone, or the paths of every split"
@@ -41,14 +41,14 @@ def splits_of_their_own_are_not_shared(
     train_data_path: tuple[str, ...],
     valid_data_path: tuple[str, ...],
     test_data_path: tuple[str, ...],
-) -> Complaint:
+) -> Violation:
     """Shares divide --data-path; files of a split belong to it as a whole."""
     if split is not None and (train_data_path or valid_data_path or test_data_path):
         return f"--split {split} has nothing to divide", "leave out --split, or use --data-path"
     return None
 
 
-def shares_are_numbers(split: str | None) -> Complaint:
+def shares_are_numbers(split: str | None) -> Violation:
     """A split is up to three shares: training, validation, test."""
     if split is None:
         return None
@@ -65,7 +65,7 @@ def weights_have_prefixes(
     train_data_path: tuple[str, ...],
     valid_data_path: tuple[str, ...],
     test_data_path: tuple[str, ...],
-) -> Complaint:
+) -> Violation:
     """A blend is a list of prefixes, or weight and prefix in turn."""
     for words in (data_path, train_data_path, valid_data_path, test_data_path):
         numbers = [_is_number(word) for word in words]
@@ -81,7 +81,7 @@ def tokenizer_is_complete(
     vocab_size: int | None,
     vocab_file: str | None,
     merge_file: str | None,
-) -> Complaint:
+) -> Violation:
     """A tokenizer has a kind and a file, that of GPT-2 two; NullTokenizer has a vocabulary size instead."""
     kind = derive.tokenizer_type(tokenizer_type, vocab_file, merge_file)
     if kind is None:
@@ -97,7 +97,7 @@ def tokenizer_is_complete(
 
 def null_ids_are_in_the_vocabulary(
     tokenizer_type: str | None, vocab_size: int | None, null_tokenizer_eod_id: int | None, null_tokenizer_pad_id: int
-) -> Complaint:
+) -> Violation:
     """Every id needs a row of the embedding."""
     largest = max(null_tokenizer_eod_id or 0, null_tokenizer_pad_id)
     if tokenizer_type != "NullTokenizer" or vocab_size is None or largest < vocab_size:
@@ -110,7 +110,7 @@ def null_ids_are_in_the_vocabulary(
 
 def whole_sets_are_not_weighted(
     full_validation: bool, valid_data_path: tuple[str, ...], data_path: tuple[str, ...], multiple_validation_sets: bool
-) -> Complaint:
+) -> Violation:
     """Weights say how often a data set is read, and reading all of every set once leaves nothing to say."""
     words = valid_data_path or data_path
     if full_validation and not multiple_validation_sets and any(map(_is_number, words)):
@@ -118,7 +118,7 @@ def whole_sets_are_not_weighted(
     return None
 
 
-def sets_to_tell_apart(multiple_validation_sets: bool, valid_data_path: tuple[str, ...]) -> Complaint:
+def sets_to_tell_apart(multiple_validation_sets: bool, valid_data_path: tuple[str, ...]) -> Violation:
     """Losses by validation set need validation sets of their own."""
     if multiple_validation_sets and not valid_data_path:
         return "--multiple-validation-sets has no sets to tell apart", "give --valid-data-path"

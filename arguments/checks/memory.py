@@ -1,7 +1,7 @@
 """Rules about what is kept between forward and backward, and where."""
 
 from arguments import derive
-from arguments.checks.complaint import Complaint
+from arguments.checks.violation import Violation
 
 _MOVED = "--fine-grained-activation-offloading"
 _PAGED = "--moe-paged-stash"
@@ -11,7 +11,7 @@ _CHOSEN = "--recompute-granularity selective"
 
 def whole_layers_are_counted(
     recompute_granularity: str | None, recompute_method: str | None, recompute_num_layers: int | None
-) -> Complaint:
+) -> Violation:
     """Whole layers are recomputed in chunks, or as many as a number says."""
     if recompute_granularity != "full" or (recompute_method and recompute_num_layers):
         return None
@@ -29,7 +29,7 @@ def whole_layer_flags(recompute_method: str | None, recompute_num_layers: int | 
 
 def method_belongs_to_whole_layers(
     recompute_granularity: str | None, recompute_method: str | None, recompute_num_layers: int | None
-) -> Complaint:
+) -> Violation:
     """Chosen modules are recomputed in every layer."""
     names = " and ".join(whole_layer_flags(recompute_method, recompute_num_layers))
     if recompute_granularity != "selective" or not names:
@@ -39,7 +39,7 @@ def method_belongs_to_whole_layers(
 
 def modules_belong_to_a_choice(
     recompute_granularity: str | None, recompute_modules: tuple[str, ...] | None
-) -> Complaint:
+) -> Violation:
     """Modules are recomputed where modules are chosen."""
     if recompute_modules is None or recompute_granularity == "selective":
         return None
@@ -48,7 +48,7 @@ def modules_belong_to_a_choice(
 
 def modules_can_be_recomputed(
     recompute_modules: tuple[str, ...] | None, multi_latent_attention: bool, enable_hyper_connections: bool
-) -> Complaint:
+) -> Violation:
     """A module of a feature exists only where the model has that feature."""
     if "mhc" in (recompute_modules or ()) and not enable_hyper_connections:
         return "--recompute-modules mhc has nothing to recompute: there are no hyper-connections", "leave out mhc"
@@ -62,7 +62,7 @@ def modules_can_be_recomputed(
 
 def overlapped_shared_experts_are_kept(
     recompute_modules: tuple[str, ...] | None, moe_shared_expert_overlap: bool
-) -> Complaint:
+) -> Violation:
     """Shared experts that work while rows travel have their two halves in two places."""
     if "shared_experts" not in (recompute_modules or ()) or not moe_shared_expert_overlap:
         return None
@@ -77,7 +77,7 @@ def saved_inputs_can_be_spread(
     recompute_granularity: str | None,
     tensor_model_parallel_size: int,
     sequence_parallel: bool,
-) -> Complaint:
+) -> Violation:
     """Ranks of tensor parallelism share out what all of them would keep."""
     if not distribute_saved_activations:
         return None
@@ -95,7 +95,7 @@ def saved_inputs_can_be_spread(
 
 def offloaded_modules_are_named(
     fine_grained_activation_offloading: bool, offload_modules: tuple[str, ...]
-) -> Complaint:
+) -> Violation:
     """Modules are chosen where what they save is to move."""
     if fine_grained_activation_offloading == bool(offload_modules):
         return None
@@ -104,7 +104,7 @@ def offloaded_modules_are_named(
     return f"{_MOVED} without modules", "give --offload-modules, such as expert_fc1 moe_act"
 
 
-def modules_can_be_offloaded(offload_modules: tuple[str, ...]) -> Complaint:
+def modules_can_be_offloaded(offload_modules: tuple[str, ...]) -> Violation:
     """The last matrix of attention takes what attention itself keeps too."""
     if "attn_proj" in offload_modules and "core_attn" not in offload_modules:
         return (
@@ -119,7 +119,7 @@ def offloaded_modules_are_kept(
     offload_modules: tuple[str, ...],
     recompute_granularity: str | None,
     recompute_modules: tuple[str, ...] | None,
-) -> Complaint:
+) -> Violation:
     """Of what runs again in the backward nothing inside is kept that could move."""
     if not fine_grained_activation_offloading:
         return None
@@ -136,7 +136,7 @@ def offloaded_modules_are_kept(
 
 def offloading_and_graphs_exclude_each_other(
     fine_grained_activation_offloading: bool, cuda_graph_impl: str
-) -> Complaint:
+) -> Violation:
     """What a replay saves stands at fixed places of the device."""
     if not fine_grained_activation_offloading or cuda_graph_impl == "none":
         return None
@@ -151,7 +151,7 @@ def pages_keep_unused_rows_out(
     expert_model_parallel_size: int,
     expert_tensor_parallel_size: int | None,
     tensor_model_parallel_size: int,
-) -> Complaint:
+) -> Violation:
     """Pages save where buffers have a bound and fewer rows come."""
     if not moe_paged_stash:
         return None
@@ -178,7 +178,7 @@ def pages_keep_rows_of_experts_alone(
     moe_memory_efficient_permutation: bool,
     fp8_format: str | None,
     fp4_format: str | None,
-) -> Complaint:
+) -> Violation:
     """Pages have room for the rows of a layer, its first product and its activation, in the activations' format."""
     if not moe_paged_stash:
         return None
@@ -201,7 +201,7 @@ def pages_stand_alone(
     recompute_granularity: str | None,
     recompute_modules: tuple[str, ...] | None,
     cuda_graph_impl: str,
-) -> Complaint:
+) -> Violation:
     """What waits on the host, is computed again or stands in a recording is not in pages."""
     if not moe_paged_stash:
         return None
@@ -219,7 +219,7 @@ def pages_stand_alone(
 
 def rows_wait_for_weight_gradients_of_experts(
     moe_expert_wgrad_interval: int, num_experts: int | None, moe_paged_stash: bool
-) -> Complaint:
+) -> Violation:
     """What waits are rows of experts, whole tensors of what buffers have room for; pages are there to have none."""
     asked = f"--moe-expert-wgrad-interval {moe_expert_wgrad_interval}"
     if moe_expert_wgrad_interval == 1:
@@ -232,7 +232,7 @@ def rows_wait_for_weight_gradients_of_experts(
     return None
 
 
-def lost_rows_are_noticed(moe_paged_stash: bool, check_for_nan_in_loss_and_grad: bool) -> Complaint:
+def lost_rows_are_noticed(moe_paged_stash: bool, check_for_nan_in_loss_and_grad: bool) -> Violation:
     """Rows that found no room come back as no number."""
     if not moe_paged_stash or check_for_nan_in_loss_and_grad:
         return None
@@ -242,7 +242,7 @@ def lost_rows_are_noticed(moe_paged_stash: bool, check_for_nan_in_loss_and_grad:
     )
 
 
-def fractions_are_shares(activation_offload_fraction: float) -> Complaint:
+def fractions_are_shares(activation_offload_fraction: float) -> Violation:
     """A share is at most the whole."""
     if activation_offload_fraction <= 1:
         return None

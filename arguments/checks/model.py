@@ -1,14 +1,14 @@
 """Rules about layers, positions, activations and multi-token prediction."""
 
 from arguments import derive
-from arguments.checks.complaint import Complaint, unfit_pattern
+from arguments.checks.violation import Violation, unfit_pattern
 from arguments.values import LayerPattern
-from megatron_moe.specs.exitcodes import counted
+from megatron_moe.config.exit_codes import counted
 
 _ROTARY = ("rope", "yarn")
 
 
-def sequence_fits_the_positions(seq_length: int, max_position_embeddings: int) -> Complaint:
+def sequence_fits_the_positions(seq_length: int, max_position_embeddings: int) -> Violation:
     """Every token of a sequence needs a position."""
     if seq_length <= max_position_embeddings:
         return None
@@ -18,14 +18,14 @@ def sequence_fits_the_positions(seq_length: int, max_position_embeddings: int) -
     )
 
 
-def one_activation(swiglu: bool, quick_geglu: bool, geglu: bool, squared_relu: bool, openai_gelu: bool) -> Complaint:
+def one_activation(swiglu: bool, quick_geglu: bool, geglu: bool, squared_relu: bool, openai_gelu: bool) -> Violation:
     """A feed-forward block has one activation."""
     if swiglu + quick_geglu + geglu + squared_relu + openai_gelu <= 1:
         return None
     return "several activations are asked for", "keep one of them; none of them is plain GELU"
 
 
-def offset_needs_a_gate(glu_linear_offset: float, swiglu: bool, quick_geglu: bool, geglu: bool) -> Complaint:
+def offset_needs_a_gate(glu_linear_offset: float, swiglu: bool, quick_geglu: bool, geglu: bool) -> Violation:
     """The offset is added to the linear half of a gated block."""
     if not glu_linear_offset or swiglu or quick_geglu or geglu:
         return None
@@ -37,7 +37,7 @@ def offset_needs_a_gate(glu_linear_offset: float, swiglu: bool, quick_geglu: boo
 
 def clamp_needs_a_gate(
     activation_func_clamp_value: float | None, swiglu: bool, quick_geglu: bool, geglu: bool
-) -> Complaint:
+) -> Violation:
     """Only gated activations clamp their inputs."""
     if activation_func_clamp_value is None or swiglu or quick_geglu or geglu:
         return None
@@ -47,7 +47,7 @@ def clamp_needs_a_gate(
     )
 
 
-def no_table_where_one_is_asked_for(add_position_embedding: bool, position_embedding_type: str) -> Complaint:
+def no_table_where_one_is_asked_for(add_position_embedding: bool, position_embedding_type: str) -> Violation:
     """The old switch cannot take the learned table away again."""
     if add_position_embedding or position_embedding_type != "learned_absolute":
         return None
@@ -59,7 +59,7 @@ def no_table_where_one_is_asked_for(add_position_embedding: bool, position_embed
 
 def one_way_to_stretch(
     position_embedding_type: str, use_rope_scaling: bool, rotary_seq_len_interpolation_factor: int | None
-) -> Complaint:
+) -> Violation:
     """Rotations are stretched for long contexts in one way: YaRN, Llama 3's, or evenly."""
     evenly = rotary_seq_len_interpolation_factor not in (None, 1)
     if (position_embedding_type == "yarn") + use_rope_scaling + evenly <= 1:
@@ -74,7 +74,7 @@ def yarn_has_a_ramp(
     rotary_base: float,
     yarn_beta_fast: float | None,
     yarn_beta_slow: float | None,
-) -> Complaint:
+) -> Violation:
     """YaRN keeps dims that turn often and stretches those that turn seldom; between the two it goes over slowly."""
     yarn = rope_type != "rope" if multi_latent_attention else position_embedding_type == "yarn"
     fast, slow = derive.yarn_turns(yarn_beta_fast, yarn_beta_slow)
@@ -86,7 +86,7 @@ def yarn_has_a_ramp(
     )
 
 
-def unrotated_layers_fit(num_layers: int, no_rope_freq: LayerPattern | None, position_embedding_type: str) -> Complaint:
+def unrotated_layers_fit(num_layers: int, no_rope_freq: LayerPattern | None, position_embedding_type: str) -> Violation:
     """Every layer either rotates or does not."""
     if no_rope_freq is None:
         return None
@@ -100,7 +100,7 @@ def unrotated_layers_fit(num_layers: int, no_rope_freq: LayerPattern | None, pos
     return unfit_pattern("--no-rope-freq", no_rope_freq, num_layers)
 
 
-def multi_token_prediction_knows_no_table(mtp_num_layers: int | None, position_embedding_type: str) -> Complaint:
+def multi_token_prediction_knows_no_table(mtp_num_layers: int | None, position_embedding_type: str) -> Violation:
     """Multi-token prediction shifts the tokens, which a learned table of positions does not follow."""
     if not mtp_num_layers or position_embedding_type in (*_ROTARY, "none"):
         return None
@@ -112,7 +112,7 @@ def multi_token_prediction_knows_no_table(mtp_num_layers: int | None, position_e
 
 def padding_holds_the_vocabulary(
     padded_vocab_size: int | None, vocab_size: int | None, tensor_model_parallel_size: int
-) -> Complaint:
+) -> Violation:
     """Every token needs a row of the embedding, and every tensor-parallel rank the same number of rows."""
     if padded_vocab_size is None:
         return None
@@ -129,7 +129,7 @@ def padding_holds_the_vocabulary(
     return None
 
 
-def dense_width_is_left(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> Complaint:
+def dense_width_is_left(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> Violation:
     """The width that follows from a small hidden size is rounded down to a multiple of 64."""
     if derive.ffn_hidden_size(ffn_hidden_size, hidden_size, swiglu) > 0:
         return None

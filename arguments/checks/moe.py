@@ -1,21 +1,25 @@
 """Rules about layers with experts: where they are, what they are made of, how they come from a dense model."""
 
 from arguments import derive
-from arguments.checks.complaint import Complaint, divisors, unfit_pattern
+from arguments.checks.violation import (
+    Violation,
+    divisors,
+    unfit_pattern,
+)
 from arguments.values import LayerPattern
-from megatron_moe.specs.exitcodes import counted
+from megatron_moe.config.exit_codes import counted
 
 _KINDS_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
 
-def expert_layers_fit(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> Complaint:
+def expert_layers_fit(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> Violation:
     """The pattern says which layers have experts, one entry per layer."""
     return unfit_pattern("--moe-layer-freq", moe_layer_freq, num_layers) if num_experts else None
 
 
 def shared_experts_have_no_bias(
     num_experts: int | None, moe_shared_expert_intermediate_size: int | None, add_bias_linear: bool
-) -> Complaint:
+) -> Violation:
     """Shared experts exist without biases only."""
     if num_experts and moe_shared_expert_intermediate_size and add_bias_linear:
         return "shared experts cannot have biases", "--disable-bias-linear"
@@ -24,14 +28,14 @@ def shared_experts_have_no_bias(
 
 def gate_needs_shared_experts(
     num_experts: int | None, moe_shared_expert_gate: bool, moe_shared_expert_intermediate_size: int | None
-) -> Complaint:
+) -> Violation:
     """The gate weighs the shared experts' output."""
     if num_experts and moe_shared_expert_gate and not moe_shared_expert_intermediate_size:
         return "there are no shared experts to gate", "give --moe-shared-expert-intermediate-size"
     return None
 
 
-def capacity_is_positive(moe_expert_capacity_factor: float | None) -> Complaint:
+def capacity_is_positive(moe_expert_capacity_factor: float | None) -> Violation:
     """An expert with a capacity of 0 takes no token at all."""
     if moe_expert_capacity_factor != 0:
         return None
@@ -40,7 +44,7 @@ def capacity_is_positive(moe_expert_capacity_factor: float | None) -> Complaint:
 
 def padding_needs_a_capacity(
     moe_pad_expert_input_to_capacity: bool, moe_expert_capacity_factor: float | None
-) -> Complaint:
+) -> Violation:
     """Experts are padded to their capacity."""
     if moe_pad_expert_input_to_capacity and (moe_expert_capacity_factor is None or moe_expert_capacity_factor < 0):
         return "experts are padded to a capacity that is not given", "give --moe-expert-capacity-factor"
@@ -49,7 +53,7 @@ def padding_needs_a_capacity(
 
 def capacity_fits_the_balancing(
     moe_expert_capacity_factor: float | None, moe_router_load_balancing_type: tuple[str, ...]
-) -> Complaint:
+) -> Violation:
     """Ways of choosing that balance by themselves leave no token to drop."""
     strange = set(moe_router_load_balancing_type).difference(_KINDS_WITH_CAPACITY)
     if moe_expert_capacity_factor is None or moe_expert_capacity_factor < 0 or not strange:
@@ -60,14 +64,14 @@ def capacity_fits_the_balancing(
     )
 
 
-def weights_on_input_need_one_choice(moe_apply_probs_on_input: bool, moe_router_topk: int) -> Complaint:
+def weights_on_input_need_one_choice(moe_apply_probs_on_input: bool, moe_router_topk: int) -> Violation:
     """The input of an expert can carry one weight per token, not one per choice."""
     if moe_apply_probs_on_input and moe_router_topk != 1:
         return f"top-{moe_router_topk} has several weights per token", "--moe-router-topk 1"
     return None
 
 
-def weights_have_one_place(moe_apply_probs_on_input: bool, moe_memory_efficient_permutation: bool) -> Complaint:
+def weights_have_one_place(moe_apply_probs_on_input: bool, moe_memory_efficient_permutation: bool) -> Violation:
     """Weights on the input do not come after the second matrix as well."""
     if moe_apply_probs_on_input and not moe_memory_efficient_permutation:
         return (
@@ -80,7 +84,7 @@ def weights_have_one_place(moe_apply_probs_on_input: bool, moe_memory_efficient_
 
 def upcycling_needs_a_dense_checkpoint(
     moe_use_upcycling: bool, num_experts: int | None, load: str | None, save: str | None, run_dir: str | None
-) -> Complaint:
+) -> Violation:
     """Upcycling reads a dense model, turns it into experts, and saves the result."""
     if not moe_use_upcycling:
         return None
@@ -101,7 +105,7 @@ def slices_make_the_dense_width(
     hidden_size: int,
     swiglu: bool,
     moe_latent_size: int | None,
-) -> Complaint:
+) -> Violation:
     """Every dense feed-forward block is cut into as many slices as the granularity says, each an expert."""
     if not moe_use_upcycling:
         return None
@@ -121,7 +125,7 @@ def slices_make_the_dense_width(
 
 def slices_make_whole_groups(
     moe_use_upcycling: bool, num_experts: int | None, moe_upcycling_granularity: int
-) -> Complaint:
+) -> Violation:
     """The slices of one dense block form a group of experts; there are only whole groups."""
     if not moe_use_upcycling or not num_experts or num_experts % moe_upcycling_granularity == 0:
         return None
@@ -136,7 +140,7 @@ def expert_width_divides_among_tensor_ranks(
     moe_ffn_hidden_size: int | None,
     expert_tensor_parallel_size: int | None,
     tensor_model_parallel_size: int,
-) -> Complaint:
+) -> Violation:
     """A rank computes an equal share of the channels of its experts."""
     etp = expert_tensor_parallel_size or tensor_model_parallel_size
     if not num_experts or moe_ffn_hidden_size is None or moe_ffn_hidden_size % etp == 0:
@@ -153,7 +157,7 @@ def flex_stays_on_one_rank(
     expert_model_parallel_size: int,
     expert_tensor_parallel_size: int | None,
     tensor_model_parallel_size: int,
-) -> Complaint:
+) -> Violation:
     """Its libraries are not used yet. Where one rank has all experts nothing travels: all dispatchers are the same."""
     etp = expert_tensor_parallel_size or tensor_model_parallel_size
     if not num_experts or moe_token_dispatcher_type != "flex" or expert_model_parallel_size * etp == 1:
@@ -170,7 +174,7 @@ def shared_experts_overlap_with_nothing_else(
     moe_shared_expert_overlap: bool,
     moe_latent_size: int | None,
     overlap_moe_expert_parallel_comm: bool,
-) -> Complaint:
+) -> Violation:
     """Shared experts can work while rows travel when rows are tokens, and when no other microbatch works then."""
     if not num_experts or not moe_shared_expert_overlap:
         return None

@@ -1,12 +1,12 @@
 """Rules about how tokens choose experts."""
 
-from arguments.checks.complaint import Complaint, divisors
-from megatron_moe.specs.exitcodes import counted
+from arguments.checks.violation import Violation, divisors
+from megatron_moe.config.exit_codes import counted
 
 _ALONE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
 
 
-def enough_experts_to_choose(num_experts: int | None, moe_router_topk: int) -> Complaint:
+def enough_experts_to_choose(num_experts: int | None, moe_router_topk: int) -> Violation:
     """A token visits different experts."""
     if not num_experts or moe_router_topk <= num_experts:
         return None
@@ -16,7 +16,7 @@ def enough_experts_to_choose(num_experts: int | None, moe_router_topk: int) -> C
     )
 
 
-def groups_share_the_experts(num_experts: int | None, moe_router_num_groups: int | None) -> Complaint:
+def groups_share_the_experts(num_experts: int | None, moe_router_num_groups: int | None) -> Violation:
     """Groups of experts are equally large."""
     if not num_experts or not moe_router_num_groups or num_experts % moe_router_num_groups == 0:
         return None
@@ -26,7 +26,7 @@ def groups_share_the_experts(num_experts: int | None, moe_router_num_groups: int
     )
 
 
-def group_limit_is_complete(moe_router_num_groups: int | None, moe_router_group_topk: int | None) -> Complaint:
+def group_limit_is_complete(moe_router_num_groups: int | None, moe_router_group_topk: int | None) -> Violation:
     """Group-limited routing needs to know how many groups there are and how many a token may use."""
     if moe_router_group_topk and not moe_router_num_groups:
         return "a token may use some groups, but there are none", "give --moe-router-num-groups"
@@ -43,7 +43,7 @@ def group_limit_leaves_enough_experts(
     moe_router_topk: int,
     moe_router_num_groups: int | None,
     moe_router_group_topk: int | None,
-) -> Complaint:
+) -> Violation:
     """The groups of a token hold all experts it visits, and every one of them is scored by at least one expert."""
     if not num_experts or not moe_router_num_groups or not moe_router_group_topk:
         return None
@@ -64,7 +64,7 @@ def group_limit_leaves_enough_experts(
 
 def bias_needs_independent_scores(
     num_experts: int | None, moe_router_enable_expert_bias: bool, moe_router_score_function: str
-) -> Complaint:
+) -> Violation:
     """A bias on the choice is only meaningful where the score of an expert does not depend on the others."""
     if not num_experts or not moe_router_enable_expert_bias or moe_router_score_function != "softmax":
         return None
@@ -78,7 +78,7 @@ def one_choice_needs_pre_softmax(
     moe_router_pre_softmax: bool,
     moe_router_load_balancing_type: tuple[str, ...],
     skip_train: bool,
-) -> Complaint:
+) -> Violation:
     """The softmax over a single chosen expert is 1 whatever its logit, so training would not change the router."""
     if skip_train or not num_experts or moe_router_topk != 1 or moe_router_pre_softmax:
         return None
@@ -89,7 +89,7 @@ def one_choice_needs_pre_softmax(
 
 def one_coefficient_per_loss(
     moe_router_load_balancing_type: tuple[str, ...], moe_aux_loss_coeff: tuple[float, ...]
-) -> Complaint:
+) -> Violation:
     """Every balancing loss has a weight of its own, in the same order."""
     if len(moe_router_load_balancing_type) == len(moe_aux_loss_coeff):
         return None
@@ -100,7 +100,7 @@ def one_coefficient_per_loss(
     )
 
 
-def balancing_kinds_go_together(moe_router_load_balancing_type: tuple[str, ...]) -> Complaint:
+def balancing_kinds_go_together(moe_router_load_balancing_type: tuple[str, ...]) -> Violation:
     """Only losses can be added up; other ways of balancing replace the choice itself."""
     kinds = moe_router_load_balancing_type
     if not kinds:
@@ -120,7 +120,7 @@ def own_choices_have_no_loss(
     moe_router_enable_expert_bias: bool,
     moe_router_group_topk: int | None,
     moe_router_topk_scaling_factor: float | None,
-) -> Complaint:
+) -> Violation:
     """A choice that balances by itself takes no loss, no bias and no groups."""
     kinds = [kind for kind in moe_router_load_balancing_type if kind in _ALONE and kind != "none"]
     if not num_experts or not kinds:
@@ -137,7 +137,7 @@ def own_choices_have_no_loss(
 
 def quantiles_need_a_rest(
     num_experts: int | None, moe_router_topk: int, moe_router_load_balancing_type: tuple[str, ...]
-) -> Complaint:
+) -> Violation:
     """A threshold lies between experts that are chosen and experts that are not."""
     if "quantile_balancing" not in moe_router_load_balancing_type or num_experts != moe_router_topk:
         return None

@@ -1,7 +1,7 @@
 """Rules about what the optimizer keeps, in which formats and where, and how gradients and weights travel to and from
 it."""
 
-from arguments.checks.complaint import Complaint
+from arguments.checks.violation import Violation
 
 _AWARE = "--use-precision-aware-optimizer"
 
@@ -12,7 +12,7 @@ def formats_belong_to_the_precision_aware_optimizer(
     main_params_dtype: str,
     exp_avg_dtype: str,
     exp_avg_sq_dtype: str,
-) -> Complaint:
+) -> Violation:
     """Megatron's rule: without the switch everything is fp32."""
     named = {
         "--main-grads-dtype": main_grads_dtype,
@@ -26,7 +26,7 @@ def formats_belong_to_the_precision_aware_optimizer(
     return f"{narrow} without {_AWARE}", f"give {_AWARE}"
 
 
-def formats_are_of_bf16_parameters(bf16: bool, main_grads_dtype: str, main_params_dtype: str) -> Complaint:
+def formats_are_of_bf16_parameters(bf16: bool, main_grads_dtype: str, main_params_dtype: str) -> Violation:
     """Masters and gradients are not kept in a narrower format than the parameters."""
     named = {"--main-grads-dtype": main_grads_dtype, "--main-params-dtype": main_params_dtype}
     narrow = " and ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
@@ -35,14 +35,14 @@ def formats_are_of_bf16_parameters(bf16: bool, main_grads_dtype: str, main_param
     return f"{narrow} for parameters in a wider format", "give --bf16, or leave it out"
 
 
-def double_precision_is_everywhere(fp64: bool, exp_avg_dtype: str, exp_avg_sq_dtype: str) -> Complaint:
+def double_precision_is_everywhere(fp64: bool, exp_avg_dtype: str, exp_avg_sq_dtype: str) -> Violation:
     """A proof in double precision keeps all state in it."""
     if fp64 and (exp_avg_dtype, exp_avg_sq_dtype) != ("fp32", "fp32"):
         return f"--fp64 with moments in {exp_avg_dtype} and {exp_avg_sq_dtype}", "leave out --fp64, or the formats"
     return None
 
 
-def gradients_have_one_format(main_grads_dtype: str, accumulate_allreduce_grads_in_fp32: bool) -> Complaint:
+def gradients_have_one_format(main_grads_dtype: str, accumulate_allreduce_grads_in_fp32: bool) -> Violation:
     """The optimizer reads the buffer in which gradients are summed."""
     if main_grads_dtype == "bf16" and accumulate_allreduce_grads_in_fp32:
         return (
@@ -54,7 +54,7 @@ def gradients_have_one_format(main_grads_dtype: str, accumulate_allreduce_grads_
 
 def blocks_hold_finite_numbers(
     check_for_nan_in_loss_and_grad: bool, main_params_dtype: str, exp_avg_dtype: str, exp_avg_sq_dtype: str
-) -> Complaint:
+) -> Violation:
     """One number that is not finite would spoil the scale of its whole block for good."""
     scaled = sorted({main_params_dtype, exp_avg_dtype, exp_avg_sq_dtype} & {"fp16", "fp8"})
     if check_for_nan_in_loss_and_grad or not scaled:
@@ -66,7 +66,7 @@ def blocks_hold_finite_numbers(
     )
 
 
-def state_waits_in_one_way(optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool) -> Complaint:
+def state_waits_in_one_way(optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool) -> Violation:
     """The host steps the state, or the device does."""
     if optimizer_cpu_offload and chunked_optimizer_state_offload:
         return (
@@ -76,7 +76,7 @@ def state_waits_in_one_way(optimizer_cpu_offload: bool, chunked_optimizer_state_
     return None
 
 
-def fractions_are_at_most_one(optimizer_offload_fraction: float, optimizer_state_offload_fraction: float) -> Complaint:
+def fractions_are_at_most_one(optimizer_offload_fraction: float, optimizer_state_offload_fraction: float) -> Violation:
     """A share of the state."""
     given = {
         "--optimizer-offload-fraction": optimizer_offload_fraction,
@@ -88,7 +88,7 @@ def fractions_are_at_most_one(optimizer_offload_fraction: float, optimizer_state
 
 def torch_steps_in_fp32(
     fp64: bool, use_torch_optimizer_for_cpu_offload: bool, optimizer_cpu_offload: bool
-) -> Complaint:
+) -> Violation:
     """A proof in double precision has one arithmetic."""
     if fp64 and optimizer_cpu_offload and use_torch_optimizer_for_cpu_offload:
         return "--fp64 with torch's optimizer on the host", "leave out --use-torch-optimizer-for-cpu-offload"
@@ -97,7 +97,7 @@ def torch_steps_in_fp32(
 
 def whole_steps_ask_no_host(
     cuda_graph_impl: str, optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool
-) -> Complaint:
+) -> Violation:
     """A recorded step has no host in it, and all its memory stands at fixed places."""
     name = "--optimizer-cpu-offload" if optimizer_cpu_offload else "--chunked-optimizer-state-offload"
     if cuda_graph_impl != "full_iteration" or not (optimizer_cpu_offload or chunked_optimizer_state_offload):
@@ -107,7 +107,7 @@ def whole_steps_ask_no_host(
 
 def weights_travel_when_shards_are_stepped(
     overlap_param_gather: bool, use_distributed_optimizer: bool, overlap_grad_reduce: bool
-) -> Complaint:
+) -> Violation:
     """Only a sharded optimizer gathers weights, and its gradients come in the same buckets."""
     if not overlap_param_gather or (use_distributed_optimizer and overlap_grad_reduce):
         return None
@@ -117,7 +117,7 @@ def weights_travel_when_shards_are_stepped(
 
 def updates_hide_on_the_device(
     overlap_optimizer_step: bool, optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool
-) -> Complaint:
+) -> Violation:
     """State in host memory travels on streams of its own."""
     name = "--optimizer-cpu-offload" if optimizer_cpu_offload else "--chunked-optimizer-state-offload"
     if overlap_optimizer_step and (optimizer_cpu_offload or chunked_optimizer_state_offload):
@@ -127,7 +127,7 @@ def updates_hide_on_the_device(
 
 def updates_hide_where_weights_are_waited_for(
     overlap_optimizer_step: bool, use_distributed_optimizer: bool, overlap_param_gather: bool
-) -> Complaint:
+) -> Violation:
     """A forward that waits for all weights leaves nothing to hide the update under."""
     if overlap_optimizer_step and use_distributed_optimizer and not overlap_param_gather:
         return (
@@ -137,14 +137,14 @@ def updates_hide_where_weights_are_waited_for(
     return None
 
 
-def buckets_have_one_size(ddp_bucket_size: int | None, ddp_num_buckets: int | None) -> Complaint:
+def buckets_have_one_size(ddp_bucket_size: int | None, ddp_num_buckets: int | None) -> Violation:
     """The size of a bucket follows from their number."""
     if ddp_bucket_size is not None and ddp_num_buckets is not None:
         return f"buckets of {ddp_bucket_size} elements and {ddp_num_buckets} of them are both given", "keep one of them"
     return None
 
 
-def token_sums_are_not_averaged(ddp_average_in_collective: bool, calculate_per_token_loss: bool) -> Complaint:
+def token_sums_are_not_averaged(ddp_average_in_collective: bool, calculate_per_token_loss: bool) -> Violation:
     """With a loss per token gradients are summed over ranks and divided by the tokens of all ranks."""
     if ddp_average_in_collective and calculate_per_token_loss:
         return "a mean over ranks is not a mean over tokens", "leave --ddp-average-in-collective out"
@@ -153,14 +153,14 @@ def token_sums_are_not_averaged(ddp_average_in_collective: bool, calculate_per_t
 
 def fp32_sums_are_sharded(
     ddp_reduce_scatter_with_fp32_accumulation: bool, use_distributed_optimizer: bool
-) -> Complaint:
+) -> Violation:
     """Gradients are summed where they arrive, each shard at its owner."""
     if ddp_reduce_scatter_with_fp32_accumulation and not use_distributed_optimizer:
         return "only a sharded optimizer sums gradients in shards", "give --use-distributed-optimizer"
     return None
 
 
-def bf16_gradients_are_of_bf16_weights(grad_reduce_in_bf16: bool, bf16: bool) -> Complaint:
+def bf16_gradients_are_of_bf16_weights(grad_reduce_in_bf16: bool, bf16: bool) -> Violation:
     """Gradients are not kept in a narrower format than the weights."""
     if grad_reduce_in_bf16 and not bf16:
         return "gradients in bf16 of weights in a wider format", "give --bf16, or leave --grad-reduce-in-bf16 out"

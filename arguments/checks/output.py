@@ -1,17 +1,17 @@
 """Rules about checkpoints, logs and kernels."""
 
-from arguments.checks.complaint import Complaint
-from megatron_moe.specs.resilience.faults import parse_fault
+from arguments.checks.violation import Violation
+from megatron_moe.config.faults import parse_fault
 
 
-def saving_has_a_rhythm(save: str | None, save_interval: int | None) -> Complaint:
+def saving_has_a_rhythm(save: str | None, save_interval: int | None) -> Violation:
     """Somebody who names a folder for checkpoints expects them during the run."""
     if save and save_interval is None:
         return "--save does not say how often", "give --save-interval"
     return None
 
 
-def retained_checkpoints_are_saved(save_retain_interval: int | None, save_interval: int | None) -> Complaint:
+def retained_checkpoints_are_saved(save_retain_interval: int | None, save_interval: int | None) -> Violation:
     """A checkpoint that is to be kept must have been saved."""
     if save_retain_interval is None or save_interval is None or save_retain_interval % save_interval == 0:
         return None
@@ -23,7 +23,7 @@ def retained_checkpoints_are_saved(save_retain_interval: int | None, save_interv
 
 def step_belongs_to_a_folder(
     ckpt_step: int | None, load: str | None, save: str | None, run_dir: str | None
-) -> Complaint:
+) -> Violation:
     """The iteration to load is one of a folder with checkpoints."""
     if ckpt_step is not None and not (load or save or run_dir):
         return f"--ckpt-step {ckpt_step} has no folder to load from", "give --load"
@@ -32,7 +32,7 @@ def step_belongs_to_a_folder(
 
 def missing_means_a_folder(
     exit_on_missing_checkpoint: bool, load: str | None, pretrained_checkpoint: str | None
-) -> Complaint:
+) -> Violation:
     """A checkpoint can only be missing where one is expected."""
     if exit_on_missing_checkpoint and not load and not pretrained_checkpoint:
         return "--exit-on-missing-checkpoint expects a checkpoint, but no folder is given", "give --load"
@@ -46,7 +46,7 @@ def exports_have_a_place(
     run_dir: str | None,
     load: str | None,
     pretrained_checkpoint: str | None,
-) -> Complaint:
+) -> Violation:
     """Exports stand beside the checkpoints, and carry a config.json that somebody must give."""
     if save_hf_interval is None:
         return None
@@ -58,14 +58,14 @@ def exports_have_a_place(
     return None
 
 
-def wandb_run_has_a_name(wandb_project: str | None, wandb_exp_name: str | None) -> Complaint:
+def wandb_run_has_a_name(wandb_project: str | None, wandb_exp_name: str | None) -> Violation:
     """Runs of a W&B project are told apart by their names."""
     if wandb_project and not wandb_exp_name:
         return f"the W&B project {wandb_project} gets a run without a name", "give --wandb-exp-name"
     return None
 
 
-def kernel_wishes_are_pairs(kernel_per_op: tuple[str, ...]) -> Complaint:
+def kernel_wishes_are_pairs(kernel_per_op: tuple[str, ...]) -> Violation:
     """A wish names an op and the backend that shall compute it."""
     strange = [wish for wish in kernel_per_op if not all(wish.partition("="))]
     if strange:
@@ -73,7 +73,7 @@ def kernel_wishes_are_pairs(kernel_per_op: tuple[str, ...]) -> Complaint:
     return None
 
 
-def faults_are_known(inject: tuple[str, ...], world_size: int) -> Complaint:
+def faults_are_known(inject: tuple[str, ...], world_size: int) -> Violation:
     """A fault has a kind, a rank that is there, and an iteration."""
     for text in inject:
         try:
@@ -85,7 +85,7 @@ def faults_are_known(inject: tuple[str, ...], world_size: int) -> Complaint:
     return None
 
 
-def profiles_have_an_end(profile: bool, profile_step_start: int, profile_step_end: int) -> Complaint:
+def profiles_have_an_end(profile: bool, profile_step_start: int, profile_step_end: int) -> Violation:
     """The first profiled iteration comes after the start, and the last one is the end."""
     if not profile or profile_step_end > profile_step_start:
         return None
@@ -97,7 +97,7 @@ def profiles_have_an_end(profile: bool, profile_step_start: int, profile_step_en
 
 def profiles_have_a_folder(
     profile: bool, use_pytorch_profiler: bool, record_memory_history: bool, run_dir: str | None
-) -> Complaint:
+) -> Violation:
     """Traces and snapshots are files of a run."""
     writes = {
         "--profile --use-pytorch-profiler": profile and use_pytorch_profiler,

@@ -3,9 +3,13 @@
 from typing import Any
 
 from arguments import derive
-from arguments.checks.complaint import Complaint, asks_for
-from megatron_moe.specs.pipeline.layout import LayoutError
-from megatron_moe.specs.pipeline.schedule import ScheduleError, ScheduleSpec, check_schedule
+from arguments.checks.violation import Violation, asks_for
+from megatron_moe.pipeline.layout import LayoutError
+from megatron_moe.pipeline.schedule import (
+    ScheduleConfig,
+    ScheduleError,
+    check_schedule,
+)
 
 
 def layers_are_placed_once(
@@ -16,7 +20,7 @@ def layers_are_placed_once(
     decoder_last_pipeline_num_layers: int | None,
     account_for_embedding_in_pipeline_split: bool,
     account_for_loss_in_pipeline_split: bool,
-) -> Complaint:
+) -> Violation:
     """A layout says all of it; without one, either the ends are given or embedding and loss count as layers."""
     ends = decoder_first_pipeline_num_layers is not None or decoder_last_pipeline_num_layers is not None
     counted = account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split
@@ -39,7 +43,7 @@ def layers_are_placed_once(
 
 
 @asks_for(derive.PLACEMENT)
-def layers_fit_the_stages(**placement: Any) -> Complaint:
+def layers_fit_the_stages(**placement: Any) -> Violation:
     """Every layer stands on one stage. Without a layout stages have the same number of layers but for the ends."""
     try:
         derive.pipeline_layout(**placement)
@@ -58,7 +62,7 @@ def microbatches_fill_the_stages(
     micro_batch_size: int,
     global_batch_size: int | None,
     rampup_batch_size: tuple[int, int, int] | None,
-) -> Complaint:
+) -> Violation:
     """A rank with virtual stages takes microbatches in groups; a group smaller than the pipeline would stop it."""
     last = derive.global_batch_size(global_batch_size, micro_batch_size, data_parallel_size)
     start, increment, _ = rampup_batch_size or (last, 1, 0)
@@ -68,16 +72,16 @@ def microbatches_fill_the_stages(
         return None  # batches that are no whole microbatches have a rule of their own
     group = microbatch_group_size_per_virtual_pipeline_stage or pipeline_model_parallel_size
     for size in (*growing[: group if virtual_stages > 1 else 1], last):  # remainders by the group repeat themselves
-        spec = ScheduleSpec(
+        config = ScheduleConfig(
             num_microbatches=size // unit,
             pp=pipeline_model_parallel_size,
             vpp=virtual_stages,
             group_size=microbatch_group_size_per_virtual_pipeline_stage,
         )
         try:
-            check_schedule(spec)
+            check_schedule(config)
         except ScheduleError as error:
-            return str(error), _mended(spec, unit)
+            return str(error), _mended(config, unit)
     return None
 
 
@@ -88,7 +92,7 @@ def something_travels_while_another_computes(
     moe_token_dispatcher_type: str,
     pipeline_model_parallel_size: int,
     virtual_stages: int,
-) -> Complaint:
+) -> Violation:
     """Pairs of microbatches hide an exchange of rows between ranks; over a pipeline they need virtual stages."""
     if not overlap_moe_expert_parallel_comm or expert_model_parallel_size == 1:
         return None  # on one expert-parallel rank nothing travels, and the order is the plain one
@@ -115,7 +119,7 @@ def nothing_else_cuts_the_layers_of_a_pair(
     recompute_method: str | None,
     recompute_num_layers: int | None,
     recompute_modules: tuple[str, ...] | None,
-) -> Complaint:
+) -> Violation:
     """Layers that run node by node cannot be recomputed as wholes."""
     if not overlap_moe_expert_parallel_comm:
         return None
@@ -136,7 +140,7 @@ def nothing_else_cuts_the_layers_of_a_pair(
 
 def early_release_belongs_to_pairs(
     overlap_moe_expert_parallel_comm: bool, ep_overlap_early_attn_memory_release: bool
-) -> Complaint:
+) -> Violation:
     """It moves a node of a pair."""
     if ep_overlap_early_attn_memory_release and not overlap_moe_expert_parallel_comm:
         return (
@@ -146,11 +150,11 @@ def early_release_belongs_to_pairs(
     return None
 
 
-def _mended(spec: ScheduleSpec, unit: int) -> str:
-    if spec.pp == 1:
+def _mended(config: ScheduleConfig, unit: int) -> str:
+    if config.pp == 1:
         return "leave out virtual stages, or raise --pipeline-model-parallel-size"
-    more = -(-spec.num_microbatches // spec.pp) * spec.pp
-    return f"{more} microbatches fit groups of {spec.pp}: --global-batch-size {more * unit}"
+    more = -(-config.num_microbatches // config.pp) * config.pp
+    return f"{more} microbatches fit groups of {config.pp}: --global-batch-size {more * unit}"
 
 
 RULES = (

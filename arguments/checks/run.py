@@ -14,7 +14,8 @@ from arguments import derive
 from arguments.checks import (
     attention,
     batch,
-    context,
+    context_parallel,
+    cuda_graphs,
     data,
     hints,
     memory,
@@ -24,15 +25,14 @@ from arguments.checks import (
     optimizer,
     output,
     pipeline,
-    tensor,
+    tensor_parallel,
 )
-from arguments.checks.kernels import graphs
 from arguments.errors import Problem, Waits
 from arguments.flag import Flag
 from arguments.parser import Settings
 from arguments.values import words_of
-from megatron_moe.specs.parallel import Launch
-from megatron_moe.specs.pipeline.layout import LayoutError
+from megatron_moe.config.parallel import Launch
+from megatron_moe.pipeline.layout import LayoutError
 
 Rule = Callable[..., tuple[str, str] | None]
 
@@ -41,15 +41,15 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
     *moe.RULES,
     *moe_router.RULES,
-    *tensor.RULES,
+    *tensor_parallel.RULES,
     *batch.RULES,
-    *context.RULES,
+    *context_parallel.RULES,
     *pipeline.RULES,
     *memory.RULES,
-    *graphs.RULES,
+    *cuda_graphs.RULES,
     *optimizer.RULES,
     *memory.WAITING,
-    *graphs.WAITING,
+    *cuda_graphs.WAITING,
     *data.RULES,
     *output.RULES,
 )
@@ -58,15 +58,15 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
     *attention.RULES,
     *moe.RULES,
     *moe_router.RULES,
-    *tensor.RULES,
+    *tensor_parallel.RULES,
     batch.ranks_share_the_experts,
-    *context.RULES,
+    *context_parallel.RULES,
     *pipeline.RULES,
 )
 """Rules that `--proxy` must not hide: what they are about does not depend on the machine."""
 
 _LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
-WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *memory.WAITING, *graphs.WAITING)
+WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *memory.WAITING, *cuda_graphs.WAITING)
 """Rules about missing features: a plan that breaks them or the rules about data can be reported, not trained."""
 
 _LAYER_GROUPS = ("attention", "model")

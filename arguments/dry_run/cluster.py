@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from arguments.errors import FlagErrors, Problem
 from arguments.parser import Settings
-from arguments.recipes.find import said_by
-from megatron_moe.specs.costs.hardware import GPUS, Gpu
+from arguments.recipes import said_by
+from megatron_moe.cost_model.hardware import GPU, GPUS
 
 _DEFAULT_GPU = "h100"
 
@@ -36,7 +36,7 @@ class ClusterFlags:
 class Cluster:
     """Nodes with the same number of ranks; the last one may have fewer."""
 
-    gpu: Gpu
+    gpu: GPU
     """Kind of every GPU, in nodes of this cluster."""
     world_size: int
     ranks_per_node: int

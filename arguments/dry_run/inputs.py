@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import CheckpointSpec, DataSpec
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.data import DataConfig
+from megatron_moe.config.run import RunPlan
 
 _HUGGING_FACE = "hf:"
 
@@ -15,7 +16,7 @@ def missing_inputs(plan: RunPlan) -> tuple[str, ...]:
     return tuple(f"{sentence}; correct it, or start the run where it exists" for sentence in found)
 
 
-def _data_files(data: DataSpec) -> Iterator[str]:
+def _data_files(data: DataConfig) -> Iterator[str]:
     if data.mock:
         return
     for flag, words in (
@@ -39,19 +40,21 @@ def _prefixes(words: Sequence[str]) -> Sequence[str]:
     return words[1::2]
 
 
-def _checkpoints(spec: CheckpointSpec) -> Iterator[str]:
+def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
     """Folders that a first start reads; a later one resumes from the checkpoints of `save`."""
-    resumes = spec.save is not None and not spec.fresh and any(spec.save.glob("iter_*"))
+    resumes = config.save is not None and not config.fresh and any(config.save.glob("iter_*"))
     if not resumes:
-        has_load = spec.load is not None and _folder(spec.load).is_dir()
-        published = spec.load is not None and spec.load.startswith(_HUGGING_FACE)
-        needed = spec.exit_on_missing or spec.finetune or spec.weights_only or spec.upcycle or not spec.load_optim
-        if spec.load is not None and not has_load and (published or (needed and spec.pretrained is None)):
-            yield f"--load {spec.load} does not exist"
-        if spec.pretrained is not None and not has_load and not _folder(spec.pretrained).is_dir():
-            yield f"--pretrained-checkpoint {spec.pretrained} does not exist"
-    if spec.hf_interval and spec.hf_config is not None and not spec.hf_config.is_dir():
-        yield f"--save-hf-config {spec.hf_config} does not exist"
+        has_load = config.load is not None and _folder(config.load).is_dir()
+        published = config.load is not None and config.load.startswith(_HUGGING_FACE)
+        needed = (
+            config.exit_on_missing or config.finetune or config.weights_only or config.upcycle or not config.load_optim
+        )
+        if config.load is not None and not has_load and (published or (needed and config.pretrained is None)):
+            yield f"--load {config.load} does not exist"
+        if config.pretrained is not None and not has_load and not _folder(config.pretrained).is_dir():
+            yield f"--pretrained-checkpoint {config.pretrained} does not exist"
+    if config.hf_interval and config.hf_config is not None and not config.hf_config.is_dir():
+        yield f"--save-hf-config {config.hf_config} does not exist"
 
 
 def _folder(location: str) -> Path:

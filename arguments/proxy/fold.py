@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
-from megatron_moe.specs.grid import FoldError
+from megatron_moe.parallel.grid import FoldError
 
 _WEIGHTS = (("tp", 8), ("cp", 8), ("pp", 8), ("ep", 8), ("etp", 4), ("dp", 2), ("edp", 2))
 """What it is worth that an axis keeps more than one rank."""

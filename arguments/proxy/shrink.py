@@ -13,8 +13,8 @@ from arguments.proxy.fold import Sizes, Wish, fold
 from arguments.proxy.machine import on_this_machine
 from arguments.proxy.ranks import fold_ranks, lower_batch, lower_length
 from arguments.proxy.width import lower_width
-from megatron_moe.specs.grid import FoldError
-from megatron_moe.specs.parallel import Launch
+from megatron_moe.config.parallel import Launch
+from megatron_moe.parallel.grid import FoldError
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {

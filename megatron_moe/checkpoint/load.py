@@ -12,23 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_moe.checkpoint.background import at_once
+from megatron_moe.checkpoint.async_save import at_once
 from megatron_moe.checkpoint.bounded_read import read_bounded
-from megatron_moe.checkpoint.folder import TRACKER, Candidate, as_checkpoint, list_checkpoints, read_tracker
-from megatron_moe.checkpoint.format import (
+from megatron_moe.checkpoint.directory import (
+    TRACKER,
+    Candidate,
+    as_checkpoint,
+    list_checkpoints,
+    read_tracker,
+)
+from megatron_moe.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     SAFETENSORS,
     TRAIN_STATE,
-    Corrupt,
+    CorruptCheckpoint,
     Manifest,
-    TooNew,
+    NewerFormat,
     check_header,
     decode,
     parse_json,
     places_by_file,
 )
-from megatron_moe.checkpoint.shards import (
+from megatron_moe.checkpoint.tensor_shards import (
     FileReader,
     SavedTensor,
     digest,
@@ -39,10 +45,10 @@ from megatron_moe.checkpoint.shards import (
     overlaps,
     split_digests,
 )
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.exit_codes import CheckpointProblem, listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem, listed
-from megatron_moe.specs.train import CheckpointSpec
 
 HUGGING_FACE = "hf:"
 RUN_FOLDER_CHECKPOINTS = "checkpoints"
@@ -51,7 +57,7 @@ CheckState = Callable[[Mapping[str, Any], int], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """Where to load from, and what of it."""
 
     origin: Literal["--ckpt-step", "--save", "--load", "--pretrained-checkpoint"]
@@ -69,7 +75,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint whose tensors are in place."""
 
     path: Path
@@ -77,7 +83,9 @@ class Loaded:
     train_state: dict[str, Any]
 
 
-def find(spec: CheckpointSpec, context: ParallelContext, *, say: Callable[[str], None] = print) -> Source | None:
+def find(
+    config: CheckpointConfig, context: ParallelContext, *, say: Callable[[str], None] = print
+) -> CheckpointSource | None:
     """Chooses the folder to load from; None when the run starts from random weights.
 
     The first rank looks, all get its answer.
@@ -85,10 +93,10 @@ def find(spec: CheckpointSpec, context: ParallelContext, *, say: Callable[[str],
     Raises:
         CheckpointProblem: what was asked for is not there.
     """
-    answer: Source | str | None = None
+    answer: CheckpointSource | str | None = None
     if context.is_first:
         try:
-            answer = _choose(spec, say)
+            answer = _choose(config, say)
         except CheckpointProblem as problem:
             answer = str(problem)
     # world: some hundred bytes
@@ -99,13 +107,13 @@ def find(spec: CheckpointSpec, context: ParallelContext, *, say: Callable[[str],
 
 
 def load(
-    source: Source,
+    source: CheckpointSource,
     tensors: Mapping[str, SavedTensor],
     context: ParallelContext,
     *,
     say: Callable[[str], None] = print,
     check_state: CheckState | None = None,
-) -> Loaded:
+) -> LoadedCheckpoint:
     """Fills `tensors` (by `shards.tensor_key`) from the newest candidate that verifies on every rank.
 
     With `source.optimizer` False only weights and buffers are filled, and cast to the run's dtype where it differs.
@@ -127,7 +135,7 @@ def load(
             raise CheckpointProblem(refusals[0])
         damages = [f"rank {rank}: {reason}" for rank, reason in enumerate(outcomes) if reason is not None]
         if not damages:
-            assert isinstance(outcome, Loaded), f"rank {context.rank}: {outcome}"
+            assert isinstance(outcome, LoadedCheckpoint), f"rank {context.rank}: {outcome}"
             return outcome
         reasons.append(f"{candidate.path}: {damages[0]}")
         if context.is_first and len(source.candidates) > 1:
@@ -142,42 +150,43 @@ class _Refusal:
     sentence: str
 
 
-def _choose(spec: CheckpointSpec, say: Callable[[str], None]) -> Source | None:
-    same_folder = bool(spec.save and spec.load and spec.save.resolve() == _checkpoints_of(spec.load).resolve())
-    own = list_checkpoints(spec.save) if spec.save is not None and not spec.fresh else ()
-    if own and same_folder and spec.finetune:
+def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
+    same_folder = bool(config.save and config.load and config.save.resolve() == _checkpoints_of(config.load).resolve())
+    own = list_checkpoints(config.save) if config.save is not None and not config.fresh else ()
+    if own and same_folder and config.finetune:
         raise CheckpointProblem(
-            f"--finetune starts at iteration 0, but --save {spec.save} is the folder it loads from and holds iteration "
+            f"--finetune starts at iteration 0, but --save {config.save} is the folder it loads from and holds "
+            f"iteration "
             f"{own[0].iteration}, which would always be newer than what this run saves; give another --save folder"
         )
-    if spec.ckpt_step is not None:
-        return _given_step(spec, spec.ckpt_step)
+    if config.ckpt_step is not None:
+        return _given_step(config, config.ckpt_step)
     if own:
-        assert spec.save is not None
-        _mention_tracker(spec.save, own, say)
+        assert config.save is not None
+        _mention_tracker(config.save, own, say)
         # --finetune and --no-load-optim speak of --load: a restart of the same command line must resume in full.
-        resume = CheckpointSpec(load_optim=spec.save_optim, weights_only=spec.weights_only)
-        return _source("--save", str(spec.save), own, spec if same_folder else resume)
-    if spec.load is not None and not (same_folder and spec.fresh):
-        source = _given_folder(spec.load, spec, say)
+        resume = CheckpointConfig(load_optim=config.save_optim, weights_only=config.weights_only)
+        return _source("--save", str(config.save), own, config if same_folder else resume)
+    if config.load is not None and not (same_folder and config.fresh):
+        source = _given_folder(config.load, config, say)
         if source is not None:
             return source
-    return None if spec.pretrained is None else _pretrained(spec.pretrained)
+    return None if config.pretrained is None else _pretrained(config.pretrained)
 
 
-def _given_folder(location: str, spec: CheckpointSpec, say: Callable[[str], None]) -> Source | None:
+def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
     """What `--load` names; None when nothing is there and the run may start without it."""
     if location.startswith(HUGGING_FACE):
-        return _source("--load", location, (), spec)
+        return _source("--load", location, (), config)
     found = _candidates(location)
     if found:
         _mention_tracker(_checkpoints_of(location), found, say)
-        return _source("--load", location, found, spec)
+        return _source("--load", location, found, config)
     missing = _holds_nothing("--load", location)
-    if spec.pretrained is not None:
+    if config.pretrained is not None:
         say(f"{missing}: --pretrained-checkpoint is used")
         return None
-    in_need = _flags_in_need(spec)
+    in_need = _flags_in_need(config)
     if in_need:
         flags = " and ".join(in_need)
         raise CheckpointProblem(f"{missing}, and {flags} cannot do without; correct --load, or leave out {flags}")
@@ -185,14 +194,14 @@ def _given_folder(location: str, spec: CheckpointSpec, say: Callable[[str], None
     return None
 
 
-def _flags_in_need(spec: CheckpointSpec) -> list[str]:
+def _flags_in_need(config: CheckpointConfig) -> list[str]:
     """The flags of this run that mean nothing without a checkpoint."""
     flags = {
-        "--exit-on-missing-checkpoint": spec.exit_on_missing,
-        "--moe-use-upcycling": spec.upcycle,
-        "--finetune": spec.finetune,
-        "--skip-train": spec.weights_only,
-        "--no-load-optim": not spec.load_optim and not spec.upcycle,
+        "--exit-on-missing-checkpoint": config.exit_on_missing,
+        "--moe-use-upcycling": config.upcycle,
+        "--finetune": config.finetune,
+        "--skip-train": config.weights_only,
+        "--no-load-optim": not config.load_optim and not config.upcycle,
     }
     return [flag for flag, given in flags.items() if given]
 
@@ -217,8 +226,8 @@ def _holds_nothing(flag: str, location: str) -> str:
     return f"{flag} {location}{there} holds no checkpoint (looked for iter_NNNNNNN in {where})"
 
 
-def _given_step(spec: CheckpointSpec, step: int) -> Source:
-    location = spec.load or (str(spec.save) if spec.save else None)
+def _given_step(config: CheckpointConfig, step: int) -> CheckpointSource:
+    location = config.load or (str(config.save) if config.save else None)
     if location is None or location.startswith(HUGGING_FACE):
         raise CheckpointProblem(f"--ckpt-step {step} needs --load or --save with a folder of checkpoints")
     found = list_checkpoints(_checkpoints_of(location))
@@ -226,27 +235,29 @@ def _given_step(spec: CheckpointSpec, step: int) -> Source:
     if not chosen:
         there = ", ".join(str(candidate.iteration) for candidate in found) or "none"
         raise CheckpointProblem(f"--ckpt-step {step}: {location} holds no such iteration; there are: {there}")
-    return _source("--ckpt-step", location, chosen, spec)
+    return _source("--ckpt-step", location, chosen, config)
 
 
-def _pretrained(location: str) -> Source:
+def _pretrained(location: str) -> CheckpointSource:
     """Weights only, from iteration 0."""
-    spec = CheckpointSpec(finetune=True)
+    config = CheckpointConfig(finetune=True)
     if location.startswith(HUGGING_FACE):
-        return _source("--pretrained-checkpoint", location, (), spec)
+        return _source("--pretrained-checkpoint", location, (), config)
     found = _candidates(location)
     if not found:
         raise CheckpointProblem(f"{_holds_nothing('--pretrained-checkpoint', location)}; correct the folder")
-    return _source("--pretrained-checkpoint", location, found, spec)
+    return _source("--pretrained-checkpoint", location, found, config)
 
 
-def _source(origin: Any, location: str, candidates: tuple[Candidate, ...], spec: CheckpointSpec) -> Source:
-    return Source(
+def _source(
+    origin: Any, location: str, candidates: tuple[Candidate, ...], config: CheckpointConfig
+) -> CheckpointSource:
+    return CheckpointSource(
         origin,
         location,
         candidates,
-        optimizer=spec.load_optim and not spec.finetune and not spec.weights_only,
-        train_state=not spec.finetune,
+        optimizer=config.load_optim and not config.finetune and not config.weights_only,
+        train_state=not config.finetune,
     )
 
 
@@ -263,12 +274,12 @@ def _attempt(
     check_state: CheckState | None,
     *,
     casting: bool,
-) -> "Loaded | _Refusal | str":
+) -> "LoadedCheckpoint | _Refusal | str":
     """Loads one candidate; or why it is unusable (_Refusal) or damaged (text). `known`: what any rank wants."""
     try:
         manifest, reader = _open(candidate.path)
         if manifest.iteration != candidate.iteration:
-            raise Corrupt(f"{MANIFEST}: of iteration {manifest.iteration}, in a folder of another name")
+            raise CorruptCheckpoint(f"{MANIFEST}: of iteration {manifest.iteration}, in a folder of another name")
         problems = _mismatches(wanted, known, manifest, casting)
         if problems:
             return _Refusal(_does_not_fit(candidate.path, problems))
@@ -281,11 +292,11 @@ def _attempt(
         if check_state is not None:
             check_state(state, manifest.iteration)
         at_once([partial(_fill_all, candidate.path, manifest, part) for part in in_parts(wanted)])
-    except TooNew as problem:
+    except NewerFormat as problem:
         return _Refusal(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
-    except Corrupt as problem:
+    except CorruptCheckpoint as problem:
         return str(problem)
-    return Loaded(candidate.path, candidate.iteration, state)
+    return LoadedCheckpoint(candidate.path, candidate.iteration, state)
 
 
 def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, SavedTensor]) -> None:
@@ -304,11 +315,11 @@ def _open(path: Path) -> tuple[Manifest, FileReader]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The checked manifest of a checkpoint folder. Raises Corrupt and TooNew."""
+    """The checked manifest of a checkpoint folder. Raises Corrupt and NewerFormat."""
     try:
         data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
     except OSError as error:
-        raise Corrupt(f"{MANIFEST}: {error.strerror}") from error
+        raise CorruptCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     return decode(data)
 
 
@@ -344,7 +355,7 @@ def _does_not_fit(path: Path, problems: list[str]) -> str:
     )
 
 
-def _nothing_verifies(source: Source, reasons: list[str]) -> str:
+def _nothing_verifies(source: CheckpointSource, reasons: list[str]) -> str:
     if source.origin == "--ckpt-step":
         what = "the checkpoint asked for with --ckpt-step is damaged and is not replaced by another one"
     else:

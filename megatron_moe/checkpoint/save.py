@@ -25,8 +25,12 @@ from typing import Any
 
 import torch
 
-from megatron_moe.checkpoint.background import HostCopies, at_once, started
-from megatron_moe.checkpoint.folder import (
+from megatron_moe.checkpoint.async_save import (
+    HostCopies,
+    at_once,
+    started,
+)
+from megatron_moe.checkpoint.directory import (
     Candidate,
     Retention,
     iteration_folder,
@@ -37,10 +41,10 @@ from megatron_moe.checkpoint.folder import (
     sweep,
     write_tracker,
 )
-from megatron_moe.checkpoint.format import (
+from megatron_moe.checkpoint.manifest import (
     MANIFEST,
     TRAIN_STATE,
-    Corrupt,
+    CorruptCheckpoint,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -49,7 +53,8 @@ from megatron_moe.checkpoint.format import (
     encode,
     merged,
 )
-from megatron_moe.checkpoint.shards import (
+from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.checkpoint.tensor_shards import (
     SavedTensor,
     digest,
     in_parts,
@@ -58,12 +63,11 @@ from megatron_moe.checkpoint.shards import (
     total_bytes,
     write_tensors,
 )
-from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.config.exit_codes import EnvironmentProblem, SaveProblem
+from megatron_moe.logs.run_lock import RunLock
 from megatron_moe.parallel.agreement import first_rank_does
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.folder_lock import FolderLock
-from megatron_moe.specs.exitcodes import EnvironmentProblem, SaveProblem
 
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
@@ -137,7 +141,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A save that has ended."""
 
     iteration: int
@@ -153,7 +157,7 @@ class Saved:
     """How long the slowest rank wrote."""
 
 
-class Saver:
+class CheckpointSaver:
     """Writes the checkpoints of one run into one folder, which it holds until `close`.
 
     All ranks construct it and call its methods together. Every rank writes a file of its own, with those of its boxes
@@ -190,7 +194,7 @@ class Saver:
         self.retention = Retention(keep_last, retain_interval, keep_best)
         self.loaded_from: Path | None = None
         """Never deleted by retention; set it after loading."""
-        self.last: Saved | None = None
+        self.last: SavedCheckpoint | None = None
         """The last save that succeeded."""
         self._context = context
         self._group = context.host_group()
@@ -200,7 +204,7 @@ class Saver:
         self._failures = 0
         self._job: _Job | None = None
         self._copies = HostCopies()
-        self._lock: FolderLock | None = None
+        self._lock: RunLock | None = None
         first_rank_does(partial(self._open, fresh, expected_bytes), context)
 
     def close(self) -> int | None:
@@ -254,7 +258,7 @@ class Saver:
         train_state: Mapping[str, Any],
         *,
         texts: Mapping[str, str] | None = None,
-    ) -> Saved | None:
+    ) -> SavedCheckpoint | None:
         """Copies everything to host memory and leaves the rest of `save` to a thread and to later calls of `poll`.
 
         Returns:
@@ -267,7 +271,7 @@ class Saver:
         """Iteration of the checkpoint that is under way."""
         return None if self._job is None else self._job.iteration
 
-    def poll(self) -> Saved | None:
+    def poll(self) -> SavedCheckpoint | None:
         """Takes the save that is under way one stage on, if all ranks are ready for it; waits for none.
 
         To be called by all ranks at every step. Without a save under way it says nothing to the other ranks.
@@ -286,7 +290,7 @@ class Saver:
                 return None
             return self._advance(self._job)
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SavedCheckpoint | None:
         """Waits for the save that is under way; returns how it has ended, None when there was none.
 
         Raises:
@@ -306,7 +310,7 @@ class Saver:
         texts: Mapping[str, str],
         *,
         in_thread: bool,
-    ) -> Saved | None:
+    ) -> SavedCheckpoint | None:
         assert self._job is None, f"the save of iteration {self.pending} is under way"
         begin = time.monotonic()
         final = self.folder / iteration_folder(iteration)
@@ -327,7 +331,7 @@ class Saver:
         job.blocked = time.monotonic() - begin
         return None
 
-    def _advance(self, job: _Job) -> Saved | None:
+    def _advance(self, job: _Job) -> SavedCheckpoint | None:
         """Waits for the stage that the save is in and begins the next one; the outcome after the last."""
         assert job.writing is not None, f"the save of iteration {job.iteration} has not begun"
         if job.committing is None:
@@ -345,12 +349,12 @@ class Saver:
         (error, *_) = self._gather(committed.error)
         return self._ended(job, error)
 
-    def _ended(self, job: _Job, error: str | None) -> Saved:
+    def _ended(self, job: _Job, error: str | None) -> SavedCheckpoint:
         self._job = None
         seconds = time.monotonic() - job.begin
         blocked = job.blocked if job.in_thread else seconds
         path = job.final if error is None else None
-        saved = Saved(job.iteration, path, job.num_bytes, seconds, blocked, job.write_seconds)
+        saved = SavedCheckpoint(job.iteration, path, job.num_bytes, seconds, blocked, job.write_seconds)
         if error is not None:
             self._failed(job, error)
         else:
@@ -360,7 +364,7 @@ class Saver:
 
     def _open(self, fresh: bool, expected_bytes: int) -> None:
         probe(self.folder)
-        self._lock = FolderLock(self.folder, does="saves checkpoints to", option="--save")
+        self._lock = RunLock(self.folder, does="saves checkpoints to", option="--save")
         if self._lock.warning is None:
             sweep(self.folder, self._storage, self._say)
         else:
@@ -441,7 +445,7 @@ class Saver:
             self._storage.sync_dir(self.folder)
         except OSError as error:
             done.error = self._reason(error, 0)
-        except Corrupt as problem:
+        except CorruptCheckpoint as problem:
             done.error = str(problem)
         else:
             self._tidy(Candidate(job.final, job.iteration), done.remarks)

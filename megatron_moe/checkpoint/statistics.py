@@ -8,10 +8,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.format import Corrupt, Manifest, Piece, TensorEntry, TooNew
 from megatron_moe.checkpoint.load import read_manifest
-from megatron_moe.checkpoint.shards import TORCH_DTYPES, Box, FileReader, SavedTensor, fill
-from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.checkpoint.manifest import (
+    CorruptCheckpoint,
+    Manifest,
+    NewerFormat,
+    TensorEntry,
+    TensorPiece,
+)
+from megatron_moe.checkpoint.tensor_shards import (
+    TORCH_DTYPES,
+    FileReader,
+    SavedTensor,
+    TensorBox,
+    fill,
+)
+from megatron_moe.config.exit_codes import CheckpointProblem
 
 _CHUNK_ELEMENTS = 1 << 22
 
@@ -57,7 +69,7 @@ class OpenCheckpoint:
             self.manifest: Manifest = read_manifest(path)
             self._reader = FileReader(path, self.manifest.files)
             self._reader.check_sizes()
-        except (Corrupt, TooNew) as problem:
+        except (CorruptCheckpoint, NewerFormat) as problem:
             raise CheckpointProblem(f"checkpoint {path}: {problem}") from problem
 
     def text(self, name: str) -> str | None:
@@ -66,7 +78,7 @@ class OpenCheckpoint:
             return None
         try:
             return self._reader.head(name).decode()
-        except Corrupt as problem:
+        except CorruptCheckpoint as problem:
             raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem
 
     def statistics(self, key: str) -> Statistics:
@@ -106,20 +118,20 @@ class OpenCheckpoint:
             return None
         return Difference(key, "values", largest, math.sqrt(squares / base) if base else math.inf)
 
-    def _verified(self, key: str, entry: TensorEntry, piece: Piece) -> Tensor:
+    def _verified(self, key: str, entry: TensorEntry, piece: TensorPiece) -> Tensor:
         try:
             self._reader.check(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, key)
-        except Corrupt as problem:
+        except CorruptCheckpoint as problem:
             raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem
         return self._reader.mapped(entry, piece)
 
-    def _block(self, key: str, entry: TensorEntry, of: Piece) -> Tensor:
+    def _block(self, key: str, entry: TensorEntry, of: TensorPiece) -> Tensor:
         """The elements that a piece of another checkpoint has, from the pieces of this one."""
         same = next((p for p in entry.pieces if (p.offset, p.shape) == (of.offset, of.shape)), None)
         if same is not None:
             return self._verified(key, entry, same)
         data = torch.empty(of.shape, dtype=TORCH_DTYPES[entry.dtype])
-        target = SavedTensor(entry.shape, (Box(of.offset, data),))
+        target = SavedTensor(entry.shape, (TensorBox(of.offset, data),))
         fill(target, entry, lambda piece, place: self._verified(key, entry, piece))
         return data
 

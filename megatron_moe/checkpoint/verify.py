@@ -5,26 +5,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_moe.checkpoint.folder import as_checkpoint
-from megatron_moe.checkpoint.format import (
+from megatron_moe.checkpoint.directory import as_checkpoint
+from megatron_moe.checkpoint.load import CheckState, read_manifest
+from megatron_moe.checkpoint.manifest import (
     MANIFEST,
     SAFETENSORS,
     TRAIN_STATE,
-    Corrupt,
+    CorruptCheckpoint,
     Manifest,
+    NewerFormat,
     Place,
-    TooNew,
     check_header,
     parse_json,
     places_by_file,
 )
-from megatron_moe.checkpoint.load import CheckState, read_manifest
-from megatron_moe.checkpoint.shards import FileReader
-from megatron_moe.specs.exitcodes import CheckpointProblem, listed
+from megatron_moe.checkpoint.tensor_shards import FileReader
+from megatron_moe.config.exit_codes import CheckpointProblem, listed
 
 
 @dataclass(frozen=True)
-class Examined:
+class VerifiedCheckpoint:
     """What an examination found."""
 
     path: Path
@@ -42,15 +42,15 @@ class Examined:
         return not self.problems
 
 
-def examine(path: Path, check_state: CheckState | None = None) -> Examined:
+def examine_checkpoint(path: Path, check_state: CheckState | None = None) -> VerifiedCheckpoint:
     """Verifies one checkpoint folder, to its last byte, and goes on after each problem to find all.
 
     `check_state` validates the content of train_state.json.
     """
     try:
         manifest = read_manifest(path)
-    except (Corrupt, TooNew) as problem:
-        return Examined(path, None, (str(problem),), (), 0)
+    except (CorruptCheckpoint, NewerFormat) as problem:
+        return VerifiedCheckpoint(path, None, (str(problem),), (), 0)
     problems: list[str] = []
     named = as_checkpoint(path)
     if named is not None and named.iteration != manifest.iteration:
@@ -60,12 +60,12 @@ def examine(path: Path, check_state: CheckState | None = None) -> Examined:
     num_bytes = _examine_files(reader, manifest, problems, check_state) + _examine_pieces(reader, manifest, problems)
     known = {MANIFEST, *manifest.files}
     remarks = tuple(f"{entry.name}: not in the manifest" for entry in sorted(path.iterdir()) if entry.name not in known)
-    return Examined(path, manifest, tuple(dict.fromkeys(problems)), remarks, num_bytes)
+    return VerifiedCheckpoint(path, manifest, tuple(dict.fromkeys(problems)), remarks, num_bytes)
 
 
 def verify(path: Path) -> list[str]:
     """All that is wrong with a checkpoint; empty when every byte is as it was written."""
-    return list(examine(path).problems)
+    return list(examine_checkpoint(path).problems)
 
 
 def verified(path: Path) -> tuple[Manifest, FileReader]:
@@ -73,7 +73,7 @@ def verified(path: Path) -> tuple[Manifest, FileReader]:
 
     Raises CheckpointProblem with all that is wrong.
     """
-    found = examine(path)
+    found = examine_checkpoint(path)
     if found.manifest is None or not found.sound:
         raise CheckpointProblem(f"checkpoint {path} is damaged and not used:\n  {listed(found.problems)}")
     return found.manifest, FileReader(path, found.manifest.files)
@@ -119,7 +119,7 @@ def _note(problems: list[str], look: Callable[[], object]) -> bool:
     """Keeps what the look found to be wrong; False when anything was."""
     try:
         look()
-    except Corrupt as problem:
+    except CorruptCheckpoint as problem:
         problems.append(str(problem))
         return False
     return True

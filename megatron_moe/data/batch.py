@@ -8,14 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import RopeConfig
+from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.samples import PADDING
-from megatron_moe.logs.tally import Tally
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import (
+    SequencePart,
+    fewest_ranks,
+    split_places,
+)
 from megatron_moe.parallel.rng import Key
-from megatron_moe.parallel.sequence_split import SequencePart, fewest_ranks, split_places
-from megatron_moe.specs.attention import RopeSpec
-from megatron_moe.specs.exitcodes import DataProblem
-from megatron_moe.specs.parallel import ParallelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +47,17 @@ class TokenMeta:
     random_key: Key | None = None
     """(seed, iteration, place of the microbatch in the global batch): key of dropout and jitter; a site appends its own
     name. None: evaluation."""
-    tally: Tally | None = None
+    metrics: MetricAccumulator | None = None
     """Where metrics are recorded; None: nowhere (evaluation, a recomputed forward)."""
     training: bool = True
-    rotary: Mapping[RopeSpec, tuple[Tensor, Tensor]] | None = None
+    rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
     """cos_SBD and sin_SBD of every kind of rotation in the model, made from the positions once per microbatch. Set by
     the model before its layers run; others leave it None."""
     forced: Mapping[int, Tensor] | None = None
     """[T, E] by layer: logits that benchmarks force on routers, drawn beforehand. None: routers draw them."""
     flight: Any = None
-    """Memory of this microbatch for parts of the model that are recorded and replayed (`memory.graphs.Flight`); None:
+    """Memory of this microbatch for parts of the model that are recorded and replayed
+    (`memory.cuda_graphs.layer_graphs.Flight`); None:
     everything is computed."""
 
     def take(self, x_BS: Tensor) -> Tensor:
@@ -81,7 +86,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskSpec:
+class MaskConfig:
     """What the tokens of a sample say about loss, positions and attention."""
 
     vocab_size: int
@@ -107,7 +112,7 @@ class Samples(Protocol):
     def locate(self, index: int, position: int) -> str: ...
 
 
-def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskSpec, loss_dtype: torch.dtype) -> MicroBatch:
+def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, loss_dtype: torch.dtype) -> MicroBatch:
     """The samples `indices` [B] as one microbatch in host memory.
 
     Raises `DataProblem` for a token id outside the vocabulary, naming where in the data it stands.
@@ -183,21 +188,21 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
     return batch.tokens_BS.numel() if valid_BS is None else valid_BS.sum()
 
 
-def context_degree(batch: MicroBatch, spec: ParallelSpec) -> int:
+def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
     """Over how many ranks the sequences of a whole microbatch are split: all context-parallel ranks; or as few as the
     longest document needs, and groups of so many neighbours share the sequences."""
-    if spec.max_seqlen_per_rank is None:
-        return spec.cp
+    if config.max_seqlen_per_rank is None:
+        return config.cp
     num_sequences, seq = batch.tokens_BS.shape
-    return fewest_ranks(batch.meta.max_seqlen or seq, spec.max_seqlen_per_rank, num_sequences, spec.cp)
+    return fewest_ranks(batch.meta.max_seqlen or seq, config.max_seqlen_per_rank, num_sequences, config.cp)
 
 
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
-    cp, spec, degree = context.group("cp"), context.spec, context_degree(batch, context.spec)
+    cp, config, degree = context.group("cp"), context.config, context_degree(batch, context.config)
     return SequencePart(
-        split_places(spec.cp_split, batch.tokens_BS.shape[1], degree),
+        split_places(config.cp_split, batch.tokens_BS.shape[1], degree),
         cp.rank % degree,
-        group="cp" if spec.max_seqlen_per_rank is None else f"cp_{degree}",
+        group="cp" if config.max_seqlen_per_rank is None else f"cp_{degree}",
         share=(cp.rank // degree, cp.size // degree),
     )
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import digest_of, load_or_build
 from megatron_moe.data.samples import DocumentSamples
-from megatron_moe.specs.exitcodes import DataProblem
 
 SPLITS = ("train", "valid", "test")
 _MOST_DATASETS = 32767

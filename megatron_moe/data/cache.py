@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from megatron_moe.specs.exitcodes import DataProblem
+from megatron_moe.config.exit_codes import DataProblem
 
 Arrays = dict[str, np.ndarray]
 _DAMAGE = (

@@ -1,11 +1,18 @@
-"""From `DataSpec` to the training, validation and test samples of a run."""
+"""From `DataConfig` to the training, validation and test samples of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
-from megatron_moe.data.batch import MaskSpec, Samples
+from megatron_moe.config.data import DataConfig
+from megatron_moe.config.exit_codes import (
+    DataProblem,
+    MemoryProblem,
+    RunError,
+)
+from megatron_moe.config.training import BatchConfig, LoopConfig
+from megatron_moe.data.batch import MaskConfig, Samples
 from megatron_moe.data.blend import (
     SPLITS,
     Blend,
@@ -22,8 +29,6 @@ from megatron_moe.data.samples import Documents, DocumentSamples, SampleRequest
 from megatron_moe.data.tokenizer import Tokenizer
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import DataProblem, MemoryProblem, RunError
-from megatron_moe.specs.train import BatchSpec, DataSpec, LoopSpec
 
 Share = tuple[float, float]
 _MOST_SAMPLES = 2**48
@@ -49,7 +54,7 @@ class Datasets:
     valid: tuple[NamedSamples, ...]
     """Empty without validation data."""
     test: Samples | None
-    masks: MaskSpec
+    masks: MaskConfig
     notes: tuple[str, ...]
     """One line each, to be shown at the start: sizes, and splits that turned out empty."""
     tokenizer: str = ""
@@ -72,7 +77,7 @@ class SplitSizes:
     test: int
 
 
-def split_sizes(batch: BatchSpec, loop: LoopSpec) -> SplitSizes:
+def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
     """Training takes --train-samples or the iterations' batches; every evaluation takes `eval_iters` global batches.
 
     There is one evaluation per `eval_interval` and one at the end.
@@ -84,7 +89,7 @@ def split_sizes(batch: BatchSpec, loop: LoopSpec) -> SplitSizes:
 
 
 def build_datasets(
-    spec: DataSpec, batch: BatchSpec, loop: LoopSpec, tokenizer: Tokenizer, context: ParallelContext
+    config: DataConfig, batch: BatchConfig, loop: LoopConfig, tokenizer: Tokenizer, context: ParallelContext
 ) -> Datasets:
     """The samples of every split. Every rank calls it.
 
@@ -105,7 +110,7 @@ def build_datasets(
 
     def build() -> Datasets:
         try:
-            builder = _Builder(spec, sizes, tokenizer)
+            builder = _Builder(config, sizes, tokenizer)
             datasets = builder.build()
             return replace(datasets, contents=builder.contents()) if context.is_first else datasets
         except MemoryError as error:
@@ -145,8 +150,8 @@ def _state_of(built: AsyncResult[Datasets]) -> tuple[bool, RunError | None]:
 class _Builder:
     """Opens files and builds the samples of all splits."""
 
-    def __init__(self, spec: DataSpec, sizes: SplitSizes, tokenizer: Tokenizer) -> None:
-        self.spec = spec
+    def __init__(self, config: DataConfig, sizes: SplitSizes, tokenizer: Tokenizer) -> None:
+        self.config = config
         self.sizes = sizes
         self.tokenizer = tokenizer
         self.notes: list[str] = []
@@ -155,13 +160,13 @@ class _Builder:
     def build(self) -> Datasets:
         train, valid, test = self._splits()
         self._note_sizes(train, valid, test)
-        masks = MaskSpec(
-            vocab_size=self.spec.vocab_size,
+        masks = MaskConfig(
+            vocab_size=self.config.vocab_size,
             eod=self.tokenizer.eod,
             pad=self.tokenizer.pad,
-            eod_mask_loss=self.spec.eod_mask_loss,
-            reset_position_ids=self.spec.reset_position_ids,
-            reset_attention_mask=self.spec.reset_attention_mask,
+            eod_mask_loss=self.config.eod_mask_loss,
+            reset_position_ids=self.config.reset_position_ids,
+            reset_attention_mask=self.config.reset_attention_mask,
         )
         notes, tokenizer = tuple(self.notes), self.tokenizer.fingerprint
         return Datasets(train=train, valid=valid, test=test, masks=masks, notes=notes, tokenizer=tokenizer)
@@ -173,12 +178,12 @@ class _Builder:
 
     def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
         whole = (0.0, 1.0)
-        own = {name: parse_blend(getattr(self.spec, name)) for name in SPLITS}
-        if self.spec.mock or not any(own.values()):
-            shared = Blend(prefixes=("mock",)) if self.spec.mock else parse_blend(self.spec.blend)
+        own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
+        if self.config.mock or not any(own.values()):
+            shared = Blend(prefixes=("mock",)) if self.config.mock else parse_blend(self.config.blend)
             if shared is None:
                 raise DataProblem("there is no training data: give --data-path, --train-data-path or --mock-data")
-            shares = dict(zip(SPLITS, parse_split(self.spec.split), strict=True))
+            shares = dict(zip(SPLITS, parse_split(self.config.split), strict=True))
             blends: dict[str, Blend | None] = dict.fromkeys(SPLITS, shared)
         else:
             shares = dict.fromkeys(SPLITS, whole)
@@ -193,7 +198,7 @@ class _Builder:
         """One set, or with --multiple-validation-sets one of every prefix, each evaluated by itself."""
         if blend is None:
             return ()
-        if not self.spec.multiple_validation_sets:
+        if not self.config.multiple_validation_sets:
             named = [("validation", blend)]
         elif blend.weights is not None:
             raise DataProblem(
@@ -203,7 +208,7 @@ class _Builder:
         else:
             names = _distinct_names(blend.prefixes)
             named = [(name, Blend(prefixes=(prefix,))) for name, prefix in zip(names, blend.prefixes, strict=True)]
-        size = None if self.spec.full_validation else self.sizes.valid
+        size = None if self.config.full_validation else self.sizes.valid
         built = [(name, self._samples("valid", part, share, size)) for name, part in named]
         return tuple(NamedSamples(name=name, samples=samples) for name, samples in built if samples is not None)
 
@@ -218,11 +223,13 @@ class _Builder:
         if empty and (split == "train" or len(empty) < len(blend.prefixes)):
             raise DataProblem(
                 f"the {split} split of {empty[0]} has none of its {len(self._open(empty[0])):,} documents; "
-                f'use more data or another --split than "{self.spec.split}"'
+                f'use more data or another --split than "{self.config.split}"'
             )
         if empty:
             documents = sum(len(self._open(prefix)) for prefix in blend.prefixes)
-            self.notes.append(f'no {split} data: --split "{self.spec.split}" gives it none of {documents:,} documents')
+            self.notes.append(
+                f'no {split} data: --split "{self.config.split}" gives it none of {documents:,} documents'
+            )
             return None
         return self._single(split, blend, share, size) if blend.is_single else self._blended(split, blend, share, size)
 
@@ -231,10 +238,10 @@ class _Builder:
         request = SampleRequest(
             documents=split_range(share, len(self._open(prefix))),
             split=split,
-            seq_length=self.spec.seq_length,
+            seq_length=self.config.seq_length,
             num_samples=size,
-            seed=self.spec.seed,
-            drop_last_partial=split != "valid" or self.spec.drop_last_partial_validation,
+            seed=self.config.seed,
+            drop_last_partial=split != "valid" or self.config.drop_last_partial_validation,
         )
         return DocumentSamples(self._open(prefix), prefix, request, self._cache_dir(prefix))
 
@@ -245,7 +252,7 @@ class _Builder:
         if blend.weights is not None:
             assert size is not None, "a weighted blend has no end of its own"
             weights = normalize(blend.weights)
-            built = samples_per_dataset(weights, size, self.spec.surplus)
+            built = samples_per_dataset(weights, size, self.config.surplus)
             total = sum(samples_per_dataset(weights, size))
         parts = [
             self._single(split, Blend(prefixes=(prefix,)), share, count)
@@ -258,22 +265,22 @@ class _Builder:
         if prefix not in self.opened:
             self.opened[prefix] = (
                 MockTokens(
-                    vocab_size=self.spec.vocab_size, eod=self.tokenizer.eod, num_documents=self.spec.mock_documents
+                    vocab_size=self.config.vocab_size, eod=self.tokenizer.eod, num_documents=self.config.mock_documents
                 )
-                if self.spec.mock
-                else IndexedTokens(prefix, mmap=self.spec.mmap)
+                if self.config.mock
+                else IndexedTokens(prefix, mmap=self.config.mmap)
             )
         return self.opened[prefix]
 
     def _cache_dir(self, prefix: str) -> Path | None:
-        if self.spec.mock:
+        if self.config.mock:
             return None
-        return self.spec.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
+        return self.config.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
 
     def _note_sizes(self, train: Samples | None, valid: tuple[NamedSamples, ...], test: Samples | None) -> None:
         sets = [("train", train), *((each.name, each.samples) for each in valid), ("test", test)]
         parts = [f"{name} {len(samples):,}" for name, samples in sets if samples is not None]
-        self.notes.append(f"samples of {self.spec.seq_length:,} tokens: {', '.join(parts)}")
+        self.notes.append(f"samples of {self.config.seq_length:,} tokens: {', '.join(parts)}")
 
 
 def _distinct_names(prefixes: Sequence[str]) -> list[str]:

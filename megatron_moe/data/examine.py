@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.indexed import IndexedTokens
-from megatron_moe.specs.exitcodes import DataProblem
 
 _BLOCK_TOKENS = 1 << 24
 _MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
-class Lengths:
+class DocumentLengths:
     """Of documents, in tokens."""
 
     shortest: int
@@ -23,7 +23,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Examined:
+class DataReport:
     """What an examination found."""
 
     prefix: str
@@ -31,7 +31,7 @@ class Examined:
     num_sequences: int
     num_documents: int
     num_tokens: int
-    lengths: Lengths | None
+    lengths: DocumentLengths | None
     """None when there is no document."""
     num_empty: int
     """Documents without a token."""
@@ -43,7 +43,7 @@ class Examined:
     problems: tuple[str, ...]
 
 
-def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = None) -> Examined:
+def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = None) -> DataReport:
     """Reads every token of `<prefix>.bin`; the index is checked as it is opened.
 
     Args:
@@ -63,7 +63,7 @@ def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = No
             if eod is not None
             else []
         )
-        return Examined(
+        return DataReport(
             prefix=str(prefix),
             dtype=tokens.dtype.name,
             num_sequences=len(tokens),
@@ -129,5 +129,5 @@ def _last(tokens: IndexedTokens, document: int) -> int:
     raise DataProblem(f"{tokens.prefix}: document {document} is empty")
 
 
-def _lengths(lengths: np.ndarray) -> Lengths:
-    return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), int(lengths.max()))
+def _lengths(lengths: np.ndarray) -> DocumentLengths:
+    return DocumentLengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), int(lengths.max()))

@@ -27,8 +27,8 @@ from typing import Self
 
 import numpy as np
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import crc32_of
-from megatron_moe.specs.exitcodes import DataProblem
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

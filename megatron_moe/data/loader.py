@@ -8,12 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_moe.data.batch import MaskSpec, MicroBatch, Samples, make_microbatch, split_sequence, to_device
+from megatron_moe.config.data import DataConfig
+from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.data.batch import (
+    MaskConfig,
+    MicroBatch,
+    Samples,
+    make_microbatch,
+    split_sequence,
+    to_device,
+)
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import DataProblem
-from megatron_moe.specs.train import BatchSpec, DataSpec
 
 
 class TrainLoader:
@@ -28,7 +36,7 @@ class TrainLoader:
         samples: Samples,
         order: SampleOrder,
         schedule: BatchSchedule,
-        masks: MaskSpec,
+        masks: MaskConfig,
         context: ParallelContext,
         *,
         tokenizer: str = "",
@@ -138,7 +146,13 @@ class EvalLoader:
     """
 
     def __init__(
-        self, samples: Samples, batch: BatchSpec, masks: MaskSpec, context: ParallelContext, *, eval_iters: int | None
+        self,
+        samples: Samples,
+        batch: BatchConfig,
+        masks: MaskConfig,
+        context: ParallelContext,
+        *,
+        eval_iters: int | None,
     ) -> None:
         self.samples = samples
         self.whole = eval_iters is None
@@ -149,7 +163,7 @@ class EvalLoader:
                 f"{batch.global_size}; add data or use a smaller --global-batch-size"
             )
         self._schedule = BatchSchedule(
-            BatchSpec(micro=batch.micro, global_size=batch.global_size), context.group("dp").size
+            BatchConfig(micro=batch.micro, global_size=batch.global_size), context.group("dp").size
         )
         self._masks = masks
         self._rank = context.group("dp").rank
@@ -167,10 +181,10 @@ class EvalLoader:
                 yield split_sequence(to_device(batch, self._device), self._context)
 
 
-def train_loader(datasets: Datasets, spec: DataSpec, batch: BatchSpec, context: ParallelContext) -> TrainLoader:
+def train_loader(datasets: Datasets, config: DataConfig, batch: BatchConfig, context: ParallelContext) -> TrainLoader:
     """The loader of a run's training samples."""
     assert datasets.train is not None, "a run that does not train has no training loader"
-    order = SampleOrder(kind=spec.dataloader, num_samples=len(datasets.train), seed=spec.seed)
+    order = SampleOrder(kind=config.dataloader, num_samples=len(datasets.train), seed=config.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)
     return TrainLoader(
         datasets.train,
@@ -180,5 +194,5 @@ def train_loader(datasets: Datasets, spec: DataSpec, batch: BatchSpec, context: 
         context,
         tokenizer=datasets.tokenizer,
         contents=datasets.contents,
-        prefetch=spec.num_workers > 0,
+        prefetch=config.num_workers > 0,
     )

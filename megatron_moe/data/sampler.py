@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.train import BatchSpec
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.training import BatchConfig
 
 
 class BatchSchedule:
@@ -16,7 +16,7 @@ class BatchSchedule:
     Raises `EnvironmentProblem` when a size that occurs cannot be cut into microbatches of all data-parallel ranks.
     """
 
-    def __init__(self, batch: BatchSpec, data_parallel: int) -> None:
+    def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
         self.micro = batch.micro
         self.data_parallel = data_parallel
         self.full = batch.global_size

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import digest_of, load_or_build
-from megatron_moe.specs.exitcodes import DataProblem
 
 _SEPARATE_BELOW = 0.80
 """Share of an epoch's samples below which the last, incomplete epoch is shuffled by itself."""

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 
 TEXT_SEPARATOR = "<|endoftext|>"
 """A line that holds only this ends a document of a plain text file."""

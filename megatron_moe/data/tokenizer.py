@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
-from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem
-from megatron_moe.specs.train import TokenizerSpec
+from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 
 NO_TOKEN = -1
 """In the place of an id that a tokenizer does not have."""
@@ -63,25 +63,25 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of `spec`, ready for use."""
-    if spec.kind == "NullTokenizer":
-        if spec.vocab_size is None or spec.vocab_size < 2:
-            raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {spec.vocab_size}")
-        return NullTokenizer(spec.vocab_size, eod=spec.eod, pad=spec.pad)
-    if spec.kind == "GPT2BPETokenizer":
-        return GPT2BPETokenizer(spec)
-    if spec.kind == "ByteTokenizer":
+    if config.kind == "NullTokenizer":
+        if config.vocab_size is None or config.vocab_size < 2:
+            raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {config.vocab_size}")
+        return NullTokenizer(config.vocab_size, eod=config.eod, pad=config.pad)
+    if config.kind == "GPT2BPETokenizer":
+        return GPT2BPETokenizer(config)
+    if config.kind == "ByteTokenizer":
         return ByteTokenizer()
-    if spec.model is None:
-        raise DataProblem(f"--tokenizer-type {spec.kind} needs --tokenizer-model")
-    if spec.kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(local_copy(spec.model))
-    if not spec.model.exists():
-        raise DataProblem(f"tokenizer model {spec.model} does not exist; give a local path, nothing is downloaded")
-    if spec.kind == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(spec.model)
-    return TikTokenizer(spec)
+    if config.model is None:
+        raise DataProblem(f"--tokenizer-type {config.kind} needs --tokenizer-model")
+    if config.kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(local_copy(config.model))
+    if not config.model.exists():
+        raise DataProblem(f"tokenizer model {config.model} does not exist; give a local path, nothing is downloaded")
+    if config.kind == "SentencePieceTokenizer":
+        return SentencePieceTokenizer(config.model)
+    return TikTokenizer(config)
 
 
 def local_copy(model: Path) -> Path:
@@ -121,9 +121,9 @@ def _hub_cache() -> Path:
     return Path(home).expanduser() / "huggingface" / "hub"
 
 
-def vocab_size_of(spec: TokenizerSpec) -> int:
+def vocab_size_of(config: TokenizerConfig) -> int:
     """Size of a tokenizer's vocabulary, unpadded."""
-    return load_tokenizer(spec).vocab_size
+    return load_tokenizer(config).vocab_size
 
 
 class NullTokenizer:
@@ -260,13 +260,13 @@ class GPT2BPETokenizer:
 
     pad = NO_TOKEN
 
-    def __init__(self, spec: TokenizerSpec) -> None:
+    def __init__(self, config: TokenizerConfig) -> None:
         package = _package("tokenizers")
-        if spec.vocab_file is None or spec.merge_file is None:
+        if config.vocab_file is None or config.merge_file is None:
             raise DataProblem("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
-        contents = (_read(spec.vocab_file), _read(spec.merge_file))
-        vocab = _json(spec.vocab_file, contents[0])
-        merges = _bpe_merges(spec.merge_file, contents[1], vocab)
+        contents = (_read(config.vocab_file), _read(config.merge_file))
+        vocab = _json(config.vocab_file, contents[0])
+        merges = _bpe_merges(config.merge_file, contents[1], vocab)
         self._tokenizer = package.Tokenizer(package.models.BPE(vocab=vocab, merges=merges))
         self._tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = package.decoders.ByteLevel()
@@ -274,7 +274,7 @@ class GPT2BPETokenizer:
         self.vocab_size = max(vocab.values(), default=-1) + 1
         end = vocab.get("<|endoftext|>")
         if end is None:
-            raise _no_end(spec.vocab_file)
+            raise _no_end(config.vocab_file)
         self.eod = int(end)
 
     def encode(self, text: str) -> list[int]:
@@ -291,19 +291,19 @@ class TikTokenizer:
     `vocab_size` of the spec cuts the list of ranks; Megatron's default is 131,072 ids in all.
     """
 
-    def __init__(self, spec: TokenizerSpec) -> None:
-        assert spec.model is not None
+    def __init__(self, config: TokenizerConfig) -> None:
+        assert config.model is not None
         package = _package("tiktoken")
-        content = _read(spec.model)
-        num_special = spec.num_special_tokens
-        ranks = _tiktoken_ranks(spec.model, content)
-        ranks = ranks[: max(0, (spec.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
-        names = _tiktoken_specials(spec)
-        pattern = spec.tiktoken_pattern or "v2"
+        content = _read(config.model)
+        num_special = config.num_special_tokens
+        ranks = _tiktoken_ranks(config.model, content)
+        ranks = ranks[: max(0, (config.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
+        names = _tiktoken_specials(config)
+        pattern = config.tiktoken_pattern or "v2"
         if pattern not in _TIKTOKEN_PATTERNS:
             raise DataProblem(f"--tiktoken-pattern must be v1 or v2, not {pattern}")
         self._encoding = package.Encoding(
-            name=spec.model.stem,
+            name=config.model.stem,
             pat_str=_TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: number + num_special for number, token in enumerate(ranks)},
             special_tokens={name: number for number, name in enumerate(names)},
@@ -333,15 +333,15 @@ def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple
     return merges
 
 
-def _tiktoken_specials(spec: TokenizerSpec) -> list[str]:
-    names = list(spec.special_tokens or _TIKTOKEN_SPECIALS)
+def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
+    names = list(config.special_tokens or _TIKTOKEN_SPECIALS)
     missing = [name for name in _TIKTOKEN_SPECIALS if name not in names]
-    if missing or len(set(names)) != len(names) or len(names) > spec.num_special_tokens:
+    if missing or len(set(names)) != len(names) or len(names) > config.num_special_tokens:
         raise DataProblem(
             f"--tokenizer-special-tokens {' '.join(names)} must be different names, include "
-            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {spec.num_special_tokens}"
+            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {config.num_special_tokens}"
         )
-    return names + [f"<SPECIAL_{number}>" for number in range(len(names), spec.num_special_tokens)]
+    return names + [f"<SPECIAL_{number}>" for number in range(len(names), config.num_special_tokens)]
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:

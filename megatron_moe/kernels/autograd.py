@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand, internal_dtype
-from megatron_moe.parallel.parameter import GradSink, PartedGrad
+from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 
 
-class Saved(NamedTuple):
+class SavedForBackward(NamedTuple):
     """A tensor as it waits for the backward: what is kept of it, and how it is made whole again."""
 
     tensors: tuple[Tensor, ...]
@@ -22,14 +22,14 @@ class Saver(Protocol):
     """Decides by name what is kept of a tensor between forward and backward: all of it, a quantised or compacted copy,
     a copy on the host."""
 
-    def __call__(self, name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> Saved:
+    def __call__(self, name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> SavedForBackward:
         """`valid_rows`: int32 scalar on the device; rows past it hold nothing and need not be kept."""
         ...
 
 
-def keep(name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> Saved:
+def keep(name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> SavedForBackward:
     """The default policy: keeps the tensor."""
-    return Saved((tensor,), lambda kept: kept)
+    return SavedForBackward((tensor,), lambda kept: kept)
 
 
 def linear(
@@ -144,13 +144,13 @@ class _GroupedLinear(torch.autograd.Function):
             # a part may outlive this backward, and must not keep the graph that the rows came from
             rows = ctx.restore(*kept).detach()
             part = GroupedPart(Operand(data=grad), Operand(data=rows), offsets_e)
-            grad_weight = give(weight, PartedGrad(kernels.grouped_weight_grad, (part,)))
+            grad_weight = give(weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
         return None, grad_rows, grad_weight, None, None, None
 
 
 def give(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
     """Hands the computation of a weight gradient to the weight's sink; without one, computes it for autograd."""
-    sink: GradSink | None = getattr(weight, "sink", None)
+    sink: GradAccumulator | None = getattr(weight, "sink", None)
     if sink is not None:
         sink.add(compute)
         return None

@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.packed import Packed
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.moe import ActivationConfig, RouterConfig
+from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.pages import Pages
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import ActivationSpec, RouterSpec
-from megatron_moe.specs.params import Part
+from megatron_moe.parallel.param_meta import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class RowIndex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class PositionSpan:
     """Which places of the whole sequence some rows hold; masks follow from places and segments."""
 
     chunks: tuple[range, ...]
@@ -76,7 +76,7 @@ class Span:
         """int64 place of every row."""
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks])
 
-    def rows(self, start: int, stop: int) -> "Span":
+    def rows(self, start: int, stop: int) -> "PositionSpan":
         """Rows `start` to `stop` of these."""
         kept, first = [], 0
         for chunk in self.chunks:
@@ -84,7 +84,7 @@ class Span:
             kept += [inside] if inside else []
             first += len(chunk)
         segments_BS = None if self.segments_BS is None else self.segments_BS[:, start:stop]
-        return Span(chunks=tuple(kept), segments_BS=segments_BS)
+        return PositionSpan(chunks=tuple(kept), segments_BS=segments_BS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class BalanceSums(NamedTuple):
     """int64: choices of a plain top-k, ordered by the scores that the router chooses by without its bias."""
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """What a router finds about the tokens of a microbatch."""
 
     ids_TK: Tensor
@@ -214,7 +214,7 @@ class Kernels(Protocol):
         q_SBND: Tensor,
         k_SBGD: Tensor,
         v_SBGE: Tensor,
-        spec: CoreAttentionSpec,
+        config: CoreAttentionConfig,
         sinks_N: Tensor | None,
         segments_BS: Tensor | None,
         dropout_key: tuple[int | str, ...] | None,
@@ -232,9 +232,9 @@ class Kernels(Protocol):
         q_SBND: Tensor,
         k_SBGD: Tensor,
         v_SBGE: Tensor,
-        spec: CoreAttentionSpec,
-        query: Span,
-        key: Span,
+        config: CoreAttentionConfig,
+        query: PositionSpan,
+        key: PositionSpan,
         dropout_key: tuple[int | str, ...] | None,
         out_SBNE: Tensor,
         lse_SBN: Tensor,
@@ -254,9 +254,9 @@ class Kernels(Protocol):
         out_SBNE: Tensor,
         lse_SBN: Tensor,
         delta_SBN: Tensor,
-        spec: CoreAttentionSpec,
-        query: Span,
-        key: Span,
+        config: CoreAttentionConfig,
+        query: PositionSpan,
+        key: PositionSpan,
         dropout_key: tuple[int | str, ...] | None,
         into: tuple[Tensor, Tensor, Tensor],
     ) -> None:
@@ -267,7 +267,7 @@ class Kernels(Protocol):
         ...
 
     # elementwise and loss: differentiable
-    def activation(self, x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+    def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
         """x [..., F], or [..., 2F] with the gate first when gated; times probs [...] if given -> [..., F]. Rows that
         hold nothing may be anything, nan included: where the probability is 0, the result and the gradient of x are 0,
         and the gradient of the probability is 0 for any finite incoming gradient."""
@@ -287,13 +287,13 @@ class Kernels(Protocol):
         self,
         logits_TE: Tensor,
         bias_E: Tensor | None,
-        spec: RouterSpec,
+        config: RouterConfig,
         *,
         given_ids_TK: Tensor | None = None,
         valid_T: Tensor | None = None,
         balance_sets: int = 0,
         z: bool = False,
-    ) -> Routed:
+    ) -> RoutedTokens:
         """Score, limit to groups, choose, normalise, scale, count, and sum what losses are made of.
 
         `bias_E` moves the choice, not the weights. Ties: the lowest id wins. `given_ids_TK` replays a choice; weights
@@ -362,20 +362,21 @@ class Kernels(Protocol):
         weights: Tensor | None = None,
     ) -> None:
         """One AdamW step in place on flat tensors. `weights`, the masters in another dtype, follow them if given
-        (rounded as in `kernels/packed.py`). Afterwards `grad` is undefined."""
+        (rounded as in `kernels/low_precision_state.py`). Afterwards `grad` is undefined."""
         ...
 
     def adamw_packed_(
         self,
-        master: Packed,
+        master: PackedState,
         grad: Tensor,
-        exp_avg: Packed,
-        exp_avg_sq: Packed,
+        exp_avg: PackedState,
+        exp_avg_sq: PackedState,
         move: AdamWStep,
         weights: Tensor | None = None,
         first: int = 0,
     ) -> None:
-        """The same on state in the formats of `kernels/packed.py`, with arithmetic in fp32: the numbers of `adamw_`
+        """The same on state in the formats of `kernels/low_precision_state.py`, with arithmetic in fp32: the numbers
+        of `adamw_`
         where no format loses digits. `first`: number of the first element, from which random rounding is drawn."""
         ...
 

@@ -11,9 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.kernels.bundle import OPS, Bundle, Choice
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, Span, internal_dtype, mark_nonfinite
-from megatron_moe.kernels.packed import FIRST_SALT, SECOND_SALT, Packed, dither, pack, round_weights, unpack
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.moe import ActivationConfig, ActivationKind
+from megatron_moe.kernels.kernel_set import (
+    OPS,
+    KernelSet,
+    Selection,
+)
+from megatron_moe.kernels.low_precision_state import (
+    FIRST_SALT,
+    SECOND_SALT,
+    PackedState,
+    dither,
+    pack,
+    round_weights,
+    unpack,
+)
+from megatron_moe.kernels.ops import (
+    AdamWStep,
+    GroupedPart,
+    Operand,
+    PositionSpan,
+    internal_dtype,
+    mark_nonfinite,
+)
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
@@ -29,17 +50,15 @@ from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import ActivationKind, ActivationSpec
-from megatron_moe.specs.params import Part
+from megatron_moe.parallel.param_meta import Part
 
 NAME = "reference"
 REASON = "plain torch, defines the meaning"
 
 
-def bundle() -> Bundle:
+def bundle() -> KernelSet:
     """All ops in plain torch."""
-    return Bundle.of({op: globals()[op] for op in OPS}, tuple(Choice(op, NAME, REASON) for op in OPS))
+    return KernelSet.of({op: globals()[op] for op in OPS}, tuple(Selection(op, NAME, REASON) for op in OPS))
 
 
 # matrix products
@@ -189,7 +208,7 @@ def attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
-    spec: CoreAttentionSpec,
+    config: CoreAttentionConfig,
     sinks_N: Tensor | None,
     segments_BS: Tensor | None,
     dropout_key: tuple[int | str, ...] | None,
@@ -201,18 +220,18 @@ def attention(
     q_BNSD = q_SBND.to(wide).permute(1, 2, 0, 3)
     k_BNSD = k_SBGD.to(wide).permute(1, 2, 0, 3).repeat_interleave(heads_per_group, dim=1)
     v_BNSE = v_SBGE.to(wide).permute(1, 2, 0, 3).repeat_interleave(heads_per_group, dim=1)
-    logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2) * spec.softmax_scale
-    visible = visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
+    logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2) * config.softmax_scale
+    visible = visible_pairs(q_SBND.shape[0], config, segments_BS, q_SBND.device)
     logits_BNSS = logits_BNSS.masked_fill(~visible, -math.inf)
-    probs_BNSS = softmax_with_sink(logits_BNSS, sinks_N, spec.off_by_one)
-    probs_BNSS = rng.dropout(probs_BNSS, spec.dropout, dropout_key, dim=1, part=head_part)
+    probs_BNSS = softmax_with_sink(logits_BNSS, sinks_N, config.off_by_one)
+    probs_BNSS = rng.dropout(probs_BNSS, config.dropout, dropout_key, dim=1, part=head_part)
     return (probs_BNSS @ v_BNSE).permute(2, 0, 1, 3).to(q_SBND.dtype)
 
 
-def visible_pairs(seq: int, spec: CoreAttentionSpec, segments_BS: Tensor | None, device: torch.device) -> Tensor:
+def visible_pairs(seq: int, config: CoreAttentionConfig, segments_BS: Tensor | None, device: torch.device) -> Tensor:
     """bool [S, S] or [B, 1, S, S]: query i (dim -2) sees key j (dim -1)."""
-    whole = Span(chunks=(range(seq),), segments_BS=segments_BS)
-    return visible_between(whole, whole, spec, device)
+    whole = PositionSpan(chunks=(range(seq),), segments_BS=segments_BS)
+    return visible_between(whole, whole, config, device)
 
 
 def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: bool) -> Tensor:
@@ -227,22 +246,22 @@ def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: b
 # elementwise and loss
 
 
-def activation(x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
     """Gated forms: Shazeer, arXiv 2002.05202."""
     wide = x_RF.to(internal_dtype(x_RF.dtype))
     if probs_R is not None:
         probs = probs_R.to(wide.dtype)[..., None]
         wide = torch.where(probs != 0, wide, 0)  # before anything else, so that nothing of an empty row gets out
-    out = gated(wide, spec) if spec.gated else nonlinearity(wide, spec.kind)
+    out = gated(wide, config) if config.gated else nonlinearity(wide, config.kind)
     return (out if probs_R is None else out * probs).to(x_RF.dtype)
 
 
-def gated(x_RF: Tensor, spec: ActivationSpec) -> Tensor:
+def gated(x_RF: Tensor, config: ActivationConfig) -> Tensor:
     """act(gate) * (up + offset), both clamped first if asked."""
     gate, up = x_RF.chunk(2, dim=-1)
-    if spec.clamp is not None:
-        gate, up = gate.clamp(max=spec.clamp), up.clamp(-spec.clamp, spec.clamp)
-    return nonlinearity(gate, spec.kind) * (up + spec.linear_offset)
+    if config.clamp is not None:
+        gate, up = gate.clamp(max=config.clamp), up.clamp(-config.clamp, config.clamp)
+    return nonlinearity(gate, config.kind) * (up + config.linear_offset)
 
 
 def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
@@ -300,10 +319,10 @@ def adamw_(
 
 
 def adamw_packed_(
-    master: Packed,
+    master: PackedState,
     grad: Tensor,
-    exp_avg: Packed,
-    exp_avg_sq: Packed,
+    exp_avg: PackedState,
+    exp_avg_sq: PackedState,
     move: AdamWStep,
     weights: Tensor | None = None,
     first: int = 0,
@@ -314,10 +333,10 @@ def adamw_packed_(
 
 def step_unpacked(
     adamw_: Callable[..., None],
-    master: Packed,
+    master: PackedState,
     grad: Tensor,
-    exp_avg: Packed,
-    exp_avg_sq: Packed,
+    exp_avg: PackedState,
+    exp_avg_sq: PackedState,
     move: AdamWStep,
     weights: Tensor | None,
     first: int,

@@ -10,26 +10,26 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Span, internal_dtype
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.kernels.ops import PositionSpan, internal_dtype
 from megatron_moe.parallel import rng
-from megatron_moe.specs.attention import CoreAttentionSpec
 
 
 def attention_block(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
-    spec: CoreAttentionSpec,
-    query: Span,
-    key: Span,
+    config: CoreAttentionConfig,
+    query: PositionSpan,
+    key: PositionSpan,
     dropout_key: tuple[int | str, ...] | None,
     out_SBNE: Tensor,
     lse_SBN: Tensor,
 ) -> None:
-    logits_BNSS = _logits(q_SBND, k_SBGD, spec, query, key)
+    logits_BNSS = _logits(q_SBND, k_SBGD, config, query, key)
     lse_BNS = logits_BNSS.logsumexp(dim=-1)
     probs_BNSS = _probabilities(logits_BNSS, lse_BNS)
-    kept_BNSS = rng.dropout(probs_BNSS, spec.dropout, dropout_key)
+    kept_BNSS = rng.dropout(probs_BNSS, config.dropout, dropout_key)
     part_BNSE = kept_BNSS @ _heads(v_SBGE, q_SBND.shape[2], probs_BNSS.dtype)
     merge_(out_SBNE, lse_SBN, part_BNSE.permute(2, 0, 1, 3), lse_BNS.permute(2, 0, 1))
 
@@ -52,23 +52,23 @@ def attention_block_grad(
     out_SBNE: Tensor,
     lse_SBN: Tensor,
     delta_SBN: Tensor,
-    spec: CoreAttentionSpec,
-    query: Span,
-    key: Span,
+    config: CoreAttentionConfig,
+    query: PositionSpan,
+    key: PositionSpan,
     dropout_key: tuple[int | str, ...] | None,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Dao et al., arXiv 2205.14135 section B.2."""
     num_heads, num_groups = q_SBND.shape[2], k_SBGD.shape[2]
-    probs_BNSS = _probabilities(_logits(q_SBND, k_SBGD, spec, query, key), lse_SBN.permute(1, 2, 0))
+    probs_BNSS = _probabilities(_logits(q_SBND, k_SBGD, config, query, key), lse_SBN.permute(1, 2, 0))
     wide = probs_BNSS.dtype
     # what dropout makes of ones: the factor of every probability
-    factor_BNSS = rng.dropout(torch.ones_like(probs_BNSS), spec.dropout, dropout_key)
+    factor_BNSS = rng.dropout(torch.ones_like(probs_BNSS), config.dropout, dropout_key)
     grad_BNSE = _heads(grad_SBNE, num_heads, wide)
     grad_v_BNSE = (probs_BNSS * factor_BNSS).transpose(-1, -2) @ grad_BNSE
     grad_probs_BNSS = grad_BNSE @ _heads(v_SBGE, num_heads, wide).transpose(-1, -2) * factor_BNSS
     grad_logits_BNSS = probs_BNSS * (grad_probs_BNSS - delta_SBN.to(wide).permute(1, 2, 0)[..., None])
-    grad_logits_BNSS = grad_logits_BNSS * spec.softmax_scale
+    grad_logits_BNSS = grad_logits_BNSS * config.softmax_scale
     grad_q_BNSD = grad_logits_BNSS @ _heads(k_SBGD, num_heads, wide)
     grad_k_BNSD = grad_logits_BNSS.transpose(-1, -2) @ _heads(q_SBND, num_heads, wide)
     grad_q_SBND, grad_k_SBGD, grad_v_SBGE = into
@@ -77,14 +77,16 @@ def attention_block_grad(
     grad_v_SBGE += _groups(grad_v_BNSE, num_groups)
 
 
-def visible_between(query: Span, key: Span, spec: CoreAttentionSpec, device: torch.device) -> Tensor:
+def visible_between(
+    query: PositionSpan, key: PositionSpan, config: CoreAttentionConfig, device: torch.device
+) -> Tensor:
     """bool [Sq, Sk] or [B, 1, Sq, Sk]: query i (dim -2) sees key j (dim -1)."""
     back = query.places(device)[:, None] - key.places(device)[None, :]
     visible = torch.ones_like(back, dtype=torch.bool)
-    if spec.causal:
+    if config.causal:
         visible = visible & (back >= 0)
-    if spec.window is not None:
-        left, right = spec.window
+    if config.window is not None:
+        left, right = config.window
         visible = visible & (back <= left if left >= 0 else visible) & (-back <= right if right >= 0 else visible)
     if query.segments_BS is not None:
         assert key.segments_BS is not None, "queries have segments, keys have none"
@@ -92,12 +94,14 @@ def visible_between(query: Span, key: Span, spec: CoreAttentionSpec, device: tor
     return visible
 
 
-def _logits(q_SBND: Tensor, k_SBGD: Tensor, spec: CoreAttentionSpec, query: Span, key: Span) -> Tensor:
+def _logits(
+    q_SBND: Tensor, k_SBGD: Tensor, config: CoreAttentionConfig, query: PositionSpan, key: PositionSpan
+) -> Tensor:
     """[B, N, Sq, Sk], minus infinity where a query does not see a key."""
     wide, num_heads = internal_dtype(q_SBND.dtype), q_SBND.shape[2]
     q_BNSD, k_BNSD = _heads(q_SBND, num_heads, wide), _heads(k_SBGD, num_heads, wide)
-    logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2) * spec.softmax_scale
-    return logits_BNSS.masked_fill(~visible_between(query, key, spec, q_SBND.device), -math.inf)
+    logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2) * config.softmax_scale
+    return logits_BNSS.masked_fill(~visible_between(query, key, config, q_SBND.device), -math.inf)
 
 
 def _probabilities(logits_BNSS: Tensor, lse_BNS: Tensor) -> Tensor:

@@ -6,8 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import BalanceSums, Routed, RowIndex, internal_dtype
-from megatron_moe.specs.moe import RouterSpec
+from megatron_moe.config.moe import RouterConfig
+from megatron_moe.kernels.ops import (
+    BalanceSums,
+    RoutedTokens,
+    RowIndex,
+    internal_dtype,
+)
 
 EPSILON = 1e-20
 """Keeps the normalisation of scores finite when all of them vanish."""
@@ -41,44 +46,44 @@ class _GateProduct(torch.autograd.Function):
 def route(
     logits_TE: Tensor,
     bias_E: Tensor | None,
-    spec: RouterSpec,
+    config: RouterConfig,
     *,
     given_ids_TK: Tensor | None = None,
     valid_T: Tensor | None = None,
     balance_sets: int = 0,
     z: bool = False,
-) -> Routed:
+) -> RoutedTokens:
     """Sigmoid scores, groups and bias: DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
     wide_TE = valid_or_zero(logits_TE.to(internal_dtype(logits_TE.dtype)), valid_T)
-    scores_TE = wide_TE if selects_on_logits(spec) else score(wide_TE, spec)
+    scores_TE = wide_TE if selects_on_logits(config) else score(wide_TE, config)
     plain_TE = scores_TE.detach()
     if given_ids_TK is None:
         ranking_TE = plain_TE if bias_E is None else plain_TE + bias_E.to(plain_TE.dtype)
-        ids_TK = top_ids(limit_to_groups(ranking_TE, spec), spec.topk)
+        ids_TK = top_ids(limit_to_groups(ranking_TE, config), config.topk)
     else:
         ids_TK = given_ids_TK
     ids_TK = valid_ids(ids_TK, valid_T)
-    probs_TK = weigh(scores_TE, ids_TK, spec)
-    if spec.scaling_factor is not None:
-        probs_TK = probs_TK * spec.scaling_factor
+    probs_TK = weigh(scores_TE, ids_TK, config)
+    if config.scaling_factor is not None:
+        probs_TK = probs_TK * config.scaling_factor
     balance = None
     if balance_sets:
-        best_TK = valid_ids(top_ids(plain_TE, spec.topk), valid_T)
-        scores_GE = sums_of_sets(valid_or_zero(balance_scores(wide_TE, spec), valid_T), balance_sets)
-        balance = BalanceSums(scores_GE, count_in_sets(best_TK, spec.num_experts, balance_sets))
-    return Routed(
+        best_TK = valid_ids(top_ids(plain_TE, config.topk), valid_T)
+        scores_GE = sums_of_sets(valid_or_zero(balance_scores(wide_TE, config), valid_T), balance_sets)
+        balance = BalanceSums(scores_GE, count_in_sets(best_TK, config.num_experts, balance_sets))
+    return RoutedTokens(
         ids_TK=ids_TK,
         probs_TK=probs_TK.to(logits_TE.dtype),
-        counts_E=count_tokens(ids_TK, spec.num_experts),
+        counts_E=count_tokens(ids_TK, config.num_experts),
         balance=balance,
         z_sum=squared_logsumexp(wide_TE, valid_T) if z else None,
     )
 
 
-def balance_scores(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
+def balance_scores(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """Scores that sum to 1 per token, in promote(fp32, dtype)."""
-    scores_TE = score(logits_TE.to(internal_dtype(logits_TE.dtype)), spec)
-    if spec.score_function != "softmax":
+    scores_TE = score(logits_TE.to(internal_dtype(logits_TE.dtype)), config)
+    if config.score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
     return scores_TE
 
@@ -120,14 +125,14 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_experts]
 
 
-def selects_on_logits(spec: RouterSpec) -> bool:
+def selects_on_logits(config: RouterConfig) -> bool:
     """Softmax after top-k: the choice is made on logits and the softmax runs over the chosen ones."""
-    return spec.score_function == "softmax" and not spec.pre_softmax
+    return config.score_function == "softmax" and not config.pre_softmax
 
 
-def score(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
+def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """Score of every expert for every token."""
-    match spec.score_function:
+    match config.score_function:
         case "softmax":
             return logits_TE.softmax(dim=-1)
         case "sigmoid":
@@ -139,16 +144,16 @@ def score(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
             return softplus_TE.masked_fill(underflows_TE, 1).sqrt().masked_fill(underflows_TE, 0)
 
 
-def limit_to_groups(ranking_TE: Tensor, spec: RouterSpec) -> Tensor:
+def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
     """-inf outside the `group_topk` best groups; a group is worth the sum of its topk // group_topk best experts."""
-    if spec.group_topk is None:
+    if config.group_topk is None:
         return ranking_TE
-    assert spec.num_groups is not None and spec.group_topk <= spec.topk, (
-        f"{spec.group_topk} groups of {spec.num_groups}"
+    assert config.num_groups is not None and config.group_topk <= config.topk, (
+        f"{config.group_topk} groups of {config.num_groups}"
     )
-    grouped = ranking_TE.view(len(ranking_TE), spec.num_groups, -1)
-    worth = grouped.topk(spec.topk // spec.group_topk, dim=-1).values.sum(dim=-1)
-    best = top_ids(worth, spec.group_topk)
+    grouped = ranking_TE.view(len(ranking_TE), config.num_groups, -1)
+    worth = grouped.topk(config.topk // config.group_topk, dim=-1).values.sum(dim=-1)
+    best = top_ids(worth, config.group_topk)
     chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, best, True)
     return grouped.masked_fill(~chosen[..., None], -torch.inf).flatten(-2)
 
@@ -158,16 +163,16 @@ def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
     return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def weigh(scores_TE: Tensor, ids_TK: Tensor, spec: RouterSpec) -> Tensor:
+def weigh(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
     """Weight of every choice, 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))
-    if selects_on_logits(spec):
+    if selects_on_logits(config):
         # the lowest finite number, not -inf: a token without any expert must give 0, not nan
         chosen_TK = chosen_TK.masked_fill(none, torch.finfo(chosen_TK.dtype).min).softmax(dim=-1)
         return chosen_TK.masked_fill(none, 0)
     chosen_TK = chosen_TK.masked_fill(none, 0)
-    if spec.score_function != "softmax" and spec.topk > 1:
+    if config.score_function != "softmax" and config.topk > 1:
         chosen_TK = chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + EPSILON)
     return chosen_TK
 

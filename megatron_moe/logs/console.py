@@ -7,7 +7,7 @@ from datetime import timedelta
 from statistics import median
 from typing import Any, Protocol
 
-from megatron_moe.logs.interval import Reading
+from megatron_moe.logs.interval import IntervalReading
 
 _RECENT_STEPS = 20
 """Speed and time left follow from the median of so many steps, which a compiling first step does not move."""
@@ -18,7 +18,7 @@ class Console(Protocol):
 
     def start(self, iteration: int, last_iteration: int) -> None: ...
     def write(self, line: str) -> None: ...
-    def progress(self, reading: Reading) -> None: ...
+    def progress(self, reading: IntervalReading) -> None: ...
     def close(self) -> None: ...
 
 
@@ -38,7 +38,7 @@ class PlainConsole:
             os.close(nowhere)
             raise
 
-    def progress(self, reading: Reading) -> None:
+    def progress(self, reading: IntervalReading) -> None:
         """Shown by the lines alone."""
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class LiveConsole:
         else:
             self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def progress(self, reading: Reading) -> None:
+    def progress(self, reading: IntervalReading) -> None:
         self._seconds.append(reading.seconds)
         seconds = median(self._seconds)
         speed = reading.num_samples * self._seq_length / max(seconds, 1e-9)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Protocol
 
-from megatron_moe.logs.line import StepReport
-from megatron_moe.logs.tally import Metric
+from megatron_moe.logs.log_line import StepReport
+from megatron_moe.logs.metrics import Metric
 
 
-class Reading(Protocol):
+class IntervalReading(Protocol):
     """One step's results as host numbers."""
 
     @property
@@ -51,9 +51,9 @@ class Interval:
         self.seq_length = seq_length
         self.world_size = world_size
         self.peak_flops = peak_flops
-        self._readings: list[Reading] = []
+        self._readings: list[IntervalReading] = []
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: IntervalReading) -> None:
         """Takes one step's results."""
         self._readings.append(reading)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.logs.metrics import Record, read_metrics
+from megatron_moe.logs.metrics_file import Record, read_metrics
 
 _TRAIN, _VALIDATION, _INK, _GRID = "#2f6db3", "#d1603d", "#333333", "#dddddd"
 _STACK = ("#1b4f8a", "#4f86c6", "#7b4ea3", "#b48bd0", "#d1603d", "#e9a23b", "#8fa89b", "#c9c9c9")

@@ -11,7 +11,7 @@ PROGRESS = "progress.txt"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunPosition:
     """Where a run stands at a checkpoint, over all ranks and starts."""
 
     iteration: int
@@ -33,15 +33,15 @@ class ProgressLog:
         )
         self._num_ranks = num_ranks
         self._begun = time.monotonic()
-        self._first: Standing | None = None
-        self._under_way: dict[int, Standing] = {}
+        self._first: RunPosition | None = None
+        self._under_way: dict[int, RunPosition] = {}
 
-    def begin(self, standing: Standing) -> None:
+    def begin(self, standing: RunPosition) -> None:
         """The run starts, or goes on, from here."""
         self._first = standing
         self._write(f"Starting job\tIteration: {standing.iteration}")
 
-    def saving(self, standing: Standing) -> None:
+    def saving(self, standing: RunPosition) -> None:
         """A checkpoint of this moment is begun."""
         self._under_way[standing.iteration] = standing
 

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import yaml
 
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.flops import flops_per_step, peak_flops
 from megatron_moe.logs.console import Console, LiveConsole, PlainConsole, has_live_line
-from megatron_moe.logs.interval import Interval, Reading
-from megatron_moe.logs.line import (
+from megatron_moe.logs.interval import Interval, IntervalReading
+from megatron_moe.logs.log_line import (
     StepReport,
     ValidationReport,
     arguments_dump,
@@ -21,19 +24,24 @@ from megatron_moe.logs.line import (
     validation_lines,
 )
 from megatron_moe.logs.memory import memory_line, memory_tags
-from megatron_moe.logs.metrics import truncate_metrics
+from megatron_moe.logs.metrics import Metric
+from megatron_moe.logs.metrics_file import truncate_metrics
 from megatron_moe.logs.plots import draw_plots
-from megatron_moe.logs.run_folder import prepare_run_folder, write_provenance
-from megatron_moe.logs.sinks import Entry, Guard, JsonLines, LogFile, Sink, TensorBoard, WandB
+from megatron_moe.logs.run_dir import prepare_run_folder, write_provenance
+from megatron_moe.logs.run_lock import RUN_FOLDER, RunLock
 from megatron_moe.logs.tags import layer_tags, step_record, step_tags, validation_record, validation_tags, wanted_tags
-from megatron_moe.logs.tally import Metric
 from megatron_moe.logs.timers import Timers, timer_lines
+from megatron_moe.logs.writers import (
+    Entry,
+    Guard,
+    JsonLines,
+    LogFile,
+    Sink,
+    TensorBoard,
+    WandB,
+)
 from megatron_moe.parallel.agreement import every_rank_does
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.folder_lock import RUN_FOLDER, FolderLock
-from megatron_moe.specs.count_flops import flops_per_step, peak_flops
-from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.run import RunPlan
 
 _EVERY_STEP = ("learning-rate", "batch-size", "lm loss", "grad-norm")
 
@@ -56,10 +64,10 @@ class Reporter:
         Raises EnvironmentProblem when the run folder cannot be written, another job has it, or a package that was
         asked for is missing.
         """
-        self.spec = plan.logging
+        self.config = plan.logging
         self.context = context
         self._plan = plan
-        self._lock: FolderLock | None = None
+        self._lock: RunLock | None = None
         every_rank_does(self._prepare, context)
         self.interval = Interval(
             train_iters=plan.loop.train_iters,
@@ -67,26 +75,26 @@ class Reporter:
             world_size=context.group("world").size,
             peak_flops=_device_peak(plan, context),
         )
-        self.timers = Timers(self.spec.timing_level, context.device)
+        self.timers = Timers(self.config.timing_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._tell)
-        self._live = self.spec.progress_bar and has_live_line()
+        self._live = self.config.progress_bar and has_live_line()
         """The last rank's console shows a live line."""
         self._console: Console = LiveConsole(plan.data.seq_length) if self._live and context.is_last else PlainConsole()
-        self._log_file = LogFile(self.spec.run_dir / "log.txt") if self.spec.run_dir is not None else None
+        self._log_file = LogFile(self.config.run_dir / "log.txt") if self.config.run_dir is not None else None
         self._samples = 0
         self._has_reported = False
 
     def _prepare(self) -> None:
         """Before anything of another job that still runs is overwritten."""
         self._refuse_missing_packages()
-        folder = self.spec.run_dir
+        folder = self.config.run_dir
         if folder is None or not (self.context.is_first or self.context.is_last):
             return
         prepare_run_folder(folder, self.context.rank)
         if not self.context.is_first:
             return
-        self._lock = FolderLock(folder, **RUN_FOLDER)
+        self._lock = RunLock(folder, **RUN_FOLDER)
         write_provenance(
             folder,
             run_yaml=self._plan.resolved_yaml,
@@ -106,19 +114,19 @@ class Reporter:
 
     def due(self, iteration: int) -> bool:
         """A report follows this iteration: every `--log-interval`, and the first and the last of a run."""
-        return iteration % self.spec.log_interval == 0 or iteration in (1, self.interval.train_iters)
+        return iteration % self.config.log_interval == 0 or iteration in (1, self.interval.train_iters)
 
-    def observe(self, reading: Reading) -> None:
+    def observe(self, reading: IntervalReading) -> None:
         """Takes the results of every step: for the averages, the bar, and curves with a point per step."""
         self.interval.add(reading)
         self._samples += reading.num_samples
-        every = self.spec.memory_interval
+        every = self.config.memory_interval
         if every is not None and reading.iteration % every == 0:
             self._write_memory(reading.iteration)
         if not self.context.is_last:
             return
         self._guard.run("console", partial(self._console.progress, reading))
-        if reading.iteration % self.spec.tensorboard_interval == 0:
+        if reading.iteration % self.config.tensorboard_interval == 0:
             values = (reading.learning_rate, reading.num_samples, reading.loss, reading.norms["all"])
             self._log(reading.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
@@ -130,7 +138,8 @@ class Reporter:
     def summary(
         self, metrics: Mapping[str, Metric], *, num_zeros: int | None = None, params_norm: float | None = None
     ) -> StepReport:
-        """The report of all steps observed since the last one. `metrics`: what `Tally.take` gave, on every rank."""
+        """The report of all steps observed since the last one. `metrics`: what `MetricAccumulator.take` gave, on every
+        rank."""
         return self.interval.report(
             consumed_samples=self._samples,
             flops_of=partial(flops_per_step, self._plan.model, seq_length=self._plan.data.seq_length),
@@ -143,11 +152,11 @@ class Reporter:
         """Prints and records a report. Every rank must call it: the timers are gathered."""
         timings = self.timers.take(self.context, report.num_steps)
         if self.context.is_last:
-            for line in (step_line(report, self.spec), *timer_lines(timings, self.spec.timing_option)):
+            for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_option)):
                 self._detail(line)
             extra = memory_tags(self.context.device) | {f"{name}-time": max(ranks) for name, ranks in timings.items()}
             self._log(report.iteration, self._shown(report, extra), {**step_record(report), **extra})
-        if not self._has_reported and self.spec.memory_interval is None:
+        if not self._has_reported and self.config.memory_interval is None:
             self._write_memory(report.iteration)
         self._has_reported = True
 
@@ -156,9 +165,9 @@ class Reporter:
         if not self.context.is_last:
             return
         short = short_validation_line(report)
-        lines = [short] if self.spec.style == "short" else validation_lines(report)
+        lines = [short] if self.config.style == "short" else validation_lines(report)
         self.write("\n".join(lines), shown=short if self._live else None)
-        self._log(report.iteration, wanted_tags(validation_tags(report), self.spec), validation_record(report))
+        self._log(report.iteration, wanted_tags(validation_tags(report), self.config), validation_record(report))
 
     def note(self, text: str, *, shown: str | None = None) -> None:
         """Writes a text once per run, from the first rank; see `write`."""
@@ -194,8 +203,8 @@ class Reporter:
         self._guard.run("console", self._console.close)
         for sink in self._sinks or ():
             self._guard.run(sink.name, sink.close)
-        if self.spec.plots and self.spec.run_dir is not None and self.context.is_last:
-            self._guard.run("plots", partial(draw_plots, self.spec.run_dir))
+        if self.config.plots and self.config.run_dir is not None and self.context.is_last:
+            self._guard.run("plots", partial(draw_plots, self.config.run_dir))
         if self._log_file is not None:
             self._guard.run("log.txt", self._log_file.close)
         if self._lock is not None:
@@ -205,15 +214,15 @@ class Reporter:
     def _write_memory(self, iteration: int) -> None:
         """From one rank of every group that holds the same part of the model."""
         if self.context.group("dp").rank == 0:
-            wholly = self.spec.log_device_memory
+            wholly = self.config.log_device_memory
             self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=wholly))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
         """What dashboards get of a report."""
-        tags = wanted_tags({**step_tags(report), **extra}, self.spec)
-        if self.spec.per_layer_moe:
+        tags = wanted_tags({**step_tags(report), **extra}, self.config)
+        if self.config.per_layer_moe:
             tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
-        if report.iteration % self.spec.tensorboard_interval == 0:
+        if report.iteration % self.config.tensorboard_interval == 0:
             # `observe` drew these for the step itself; the averages of the report stay in metrics.jsonl.
             tags = {tag: value for tag, value in tags.items() if tag not in _EVERY_STEP}
         return tags
@@ -224,25 +233,25 @@ class Reporter:
             self._guard.run(sink.name, partial(sink.log, entry), sink.rest_seconds)
 
     def _make_sinks(self, iteration: int) -> tuple[Sink, ...]:
-        folder = self.spec.run_dir
+        folder = self.config.run_dir
         sinks: list[Sink] = []
         if folder is not None:
             path = folder / "metrics.jsonl"
             self._guard.run("metrics.jsonl", partial(truncate_metrics, path, iteration))
             sinks.append(JsonLines(path))
-        directory = self.spec.tensorboard_dir or (folder / "tensorboard" if folder else None)
+        directory = self.config.tensorboard_dir or (folder / "tensorboard" if folder else None)
         if directory is not None:
             sinks.append(TensorBoard(directory, iteration))
-        if self.spec.wandb_project:
-            sinks.append(WandB(self.spec, _flat_values(self._plan.resolved_yaml)))
+        if self.config.wandb_project:
+            sinks.append(WandB(self.config, _flat_values(self._plan.resolved_yaml)))
         return tuple(sinks)
 
     def _refuse_missing_packages(self) -> None:
-        if not self.spec.wandb_project:
+        if not self.config.wandb_project:
             return
         if importlib.util.find_spec("wandb") is None:
             raise EnvironmentProblem("--wandb-project was given, but wandb is not installed; run: pip install wandb")
-        if not self.spec.wandb_exp_name:
+        if not self.config.wandb_exp_name:
             raise EnvironmentProblem("--wandb-project was given without --wandb-exp-name; give the run a name")
 
     def _tell(self, text: str) -> None:

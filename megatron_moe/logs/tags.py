@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_moe.logs.line import StepReport, ValidationReport, perplexity, scalars
-from megatron_moe.logs.tally import Figure, Metric
-from megatron_moe.specs.train import LoggingSpec
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.logs.log_line import (
+    StepReport,
+    ValidationReport,
+    perplexity,
+    scalars,
+)
+from megatron_moe.logs.metrics import Figure, Metric
 
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
 THROUGHPUT_TAGS = ("throughput", "tokens-per-second-per-gpu", "mfu")
@@ -53,21 +58,21 @@ def validation_tags(report: ValidationReport) -> dict[str, float]:
     return tags
 
 
-def wanted_tags(tags: Mapping[str, float], spec: LoggingSpec) -> dict[str, float]:
+def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
     """The tags that a dashboard shows under the run's flags; metrics.jsonl keeps all."""
     hidden: set[str] = set()
-    if not spec.log_timers:
+    if not config.log_timers:
         hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
-    if not spec.log_throughput:
+    if not config.log_throughput:
         hidden.update(THROUGHPUT_TAGS)
-    if not spec.log_world_size:
+    if not config.log_world_size:
         hidden.add("world-size")
-    if not spec.log_memory:
+    if not config.log_memory:
         hidden.update(MEMORY_TAGS)
     return {
         name: value
         for name, value in tags.items()
-        if name not in hidden and (spec.log_validation_ppl or not name.endswith(" ppl"))
+        if name not in hidden and (config.log_validation_ppl or not name.endswith(" ppl"))
     }
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_moe.parallel.collectives import all_gather_flat
-from megatron_moe.parallel.context import Group
+from megatron_moe.parallel.context import ProcessGroup
 
 
-def run_twice(
-    first: Callable[..., Tensor], again: Callable[..., Tensor], *tensors: Tensor, spread: Group | None = None
+def checkpoint(
+    first: Callable[..., Tensor], again: Callable[..., Tensor], *tensors: Tensor, spread: ProcessGroup | None = None
 ) -> Tensor:
     """`first(*tensors)`, of which the backward runs `again(*tensors)` and differentiates that.
 
@@ -28,18 +28,18 @@ def run_twice(
         return first(*tensors)
     # Parameters inside need gradients also where no input has one.
     anchor = tensors[0].new_empty(0).requires_grad_()
-    out: Tensor = _RunTwice.apply(anchor, first, again, spread, *tensors)  # type: ignore[no-untyped-call]
+    out: Tensor = _Checkpoint.apply(anchor, first, again, spread, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
-class _RunTwice(torch.autograd.Function):
+class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         anchor: Tensor,
         first: Callable[..., Tensor],
         again: Callable[..., Tensor],
-        spread: Group | None,
+        spread: ProcessGroup | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.again, ctx.spread = again, spread
@@ -59,7 +59,7 @@ class _RunTwice(torch.autograd.Function):
         return None, None, None, None, *(tensor.grad for tensor in inputs)
 
 
-def _own_part(tensor: Tensor, group: Group | None) -> Tensor:
+def _own_part(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """This rank's part of the elements, in memory of its own."""
     if group is None:
         return tensor
@@ -68,7 +68,7 @@ def _own_part(tensor: Tensor, group: Group | None) -> Tensor:
     return tensor.detach().flatten().chunk(group.size)[group.rank].clone()
 
 
-def _whole(kept: Tensor, shape: torch.Size, group: Group | None) -> Tensor:
+def _whole(kept: Tensor, shape: torch.Size, group: ProcessGroup | None) -> Tensor:
     """The inverse of `_own_part`."""
     if group is None:
         return kept

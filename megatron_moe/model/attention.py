@@ -13,17 +13,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.attention import AttentionConfig, RopeConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.memory.keeping import Keeping
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm, UnitNorm
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.tensor import all_gather
-from megatron_moe.precision.linear import Linear
-from megatron_moe.specs.attention import AttentionSpec, RopeSpec
-from megatron_moe.specs.params import ParamMeta
+from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 def share_of_heads(number: int, what: str, ctx: ParallelContext) -> int:
@@ -39,13 +39,13 @@ def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
     return new_parameter((num_heads,), meta, ctx)
 
 
-def rotate(kernels: Kernels, x_SBND: Tensor, spec: RopeSpec | None, meta: TokenMeta, start: int = 0) -> Tensor:
+def rotate(kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, meta: TokenMeta, start: int = 0) -> Tensor:
     """Rotates `spec.dim` channels of every head, from channel `start` on, by the positions of `meta`."""
-    if spec is None:
+    if config is None:
         return x_SBND
     assert meta.rotary is not None, "the model must attach its rotations to the token meta before its layers run"
-    cos_SBD, sin_SBD = meta.rotary[spec]
-    return kernels.rope(x_SBND, cos_SBD, sin_SBD, spec.interleaved, start)
+    cos_SBD, sin_SBD = meta.rotary[config]
+    return kernels.rope(x_SBND, cos_SBD, sin_SBD, config.interleaved, start)
 
 
 class Attention(nn.Module):
@@ -57,63 +57,68 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, spec: AttentionSpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+        self,
+        config: AttentionConfig,
+        site: str,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        saved_tensors: SavedTensorPolicy | None = None,
     ) -> None:
         super().__init__()
-        self.keeping = keeping or Keeping()
-        self.spec = spec
+        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.config = config
         self.site = site
         self.ctx = ctx
         self.kernels = kernels
-        self.num_heads = share_of_heads(spec.num_heads, "heads", ctx)
-        self.ranks_per_group = max(ctx.group("tp").size // spec.num_query_groups, 1)
-        self.num_groups = share_of_heads(spec.num_query_groups * self.ranks_per_group, "query groups", ctx)
+        self.num_heads = share_of_heads(config.num_heads, "heads", ctx)
+        self.ranks_per_group = max(ctx.group("tp").size // config.num_query_groups, 1)
+        self.num_groups = share_of_heads(config.num_query_groups * self.ranks_per_group, "query groups", ctx)
         self.heads_per_group = self.num_heads // self.num_groups
         # Rows of one query group; every group has the same, so tensor parallelism and per-matrix optimizers cut here.
-        self.group_rows = self._rows(spec.num_heads // spec.num_query_groups)
+        self.group_rows = self._rows(config.num_heads // config.num_query_groups)
         self.linear_qkv = Linear(
-            spec.hidden_size,
-            spec.num_query_groups * sum(self.group_rows),
+            config.hidden_size,
+            config.num_query_groups * sum(self.group_rows),
             ctx,
             kernels,
-            bias=spec.qkv_bias,
+            bias=config.qkv_bias,
             tp_dim=0,
             splits=self.group_rows if self.ranks_per_group == 1 else (),
         )
         self.linear_proj = Linear(
-            spec.q_width, spec.hidden_size, ctx, kernels, bias=spec.out_bias, tp_dim=1, init="output"
+            config.q_width, config.hidden_size, ctx, kernels, bias=config.out_bias, tp_dim=1, init="output"
         )
-        if spec.qk_norm == "l2":
-            self.q_layernorm: Norm | UnitNorm = UnitNorm(spec.norm.eps, kernels)
-            self.k_layernorm: Norm | UnitNorm = UnitNorm(spec.norm.eps, kernels)
-        elif spec.qk_norm != "none":
-            full = spec.qk_norm == "full"
-            q_width, k_width = (spec.q_width, spec.kv_width) if full else (spec.head_dim, spec.head_dim)
-            self.q_layernorm = Norm(spec.norm, q_width, ctx, kernels, over_heads=True)
-            self.k_layernorm = Norm(spec.norm, k_width, ctx, kernels, over_heads=True)
-        self.sinks = new_sinks(spec.num_heads, ctx) if spec.core.sinks else None
+        if config.qk_norm == "l2":
+            self.q_layernorm: Norm | UnitNorm = UnitNorm(config.norm.eps, kernels)
+            self.k_layernorm: Norm | UnitNorm = UnitNorm(config.norm.eps, kernels)
+        elif config.qk_norm != "none":
+            full = config.qk_norm == "full"
+            q_width, k_width = (config.q_width, config.kv_width) if full else (config.head_dim, config.head_dim)
+            self.q_layernorm = Norm(config.norm, q_width, ctx, kernels, over_heads=True)
+            self.k_layernorm = Norm(config.norm, k_width, ctx, kernels, over_heads=True)
+        self.sinks = new_sinks(config.num_heads, ctx) if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        with self.keeping.region("qkv_linear"):
+        with self.saved_tensors.offload_scope("qkv_linear"):
             qkv_SBGC = self._own_groups(self.linear_qkv(hidden_SBH))
         gate_SBND = None
         if self._is_one_kernel:
             q_SBND, k_SBGD, v_SBGD = self._in_one(qkv_SBGC, meta)
         else:
             q_SBND, gate_SBND, k_SBGD, v_SBGD = self._apart(qkv_SBGC, meta)
-        with self.keeping.region("core_attn"):
-            context_SBND = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBGD, v_SBGD)
+        with self.saved_tensors.offload_scope("core_attn"):
+            context_SBND = self.saved_tensors.run("core_attn", partial(self._attend, meta), q_SBND, k_SBGD, v_SBGD)
         if gate_SBND is not None:
             wide = internal_dtype(context_SBND.dtype)
             context_SBND = (context_SBND.to(wide) * torch.sigmoid(gate_SBND.to(wide))).to(context_SBND.dtype)
-        with self.keeping.region("attn_proj"):
+        with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBND.flatten(2))
 
     def _rows(self, num_heads: int) -> tuple[int, ...]:
         """Rows of q, the output gate if there is one, k and v for this many heads of one query group."""
-        q_rows, kv_rows = num_heads * self.spec.head_dim, self.spec.head_dim
-        return (q_rows, *((q_rows,) if self.spec.output_gate else ()), kv_rows, kv_rows)
+        q_rows, kv_rows = num_heads * self.config.head_dim, self.config.head_dim
+        return (q_rows, *((q_rows,) if self.config.output_gate else ()), kv_rows, kv_rows)
 
     def _own_groups(self, qkv_SBC: Tensor) -> Tensor:
         """This rank's outputs of `linear_qkv` -> q of its heads, k and v of their groups [S, B, G, C]."""
@@ -123,7 +128,7 @@ class Attention(nn.Module):
         group, part = divmod(tp.rank, self.ranks_per_group)
         # tp: all-gather of S * B * (N + 2 G) * D elements of the whole model; backward reduce-scatter, which sums the
         # gradients of k and v over the ranks that share a group
-        whole_SBGC = all_gather(qkv_SBC, tp, dim=-1).unflatten(-1, (self.spec.num_query_groups, -1))
+        whole_SBGC = all_gather(qkv_SBC, tp, dim=-1).unflatten(-1, (self.config.num_query_groups, -1))
         *of_q, k_SBD, v_SBD = whole_SBGC[:, :, group].split(self.group_rows, dim=-1)
         own = [x.chunk(self.ranks_per_group, dim=-1)[part] for x in of_q]
         return torch.cat([*own, k_SBD, v_SBD], dim=-1).unsqueeze(2)
@@ -131,51 +136,51 @@ class Attention(nn.Module):
     def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """[S, B, N, D]"""
         return core_attention(
-            q_SBND, k_SBGD, v_SBGD, self.sinks, self.spec.core, meta, self.site, self.ctx, self.kernels
+            q_SBND, k_SBGD, v_SBGD, self.sinks, self.config.core, meta, self.site, self.ctx, self.kernels
         )
 
     @property
     def _is_one_kernel(self) -> bool:
         """Whether one op makes q, k and v of the rows of the matrix."""
-        spec = self.spec
-        normed = spec.qk_norm == "per_head" and spec.norm.kind == "RMSNorm"
-        return spec.rope is not None and not spec.output_gate and (normed or spec.qk_norm == "none")
+        config = self.config
+        normed = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm"
+        return config.rope is not None and not config.output_gate and (normed or config.qk_norm == "none")
 
     def _in_one(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor, Tensor]:
         """q [S, B, N, D], k and v [S, B, G, D]"""
-        spec = self.spec
-        assert spec.rope is not None and meta.rotary is not None, (
+        config = self.config
+        assert config.rope is not None and meta.rotary is not None, (
             "the model must attach its rotations to the token meta"
         )
-        cos_SBD, sin_SBD = meta.rotary[spec.rope]
-        norms = (self.q_layernorm, self.k_layernorm) if spec.qk_norm != "none" else (None, None)
+        cos_SBD, sin_SBD = meta.rotary[config.rope]
+        norms = (self.q_layernorm, self.k_layernorm) if config.qk_norm != "none" else (None, None)
         q_weight, k_weight = (norm.weight if isinstance(norm, Norm) else None for norm in norms)
         return self.kernels.query_key_value(
             qkv_SBGC,
             q_weight,
             k_weight,
-            spec.norm.eps,
-            spec.norm.zero_centered,
+            config.norm.eps,
+            config.norm.zero_centered,
             cos_SBD,
             sin_SBD,
-            spec.rope.interleaved,
+            config.rope.interleaved,
             self.heads_per_group,
         )
 
     def _apart(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
         *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self._rows(self.heads_per_group), dim=-1)
-        q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.spec.head_dim)) for x in of_q)
-        if self.spec.qk_norm != "none":
+        q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.config.head_dim)) for x in of_q)
+        if self.config.qk_norm != "none":
             q_SBND = self._norm(self.q_layernorm, q_SBND)
             k_SBGD = self._norm(self.k_layernorm, k_SBGD, self.ranks_per_group)
-        q_SBND = rotate(self.kernels, q_SBND, self.spec.rope, meta)
-        k_SBGD = rotate(self.kernels, k_SBGD, self.spec.rope, meta)
+        q_SBND = rotate(self.kernels, q_SBND, self.config.rope, meta)
+        k_SBGD = rotate(self.kernels, k_SBGD, self.config.rope, meta)
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor, num_copies: int = 1) -> Tensor:
         """Normalises q or k. `num_copies` neighbouring ranks hold the same heads."""
-        if self.spec.qk_norm != "full":
+        if self.config.qk_norm != "full":
             return norm(x_SBND)
         tp = self.ctx.group("tp")
         # tp: all-gather of S * B * N * D elements, backward reduce-scatter; the norm is over the heads of all ranks.

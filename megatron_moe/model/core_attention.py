@@ -22,16 +22,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.data.batch import TokenMeta
-from megatron_moe.kernels.ops import Kernels, Span, internal_dtype
-from megatron_moe.kernels.pairs import with_first_row
-from megatron_moe.parallel.alltoall import Landing
-from megatron_moe.parallel.context import Group, ParallelContext
-from megatron_moe.parallel.ring import Ring, gather_heads, scatter_heads, unpack
+from megatron_moe.kernels.attention_blocks import with_first_row
+from megatron_moe.kernels.ops import (
+    Kernels,
+    PositionSpan,
+    internal_dtype,
+)
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.context_parallel import (
+    Chunks,
+    Ring,
+    SequencePart,
+    by_rank,
+    gather_heads,
+    in_order,
+    joined,
+    scatter_heads,
+    take_places,
+    unpack,
+)
+from megatron_moe.parallel.exchange import Landing
 from megatron_moe.parallel.rng import Key
-from megatron_moe.parallel.sequence_split import Chunks, SequencePart, by_rank, in_order, joined, take_places
-from megatron_moe.parallel.tensor import all_gather
-from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 class Heads(NamedTuple):
@@ -48,7 +62,7 @@ def core_attention(
     k_SBGD: Tensor,
     v_SBGE: Tensor,
     sinks_N: Tensor | None,
-    spec: CoreAttentionSpec,
+    config: CoreAttentionConfig,
     meta: TokenMeta,
     site: str,
     ctx: ParallelContext,
@@ -59,13 +73,13 @@ def core_attention(
     if meta.part is None or len(meta.part.of_ranks) == 1:
         known = meta.part is not None or ctx.group("cp").size == 1
         assert known, "a context-parallel rank must know which part of the sequence it holds"
-        return _whole(heads, spec, meta.segments_BS, meta.key(site), ctx, kernels)
-    return _SplitSequence(spec, meta.part, meta.whole_segments_BS, meta.key(site), ctx, kernels).attend(heads)
+        return _whole(heads, config, meta.segments_BS, meta.key(site), ctx, kernels)
+    return _SplitSequence(config, meta.part, meta.whole_segments_BS, meta.key(site), ctx, kernels).attend(heads)
 
 
 def _whole(
     heads: Heads,
-    spec: CoreAttentionSpec,
+    config: CoreAttentionConfig,
     segments_BS: Tensor | None,
     dropout_key: Key | None,
     ctx: ParallelContext,
@@ -74,14 +88,14 @@ def _whole(
     """Attention over a sequence that stands here, all of it, in order."""
     q_SBND, k_SBGD, v_SBGE, sinks_N = heads
     tp = ctx.group("tp")
-    return kernels.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, (tp.rank, tp.size))
+    return kernels.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, (tp.rank, tp.size))
 
 
 @dataclass(frozen=True)
 class _SplitSequence:
     """Attention over a sequence of which every context-parallel rank holds a part."""
 
-    spec: CoreAttentionSpec
+    config: CoreAttentionConfig
     part: SequencePart
     segments_BS: Tensor | None
     """Of the whole sequence."""
@@ -91,7 +105,7 @@ class _SplitSequence:
 
     def attend(self, heads: Heads) -> Tensor:
         cp = self.ctx.group(self.part.group)
-        match self.spec.context_exchange:
+        match self.config.context_exchange:
             case "p2p":
                 return self._around(cp, self.part.of_ranks, heads)
             case "allgather":
@@ -101,14 +115,14 @@ class _SplitSequence:
             case "a2a+p2p":
                 return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), heads)
 
-    def _around(self, group: Group, parts: Sequence[Chunks], heads: Heads) -> Tensor:
+    def _around(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
         """Every rank of the ring holds queries, keys and values of its part."""
         # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; in the backward once
         # more, and size times their gradients in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
         return self._blockwise(Ring(group), spans[group.rank], spans, heads)
 
-    def _gathered(self, cp: Group, heads: Heads) -> Tensor:
+    def _gathered(self, cp: ProcessGroup, heads: Heads) -> Tensor:
         """Keys and values of the whole sequence; every chunk of queries reads as many of them as it sees."""
         own, everywhere = self.part.chunks, self.part.of_ranks
         # cp: S * B * G * (D + E) elements to every rank; backward: reduce-scatter of as many
@@ -121,7 +135,7 @@ class _SplitSequence:
             outputs.append(self._blockwise(Ring(None), self._span((chunk,)), keys, rows))
         return torch.cat(outputs)
 
-    def _by_heads(self, inner: Group, outer: Group | None, heads: Heads) -> Tensor:
+    def _by_heads(self, inner: ProcessGroup, outer: ProcessGroup | None, heads: Heads) -> Tensor:
         """A share of the heads at all places of the `inner` group, which are all there are unless there is an `outer`
         ring of such groups."""
         everywhere = self.part.of_ranks
@@ -135,21 +149,21 @@ class _SplitSequence:
         q_SBND, k_SBGD, v_SBGE = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
         share = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
         if outer is None:
-            out_SBNE = _whole(share, self.spec, self.segments_BS, self.dropout_key, self.ctx, self.kernels)
+            out_SBNE = _whole(share, self.config, self.segments_BS, self.dropout_key, self.ctx, self.kernels)
         else:
             out_SBNE = self._around(outer, [joined(group) for group in groups], share)
         return gather_heads(by_rank(out_SBNE, held), inner)
 
-    def _blockwise(self, ring: Ring, query: Span, keys: tuple[Span, ...], heads: Heads) -> Tensor:
+    def _blockwise(self, ring: Ring, query: PositionSpan, keys: tuple[PositionSpan, ...], heads: Heads) -> Tensor:
         key = self.dropout_key
         if key is not None:
             key = (*key, "tp", self.ctx.group("tp").rank, "place", query.chunks[0].start)
-        blocks = _Blocks(self.kernels, self.spec, ring, query, keys, key)
+        blocks = _Blocks(self.kernels, self.config, ring, query, keys, key)
         return _BlockAttention.apply(*heads, blocks)  # type: ignore[no-untyped-call,no-any-return]
 
-    def _span(self, chunks: Chunks) -> Span:
+    def _span(self, chunks: Chunks) -> PositionSpan:
         segments_BS = None if self.segments_BS is None else take_places(self.segments_BS, chunks)
-        return Span(chunks=chunks, segments_BS=segments_BS)
+        return PositionSpan(chunks=chunks, segments_BS=segments_BS)
 
 
 def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
@@ -168,7 +182,7 @@ class _Block:
 
     queries: slice
     keys: slice
-    mask: tuple[CoreAttentionSpec, Span, Span, Key | None]
+    mask: tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
     """Which of them see each other, and the key of the dropout, as the kernels take them."""
 
 
@@ -177,22 +191,22 @@ class _Blocks:
     """Queries of one rank, and the keys of every rank of a ring."""
 
     kernels: Kernels
-    spec: CoreAttentionSpec
+    config: CoreAttentionConfig
     ring: Ring
-    query: Span
-    keys: tuple[Span, ...]
+    query: PositionSpan
+    keys: tuple[PositionSpan, ...]
     dropout_key: Key | None
 
     def block(self, source: int) -> _Block | None:
         """The keys of rank `source`; None if these queries see none of them."""
         key = self.keys[source]
-        seen = visible_rows(self.query.chunks, key.chunks, self.spec)
+        seen = visible_rows(self.query.chunks, key.chunks, self.config)
         if seen is None:
             return None
         queries, keys = seen
         dropout_key = None if self.dropout_key is None else (*self.dropout_key, "keys of", source)
         spans = self.query.rows(queries.start, queries.stop), key.rows(keys.start, keys.stop)
-        return _Block(queries, keys, (self.spec, *spans, dropout_key))
+        return _Block(queries, keys, (self.config, *spans, dropout_key))
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -210,7 +224,7 @@ class _BlockAttention(torch.autograd.Function):
         wide = internal_dtype(q_SBND.dtype)
         out_SBNE = q_SBND.new_zeros(*q_SBND.shape[:3], v_SBGE.shape[3], dtype=wide)
         seq, *batch_and_heads = q_SBND.shape[:3]
-        nothing = 0.0 if blocks.spec.off_by_one else -math.inf
+        nothing = 0.0 if blocks.config.off_by_one else -math.inf
         lse_SBN = q_SBND.new_full((*batch_and_heads, seq), nothing, dtype=wide).permute(2, 0, 1)  # as kernels store it
         if sinks_N is not None:
             lse_SBN[:] = sinks_N
@@ -256,11 +270,11 @@ class _BlockAttention(torch.autograd.Function):
         return grad_q_SBND.to(q_SBND.dtype), grad_k.to(k_SBGD.dtype), grad_v.to(v_SBGE.dtype), grad_sinks, None
 
 
-def visible_rows(query: Chunks, key: Chunks, spec: CoreAttentionSpec) -> tuple[slice, slice] | None:
+def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[slice, slice] | None:
     """The smallest stretch of query rows and of key rows outside which there is nothing to see; None if there is
     nothing at all. Under a causal mask it leaves out the half of the work that a zigzag split balances."""
-    left, right = spec.window or (-1, -1)
-    right = 0 if spec.causal else right
+    left, right = config.window or (-1, -1)
+    right = 0 if config.causal else right
     of_query: list[int] = []
     of_key: list[int] = []
     for first_query, queries in with_first_row(query):

@@ -2,15 +2,19 @@
 
 from torch import Tensor, nn
 
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
-from megatron_moe.parallel.tensor import leave_tensor_parallel, my_positions, sequence_part
-from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.params import ParamMeta
+from megatron_moe.parallel.tensor_parallel import (
+    leave_tensor_parallel,
+    my_positions,
+    sequence_part,
+)
 
 
 class Table(nn.Module):
@@ -37,29 +41,29 @@ class Embedding(nn.Module):
     The vocabulary is cut over tensor parallel ranks; the rows they find are summed into the residual stream.
     """
 
-    def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.ctx = ctx
-        self.dropout = spec.embedding_dropout
+        self.dropout = config.embedding_dropout
         # A std of its own keeps embeddings near 1, and decay would shrink them again (Megatron's rule).
-        decay = spec.init.embedding_std is None
+        decay = config.init.embedding_std is None
         # As a head the same rows sum over hidden_size inputs; unit-gain values must suit that use.
-        fan_in = spec.hidden_size if spec.tied_embeddings else 1
-        shared = ctx.group("pp").size > 1 and (spec.tied_embeddings or spec.mtp is not None)
+        fan_in = config.hidden_size if config.tied_embeddings else 1
+        shared = ctx.group("pp").size > 1 and (config.tied_embeddings or config.mtp is not None)
         words = ParamMeta(
             role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay, shared_stages=shared
         )
-        self.word_embeddings = Table(spec.vocab_size, spec.hidden_size, words, ctx, kernels)
+        self.word_embeddings = Table(config.vocab_size, config.hidden_size, words, ctx, kernels)
         self.position_embeddings = None
-        if spec.position_embedding == "learned_absolute":
+        if config.position_embedding == "learned_absolute":
             positions = ParamMeta(
                 role="position",
                 init="embedding",
                 decay=decay,
-                partial_over_tp=ctx.spec.sequence_parallel,
+                partial_over_tp=ctx.config.sequence_parallel,
                 shared_stages=shared,
             )
-            self.position_embeddings = Table(spec.max_positions, spec.hidden_size, positions, ctx, kernels)
+            self.position_embeddings = Table(config.max_positions, config.hidden_size, positions, ctx, kernels)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, meta: TokenMeta) -> Tensor:
         """-> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Positions are given apart from `meta`:

@@ -12,16 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.keeping import Keeping
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
-from megatron_moe.model.head import Head
 from megatron_moe.model.mtp import MTP, targets
 from megatron_moe.model.norm import Norm
+from megatron_moe.model.output_head import Head
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
@@ -35,10 +36,9 @@ from megatron_moe.moe.node_chain import (
     schedule_steps,
 )
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.tensor import gather_from
-from megatron_moe.specs.model import ModelSpec, MTPSpec
-from megatron_moe.specs.pipeline.layout import StageSpec, even_layout
-from megatron_moe.specs.pipeline.slots import Step
+from megatron_moe.parallel.tensor_parallel import gather_from
+from megatron_moe.pipeline.layout import StageLayout, even_layout
+from megatron_moe.pipeline.overlap import Step
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,25 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec,
-        chunks: Sequence[StageSpec],
+        config: ModelConfig,
+        chunks: Sequence[StageLayout],
         ctx: ParallelContext,
         kernels: Kernels,
-        keeping: Keeping,
+        saved_tensors: SavedTensorPolicy,
     ) -> None:
         super().__init__()
         self.chunks = tuple(chunks)
         held = [i for chunk in chunks for i in chunk.layers]
         self.by_index = {
-            i: TransformerLayer(spec.layers[i], i, f"decoder.layers.{i}", ctx, kernels, keeping) for i in held
+            i: TransformerLayer(config.layers[i], i, f"decoder.layers.{i}", ctx, kernels, saved_tensors) for i in held
         }
         """`layers` by global index."""
         self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
-        self._layer_nodes = [self._whole_layers(chunk, keeping) for chunk in chunks]
+        self._layer_nodes = [self._whole_layers(chunk, saved_tensors) for chunk in chunks]
         self.final_layernorm = None
         self._final_nodes: tuple[Node, ...] = ()
         if any(chunk.final_norm for chunk in chunks):
-            self.final_layernorm = Norm(spec.norm, spec.hidden_size, ctx, kernels)
+            self.final_layernorm = Norm(config.norm, config.hidden_size, ctx, kernels)
             self._final_nodes = (norm_node(self.final_layernorm),)
 
     def chain(self, chunk: int, meta: TokenMeta, *, by_node: bool) -> list[BoundNodes]:
@@ -87,11 +87,11 @@ class Decoder(nn.Module):
             bound[-1] = bound[-1]._replace(nodes=(*bound[-1].nodes, *final))
         return bound
 
-    def _whole_layers(self, stage: StageSpec, keeping: Keeping) -> list[Node]:
+    def _whole_layers(self, stage: StageLayout, saved_tensors: SavedTensorPolicy) -> list[Node]:
         layers, nodes = iter(stage.layers), []
-        for number, twice in keeping.layers(len(stage.layers)):
+        for number, twice in saved_tensors.layers(len(stage.layers)):
             group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
-            nodes += [recompute_nodes(group, keeping, "chunk")] if twice else group
+            nodes += [recompute_nodes(group, saved_tensors, "chunk")] if twice else group
         return nodes
 
 
@@ -110,28 +110,28 @@ class GPT(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec,
+        config: ModelConfig,
         ctx: ParallelContext,
         kernels: Kernels,
         *,
-        chunks: Sequence[StageSpec] = (),
-        keeping: Keeping | None = None,
+        chunks: Sequence[StageLayout] = (),
+        saved_tensors: SavedTensorPolicy | None = None,
     ) -> None:
         super().__init__()
-        self.keeping = keeping = keeping or Keeping()
-        self.spec = spec
+        self.saved_tensors = saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.config = config
         self.ctx = ctx
-        self.chunks = tuple(chunks) or whole_model(spec)
+        self.chunks = tuple(chunks) or whole_model(config)
         has_loss = any(chunk.loss for chunk in self.chunks)
         has_mtp = any(chunk.num_mtp for chunk in self.chunks)
         # The head reads the embedding too when they are tied, and so does multi-token prediction.
-        if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and spec.tied_embeddings:
-            self.embedding = Embedding(spec, ctx, kernels)
-        self.decoder = Decoder(spec, self.chunks, ctx, kernels, keeping)
-        self.mtp = MTP(spec, ctx, kernels, keeping) if has_mtp else None
-        self.output_layer = Head(spec, ctx, kernels) if has_loss else None
-        mixers = [spec.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
-        self.rotations = Rotations(mixers + ([spec.layers[-1].mixer] if has_mtp else []), ctx)
+        if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and config.tied_embeddings:
+            self.embedding = Embedding(config, ctx, kernels)
+        self.decoder = Decoder(config, self.chunks, ctx, kernels, saved_tensors)
+        self.mtp = MTP(config, ctx, kernels, saved_tensors) if has_mtp else None
+        self.output_layer = Head(config, ctx, kernels) if has_loss else None
+        mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
+        self.rotations = Rotations(mixers + ([config.layers[-1].mixer] if has_mtp else []), ctx)
 
     def forward(self, batch: MicroBatch, received: Tensor | None = None, *, chunk: int = 0) -> LossOutput | Tensor:
         """One stage: the losses of a microbatch; before the last stage the tensor that the next one receives.
@@ -168,7 +168,9 @@ class GPT(nn.Module):
         """The microbatch with the logits that benchmarks force on the routers of the decoder: a replay draws no random
         numbers."""
         routers = [layer.mlp.router for layer in self.decoder.by_index.values() if isinstance(layer.mlp, MoELayer)]
-        forced = [router for router in routers if router.spec.force_balancing or router.spec.force_biased is not None]
+        forced = [
+            router for router in routers if router.config.force_balancing or router.config.force_biased is not None
+        ]
         if not forced:
             return batch
         num_tokens = batch.tokens_BS.numel()
@@ -184,7 +186,7 @@ class GPT(nn.Module):
             assert self.mtp is not None, "a stage of multi-token prediction without its layers"
             chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
         if stage.loss:
-            tied = self.embedding.word_embeddings if self.spec.tied_embeddings else None
+            tied = self.embedding.word_embeddings if self.config.tied_embeddings else None
             last = Node("head", "head", partial(self._losses, batch), parameters_of(self.output_layer, tied))
         else:
             last = Node("send", "head", _sent)
@@ -203,7 +205,7 @@ class GPT(nn.Module):
         assert stage.embedding == (received is None), "the first stage, and only it, starts from tokens"
         if received is None:
             return LayerState(hidden_SBH=self.embedding(tokens_BS, meta.positions_BS, meta))
-        depths = self.spec.mtp.num_layers if self.spec.mtp and stage.loss and meta.training else 0
+        depths = self.config.mtp.num_layers if self.config.mtp and stage.loss and meta.training else 0
         if not depths or stage.num_mtp:
             return LayerState(hidden_SBH=received)
         *earlier, hidden_SBH = received.chunk(1 + depths)
@@ -212,7 +214,7 @@ class GPT(nn.Module):
     def _losses(self, batch: MicroBatch, state: LayerState, meta: TokenMeta) -> LossOutput:
         """Head and loss of the hidden states of all depths."""
         own_SBH, *ahead = *state.earlier, state.hidden_SBH
-        detach = self.spec.mtp is not None and self.spec.mtp.detach_heads
+        detach = self.config.mtp is not None and self.config.mtp.detach_heads
         loss_BS, mtp_losses = self._loss(own_SBH, batch.labels_BS), []
         for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(ahead, targets(batch, len(ahead)), strict=True):
             mtp_losses.append((self._loss(hidden_SBH, labels_BS, detach=detach), weights_BS, num_tokens))
@@ -220,7 +222,7 @@ class GPT(nn.Module):
 
     @property
     def _tied_VH(self) -> Tensor | None:
-        return self.embedding.word_embeddings.weight if self.spec.tied_embeddings else None
+        return self.embedding.word_embeddings.weight if self.config.tied_embeddings else None
 
     def _loss(self, hidden_SBH: Tensor, labels_BS: Tensor, *, detach: bool = False) -> Tensor:
         loss_BS: Tensor = self._head(hidden_SBH, self._tied_VH, labels_BS=labels_BS, detach=detach)
@@ -237,14 +239,14 @@ def _sent(state: LayerState, meta: TokenMeta) -> Tensor:
     return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
 
 
-def whole_model(spec: ModelSpec) -> tuple[StageSpec]:
+def whole_model(config: ModelConfig) -> tuple[StageLayout]:
     """The only stage of a pipeline of one."""
-    (stage,) = even_layout(len(spec.layers), num_mtp=spec.mtp.num_layers if spec.mtp else 0).stages
+    (stage,) = even_layout(len(config.layers), num_mtp=config.mtp.num_layers if config.mtp else 0).stages
     return (stage,)
 
 
 def objective(
-    output: LossOutput, batch: MicroBatch, *, mtp: MTPSpec | None, per_token: bool
+    output: LossOutput, batch: MicroBatch, *, mtp: MTPConfig | None, per_token: bool
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """What this microbatch is differentiated by, and the (sum, count) pairs it reports.
 
@@ -266,6 +268,6 @@ def objective(
             mean = (loss_BS * weights_BS).sum() / num_ahead.clamp(min=1)
             share = mtp.loss_scaling_factor / mtp.num_layers
             scalar = scalar + share * (mean * (tokens if per_token else num_parts))
-            if batch.meta.tally is not None:
-                batch.meta.tally.record(f"mtp_{depth} loss", mean * num_parts)
+            if batch.meta.metrics is not None:
+                batch.meta.metrics.record(f"mtp_{depth} loss", mean * num_parts)
     return scalar, {"lm loss": (total.detach(), own_tokens.detach())}

@@ -11,16 +11,16 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from megatron_moe.config.attention import MLAConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.keeping import Keeping
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import new_sinks, rotate, share_of_heads
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.tensor import enter_tensor_parallel
-from megatron_moe.precision.linear import Linear
-from megatron_moe.specs.attention import MLASpec
+from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
 class MLA(nn.Module):
@@ -31,44 +31,51 @@ class MLA(nn.Module):
     """
 
     def __init__(
-        self, spec: MLASpec, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+        self,
+        config: MLAConfig,
+        site: str,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        saved_tensors: SavedTensorPolicy | None = None,
     ) -> None:
         super().__init__()
-        self.keeping = keeping or Keeping()
-        self.spec = spec
+        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.config = config
         self.site = site
         self.ctx = ctx
         self.kernels = kernels
-        self.num_heads = share_of_heads(spec.num_heads, "heads", ctx)
-        hidden, heads, q_rank, kv_rank = spec.hidden_size, spec.num_heads, spec.q_lora_rank, spec.kv_lora_rank
+        self.num_heads = share_of_heads(config.num_heads, "heads", ctx)
+        hidden, heads, q_rank, kv_rank = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
         if q_rank is None:
-            self.linear_q_proj = Linear(hidden, heads * spec.q_head_dim, ctx, kernels, tp_dim=0)
+            self.linear_q_proj = Linear(hidden, heads * config.q_head_dim, ctx, kernels, tp_dim=0)
         else:
             self.linear_q_down_proj = Linear(hidden, q_rank, ctx, kernels)
-            self.q_layernorm = Norm(spec.norm, q_rank, ctx, kernels) if spec.qk_norm else nn.Identity()
-            self.linear_q_up_proj = Linear(q_rank, heads * spec.q_head_dim, ctx, kernels, tp_dim=0)
-        self.linear_kv_down_proj = Linear(hidden, kv_rank + spec.qk_rope_dim, ctx, kernels)
-        self.kv_layernorm = Norm(spec.norm, kv_rank, ctx, kernels) if spec.qk_norm else nn.Identity()
-        self.linear_kv_up_proj = Linear(kv_rank, heads * (spec.qk_head_dim + spec.v_head_dim), ctx, kernels, tp_dim=0)
-        self.linear_proj = Linear(heads * spec.v_head_dim, hidden, ctx, kernels, tp_dim=1, init="output")
-        self.sinks = new_sinks(heads, ctx) if spec.core.sinks else None
+            self.q_layernorm = Norm(config.norm, q_rank, ctx, kernels) if config.qk_norm else nn.Identity()
+            self.linear_q_up_proj = Linear(q_rank, heads * config.q_head_dim, ctx, kernels, tp_dim=0)
+        self.linear_kv_down_proj = Linear(hidden, kv_rank + config.qk_rope_dim, ctx, kernels)
+        self.kv_layernorm = Norm(config.norm, kv_rank, ctx, kernels) if config.qk_norm else nn.Identity()
+        self.linear_kv_up_proj = Linear(
+            kv_rank, heads * (config.qk_head_dim + config.v_head_dim), ctx, kernels, tp_dim=0
+        )
+        self.linear_proj = Linear(heads * config.v_head_dim, hidden, ctx, kernels, tp_dim=1, init="output")
+        self.sinks = new_sinks(heads, ctx) if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        with self.keeping.region("qkv_linear"):
+        with self.saved_tensors.offload_scope("qkv_linear"):
             latents = self._down(hidden_SBH)
             up = partial(self._up, meta)
             q_SBND, k_SBND, v_SBNE = up(*latents)
-            forget = self.keeping.forget("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
-        with self.keeping.region("core_attn"), forget:
-            context_SBNE = self.keeping.run("core_attn", partial(self._attend, meta), q_SBND, k_SBND, v_SBNE)
-        with self.keeping.region("attn_proj"):
+            forget = self.saved_tensors.discard_output("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
+        with self.saved_tensors.offload_scope("core_attn"), forget:
+            context_SBNE = self.saved_tensors.run("core_attn", partial(self._attend, meta), q_SBND, k_SBND, v_SBNE)
+        with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBNE.flatten(2))
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """What q is made of: its latent [S, B, q_lora_rank], or the hidden state; the latent of k and v, with the key
         part that all heads share, [S, B, kv_lora_rank | rope]"""
-        q_latent = hidden_SBH if self.spec.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
+        q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 
     def _up(self, meta: TokenMeta, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,24 +85,24 @@ class MLA(nn.Module):
     def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor) -> Tensor:
         """[S, B, N, E]"""
         return core_attention(
-            q_SBND, k_SBND, v_SBNE, self.sinks, self.spec.core, meta, self.site, self.ctx, self.kernels
+            q_SBND, k_SBND, v_SBNE, self.sinks, self.config.core, meta, self.site, self.ctx, self.kernels
         )
 
     def _query(self, latent: Tensor, meta: TokenMeta) -> Tensor:
         """[S, B, N, nope | rope]"""
-        spec = self.spec
-        if spec.q_lora_rank is None:
+        config = self.config
+        if config.q_lora_rank is None:
             q = self.linear_q_proj(latent)
         else:
             q = self.linear_q_up_proj(self.q_layernorm(latent))
-        q_SBND = q.unflatten(-1, (self.num_heads, spec.q_head_dim))
-        return rotate(self.kernels, q_SBND, spec.rope, meta, start=spec.qk_head_dim)
+        q_SBND = q.unflatten(-1, (self.num_heads, config.q_head_dim))
+        return rotate(self.kernels, q_SBND, config.rope, meta, start=config.qk_head_dim)
 
     def _key_value(self, latent: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor]:
         """k [S, B, N, nope | rope], v [S, B, N, E]"""
-        spec = self.spec
-        latent, turned = latent.split((spec.kv_lora_rank, spec.qk_rope_dim), dim=-1)
+        config = self.config
+        latent, turned = latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
         # tp: S * B * rope channels; the gradient is partial, since every rank's heads read the shared key part.
-        turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], spec.rope, meta)
+        turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], config.rope, meta)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        return self.kernels.latent_key_value(kv, turned_SB1D.squeeze(2), spec.qk_head_dim)
+        return self.kernels.latent_key_value(kv, turned_SB1D.squeeze(2), config.qk_head_dim)

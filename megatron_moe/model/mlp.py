@@ -2,23 +2,23 @@
 
 from torch import Tensor, nn
 
+from megatron_moe.config.moe import MLPConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.linear import Linear
-from megatron_moe.specs.moe import MLPSpec
+from megatron_moe.parallel.linear import Linear
 
 
 class MLP(nn.Module):
     """fc2(act(fc1(x))); a gated fc1 has the gate's rows first, then those of up."""
 
-    def __init__(self, spec: MLPSpec, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, config: MLPConfig, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
-        self.spec = spec
+        self.config = config
         self.kernels = kernels
-        hidden, ffn, fan = spec.hidden_size, spec.ffn_hidden_size, spec.activation.fan
-        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, bias=spec.bias, tp_dim=0, splits=(ffn,) * fan)
-        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, bias=spec.bias, tp_dim=1, init="output")
+        hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
+        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, bias=config.bias, tp_dim=0, splits=(ffn,) * fan)
+        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, bias=config.bias, tp_dim=1, init="output")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        return self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.spec.activation))
+        return self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.config.activation))

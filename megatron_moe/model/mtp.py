@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.keeping import Keeping
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.transformer_layer import TransformerLayer
@@ -35,26 +36,31 @@ from megatron_moe.moe.node_chain import (
     run_nodes,
 )
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.tensor import columns_to_residual
-from megatron_moe.precision.linear import Linear
-from megatron_moe.specs.model import ModelSpec
+from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.tensor_parallel import columns_to_residual
 
 
 class MTPLayer(nn.Module):
     """Joins the hidden state with the embedding of a later token, then one layer of the model's last kind."""
 
     def __init__(
-        self, spec: ModelSpec, depth: int, site: str, ctx: ParallelContext, kernels: Kernels, keeping: Keeping
+        self,
+        config: ModelConfig,
+        depth: int,
+        site: str,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        saved_tensors: SavedTensorPolicy,
     ) -> None:
         super().__init__()
         self.ctx = ctx
-        hidden = spec.hidden_size
-        self.enorm = Norm(spec.norm, hidden, ctx, kernels)
-        self.hnorm = Norm(spec.norm, hidden, ctx, kernels)
+        hidden = config.hidden_size
+        self.enorm = Norm(config.norm, hidden, ctx, kernels)
+        self.hnorm = Norm(config.norm, hidden, ctx, kernels)
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
-        layer, site = len(spec.layers) + depth, f"{site}.transformer_layer"
-        self.transformer_layer = TransformerLayer(spec.layers[-1], layer, site, ctx, kernels, keeping)
-        self.final_layernorm = Norm(spec.norm, hidden, ctx, kernels)
+        layer, site = len(config.layers) + depth, f"{site}.transformer_layer"
+        self.transformer_layer = TransformerLayer(config.layers[-1], layer, site, ctx, kernels, saved_tensors)
+        self.final_layernorm = Norm(config.norm, hidden, ctx, kernels)
         self.nodes = (
             Node("join", "attention", self._join, parameters_of(self.enorm, self.hnorm, self.eh_proj)),
             *self.transformer_layer.nodes,
@@ -79,16 +85,22 @@ class MTPLayer(nn.Module):
 class MTP(nn.Module):
     """The depths in order; one layer serves them all when it is repeated."""
 
-    def __init__(self, spec: ModelSpec, ctx: ParallelContext, kernels: Kernels, keeping: Keeping) -> None:
+    def __init__(
+        self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels, saved_tensors: SavedTensorPolicy
+    ) -> None:
         super().__init__()
-        assert spec.mtp is not None, "this model has no multi-token prediction"
-        self.spec = spec.mtp
-        self.num_layers = 1 if spec.mtp.repeated_layer else spec.mtp.num_layers
-        layers = {str(d): MTPLayer(spec, d, f"mtp.layers.{d}", ctx, kernels, keeping) for d in range(self.num_layers)}
+        assert config.mtp is not None, "this model has no multi-token prediction"
+        self.config = config.mtp
+        self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
+        layers = {
+            str(d): MTPLayer(config, d, f"mtp.layers.{d}", ctx, kernels, saved_tensors) for d in range(self.num_layers)
+        }
         self.layers = nn.ModuleDict(layers)
-        inputs, ((_, twice),) = ("hidden_SBH", "embedded_SBH"), keeping.layers(1, ahead=True)
+        inputs, ((_, twice),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
         whole = [(module_node(layer, inputs),) for layer in layers.values()]
-        self._layer_nodes = [(recompute_nodes(n, keeping, "chunk", inputs=inputs),) if twice else n for n in whole]
+        self._layer_nodes = [
+            (recompute_nodes(n, saved_tensors, "chunk", inputs=inputs),) if twice else n for n in whole
+        ]
 
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
         """The nodes of every depth; `first`: position of the first depth among the layers of the chunk.
@@ -103,16 +115,16 @@ class MTP(nn.Module):
 
     def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, meta: TokenMeta) -> LayerState:
         hidden_SBH, embedded_SBH = state.hidden_SBH, embedding(depth.tokens_BS, depth.positions_BS, meta)
-        if self.spec.detach_heads:
+        if self.config.detach_heads:
             embedded_SBH = embedded_SBH.detach()
-        inner_SBH = hidden_SBH.detach() if self.spec.detach_heads and depth.is_first else hidden_SBH
+        inner_SBH = hidden_SBH.detach() if self.config.detach_heads and depth.is_first else hidden_SBH
         return LayerState(hidden_SBH=inner_SBH, embedded_SBH=embedded_SBH, earlier=(*state.earlier, hidden_SBH))
 
     def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
         whole = batch.whole or batch
         segments_BS, take = whole.meta.segments_BS, batch.meta.take
         tokens_BS, positions_BS, valid_BS = whole.tokens_BS, whole.meta.positions_BS, whole.meta.valid_BS
-        for number in range(self.spec.num_layers):
+        for number in range(self.config.num_layers):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
             if valid_BS is not None:
                 # A place without a token ahead counts as its own token does, so that an all-true mask equals no mask.
@@ -129,7 +141,7 @@ class MTP(nn.Module):
             meta,
             valid_BS=valid_BS,
             # A repeated layer adds its balancing losses once per depth; together they weigh as one layer's.
-            aux_scale=meta.aux_scale / (self.spec.num_layers if self.spec.repeated_layer else 1),
+            aux_scale=meta.aux_scale / (self.config.num_layers if self.config.repeated_layer else 1),
             random_key=None if key is None else (*key, "mtp", depth),
             forced=None,  # drawn for the decoder's layers, which may be replayed; these are computed
         )

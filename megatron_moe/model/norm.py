@@ -2,36 +2,36 @@
 
 from torch import Tensor, nn
 
+from megatron_moe.config.attention import NormConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
-from megatron_moe.specs.attention import NormSpec
-from megatron_moe.specs.params import ParamMeta
 
 
 class Norm(nn.Module):
     """RMSNorm has a weight, LayerNorm a weight and a bias. A zero-centred weight is stored as gamma - 1."""
 
     def __init__(
-        self, spec: NormSpec, width: int, ctx: ParallelContext, kernels: Kernels, *, over_heads: bool = False
+        self, config: NormConfig, width: int, ctx: ParallelContext, kernels: Kernels, *, over_heads: bool = False
     ) -> None:
         """`over_heads`: it norms the heads of this rank; otherwise the residual stream, or a latent of it."""
         super().__init__()
-        partial = ctx.group("tp").size > 1 if over_heads else ctx.spec.sequence_parallel
-        self.spec = spec
+        partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
+        self.config = config
         self.kernels = kernels
         weight = ParamMeta(
-            role="norm", init="zeros" if spec.zero_centered else "ones", decay=False, partial_over_tp=partial
+            role="norm", init="zeros" if config.zero_centered else "ones", decay=False, partial_over_tp=partial
         )
         self.weight = new_parameter((width,), weight, ctx)
         self.bias = None
-        if spec.kind == "LayerNorm":
+        if config.kind == "LayerNorm":
             bias = ParamMeta(role="bias", init="zeros", decay=False, partial_over_tp=partial)
             self.bias = new_parameter((width,), bias, ctx)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[..., width] -> [..., width], computed in promote(fp32, dtype). With a residual: (residual + x, its norm)."""
-        eps, zero_centered = self.spec.eps, self.spec.zero_centered
+        eps, zero_centered = self.config.eps, self.config.zero_centered
         if self.bias is None and residual is not None:
             return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)
         total = x if residual is None else residual + x

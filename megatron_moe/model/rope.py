@@ -11,81 +11,86 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import (
+    AttentionConfig,
+    MLAConfig,
+    RopeConfig,
+    yarn_mscale,
+)
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import AttentionSpec, MLASpec, RopeSpec, yarn_mscale
 
 
 class Rotations:
     """Every distinct rotation among the mixers of a model stage."""
 
-    def __init__(self, mixers: Iterable[AttentionSpec | MLASpec], ctx: ParallelContext) -> None:
-        specs = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
+    def __init__(self, mixers: Iterable[AttentionConfig | MLAConfig], ctx: ParallelContext) -> None:
+        configs = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
         self.dtype = internal_dtype(ctx.dtype)
-        self.frequencies = {spec: inverse_frequencies(spec).to(ctx.device) for spec in specs}
+        self.frequencies = {config: inverse_frequencies(config).to(ctx.device) for config in configs}
 
     def attach(self, meta: TokenMeta) -> TokenMeta:
         """`meta` with the cos and sin of its positions."""
-        tables = {spec: self._table(spec, freqs, meta.positions_BS) for spec, freqs in self.frequencies.items()}
+        tables = {config: self._table(config, freqs, meta.positions_BS) for config, freqs in self.frequencies.items()}
         return replace(meta, rotary=tables)
 
-    def _table(self, spec: RopeSpec, frequencies: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def _table(self, config: RopeConfig, frequencies: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [S, B, dim]; each angle stands twice, as two halves."""
         angles = positions_BS.T[:, :, None].double() * frequencies
         angles = torch.cat([angles, angles], dim=-1)
-        scale = concentration(spec)
+        scale = concentration(config)
         return (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
 
 
-def inverse_frequencies(spec: RopeSpec) -> Tensor:
+def inverse_frequencies(config: RopeConfig) -> Tensor:
     """Radians per position of every pair, fp64 [dim / 2]."""
-    plain = spec.base ** (-torch.arange(0, spec.dim, 2, dtype=torch.float64) / spec.dim)
-    match spec.scaling:
+    plain = config.base ** (-torch.arange(0, config.dim, 2, dtype=torch.float64) / config.dim)
+    match config.scaling:
         case "none":
             return plain
         case "linear":
-            return plain / spec.scaling_factor
+            return plain / config.scaling_factor
         case "llama3":
-            return _llama3(spec, plain)
+            return _llama3(config, plain)
         case "yarn":
-            return _yarn(spec, plain)
+            return _yarn(config, plain)
 
 
-def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
     """Llama 3.1 (arXiv 2407.21783): waves longer than the original context are stretched by the factor, much shorter
     ones are kept, and between `low_freq_factor` and `high_freq_factor` waves per context the two are mixed."""
-    waves_per_context = spec.original_max_positions * plain / (2 * math.pi)
-    keep = (waves_per_context - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    return _mix(plain, spec.scaling_factor, keep.clamp(0, 1))
+    waves_per_context = config.original_max_positions * plain / (2 * math.pi)
+    keep = (waves_per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    return _mix(plain, config.scaling_factor, keep.clamp(0, 1))
 
 
-def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
+def _yarn(config: RopeConfig, plain: Tensor) -> Tensor:
     """YaRN (arXiv 2309.00071 section 3.2): dims that turn more than `beta_fast` times in the original context are kept,
     those that turn less than `beta_slow` times are stretched, with a linear ramp over the dims between."""
-    low, high = _turning_dim(spec, spec.beta_fast), _turning_dim(spec, spec.beta_slow)
-    if spec.truncate:
+    low, high = _turning_dim(config, config.beta_fast), _turning_dim(config, config.beta_slow)
+    if config.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.dim - 1)
+    low, high = max(low, 0), min(high, config.dim - 1)
     if low == high:
         high += 0.001  # the ramp becomes a step
-    stretch = (torch.arange(spec.dim // 2, dtype=torch.float64) - low) / (high - low)
-    return _mix(plain, spec.scaling_factor, 1 - stretch.clamp(0, 1))
+    stretch = (torch.arange(config.dim // 2, dtype=torch.float64) - low) / (high - low)
+    return _mix(plain, config.scaling_factor, 1 - stretch.clamp(0, 1))
 
 
-def _turning_dim(spec: RopeSpec, turns: float) -> float:
+def _turning_dim(config: RopeConfig, turns: float) -> float:
     """The (fractional) pair that turns `turns` times within the original context."""
-    return spec.dim * math.log(spec.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
+    return config.dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.base))
 
 
 def _mix(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
     return plain * keep + plain / factor * (1 - keep)
 
 
-def concentration(spec: RopeSpec) -> float:
+def concentration(config: RopeConfig) -> float:
     """Factor on cos and sin, by which YaRN sharpens attention over the longer context."""
-    if spec.scaling != "yarn":
+    if config.scaling != "yarn":
         return 1.0
-    if spec.concentration is not None:
-        return spec.concentration
-    return yarn_mscale(spec.scaling_factor, spec.mscale) / yarn_mscale(spec.scaling_factor, spec.mscale_all_dim)
+    if config.concentration is not None:
+        return config.concentration
+    return yarn_mscale(config.scaling_factor, config.mscale) / yarn_mscale(config.scaling_factor, config.mscale_all_dim)

@@ -4,21 +4,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_moe.config.attention import MLAConfig
+from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.keeping import Keeping
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.mlp import MLP
 from megatron_moe.model.norm import Norm
-from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.tensor import sequence_part
-from megatron_moe.specs.attention import MLASpec
-from megatron_moe.specs.model import LayerSpec
-from megatron_moe.specs.moe import MoESpec
+from megatron_moe.parallel.tensor_parallel import sequence_part
 
 
 class TransformerLayer(nn.Module):
@@ -38,32 +38,32 @@ class TransformerLayer(nn.Module):
 
     def __init__(
         self,
-        spec: LayerSpec,
+        config: LayerConfig,
         layer: int,
         site: str,
         ctx: ParallelContext,
         kernels: Kernels,
-        keeping: Keeping | None = None,
+        saved_tensors: SavedTensorPolicy | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.config = config
         self.site = site
-        self.keeping = keeping = keeping or Keeping()
+        self.saved_tensors = saved_tensors = saved_tensors or SavedTensorPolicy()
         self.positions = sequence_part(ctx)
-        self.input_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
-        mixer: Any = MLA if isinstance(spec.mixer, MLASpec) else Attention
-        self.self_attention = mixer(spec.mixer, f"{site}.self_attention", ctx, kernels, keeping)
-        self.pre_mlp_layernorm = Norm(spec.norm, spec.mixer.hidden_size, ctx, kernels)
+        self.input_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
+        mixer: Any = MLA if isinstance(config.mixer, MLAConfig) else Attention
+        self.self_attention = mixer(config.mixer, f"{site}.self_attention", ctx, kernels, saved_tensors)
+        self.pre_mlp_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
         self.mlp: MoELayer | MLP
         feed_forward: tuple[Node, ...]
-        if isinstance(spec.feed_forward, MoESpec):
-            self.mlp = MoELayer(spec.feed_forward, layer, ctx, kernels, keeping)
+        if isinstance(config.feed_forward, MoEConfig):
+            self.mlp = MoELayer(config.feed_forward, layer, ctx, kernels, saved_tensors)
             feed_forward = self.mlp.nodes
         else:
-            self.mlp = MLP(spec.feed_forward, ctx, kernels)
+            self.mlp = MLP(config.feed_forward, ctx, kernels)
             feed_forward = (Node("mlp", "experts", self._mlp, parameters_of(self.mlp)),)
-        if keeping.twice("moe" if spec.is_moe else "mlp"):
-            again = recompute_nodes(feed_forward, keeping, "experts", inputs=("normed_SBH",), output="out_SBH")
+        if saved_tensors.is_recomputed("moe" if config.is_moe else "mlp"):
+            again = recompute_nodes(feed_forward, saved_tensors, "experts", inputs=("normed_SBH",), output="out_SBH")
             feed_forward = (again,)
         attention = parameters_of(self.input_layernorm, self.self_attention, self.pre_mlp_layernorm)
         self.nodes = (
@@ -80,14 +80,14 @@ class TransformerLayer(nn.Module):
     def _attention(self, state: LayerState, meta: TokenMeta) -> LayerState:
         """Attention with its residual connection, and the norm of the feed-forward module."""
         hidden_SBH = state.hidden_SBH
-        with self.keeping.region("attn_norm"):
+        with self.saved_tensors.offload_scope("attn_norm"):
             normed_SBH = self.input_layernorm(hidden_SBH)
-            discard = self.keeping.forget("layernorm", self.input_layernorm, (hidden_SBH,), normed_SBH)
+            discard = self.saved_tensors.discard_output("layernorm", self.input_layernorm, (hidden_SBH,), normed_SBH)
         with discard:
             out_SBH = self._dropped(self.self_attention(normed_SBH, meta), "attention", meta)
-        with self.keeping.region("mlp_norm"):
+        with self.saved_tensors.offload_scope("mlp_norm"):
             hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual_of(hidden_SBH, normed_SBH))
-            discard = self.keeping.forget("layernorm", self.pre_mlp_layernorm, (hidden_SBH,), normed_SBH)
+            discard = self.saved_tensors.discard_output("layernorm", self.pre_mlp_layernorm, (hidden_SBH,), normed_SBH)
         hidden_SBH = self._residual_of(hidden_SBH, normed_SBH)
         return state.evolve(hidden_SBH=hidden_SBH, normed_SBH=normed_SBH, discard=discard)
 
@@ -102,8 +102,8 @@ class TransformerLayer(nn.Module):
 
     def _residual_of(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
         """The tensor to which the next output is added."""
-        return normed_SBH if self.spec.residual_from_norm else hidden_SBH
+        return normed_SBH if self.config.residual_from_norm else hidden_SBH
 
     def _dropped(self, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
         key = meta.key(f"{self.site}.{part}_residual")
-        return rng.dropout(out_SBH, self.spec.hidden_dropout, key, part=self.positions)
+        return rng.dropout(out_SBH, self.config.hidden_dropout, key, part=self.positions)

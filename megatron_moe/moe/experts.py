@@ -6,17 +6,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.looped import looped
 from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
-from megatron_moe.memory.keeping import Keeping
-from megatron_moe.moe.dispatch.contract import Rows
-from megatron_moe.moe.permute import expert_of_rows
+from megatron_moe.kernels.sequential_grouped_gemm import sequential
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
+from megatron_moe.moe.token_dispatcher.permute import expert_of_rows
 from megatron_moe.moe.weigh import weigh
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.specs.moe import ExpertsSpec
-from megatron_moe.specs.params import ParamMeta
 
 
 class Experts(nn.Module):
@@ -34,46 +34,50 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, spec: ExpertsSpec, ctx: ParallelContext, kernels: Kernels, keeping: Keeping | None = None
+        self,
+        config: ExpertsConfig,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        saved_tensors: SavedTensorPolicy | None = None,
     ) -> None:
         super().__init__()
-        self.keeping = keeping or Keeping()
-        self.spec = spec
+        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.config = config
         # where tensors have no data there are no offsets to read, and one product takes as much as many
-        one_product = spec.grouped or ctx.device.type == "meta"
-        self.kernels = kernels if one_product else looped(kernels)
-        fan = spec.activation.fan
+        one_product = config.grouped or ctx.device.type == "meta"
+        self.kernels = kernels if one_product else sequential(kernels)
+        fan = config.activation.fan
         self.linear_fc1 = ExpertStack(
-            spec, spec.hidden_size, fan * spec.ffn_hidden_size, ctx, self.kernels, tp_dim=0, splits=fan
+            config, config.hidden_size, fan * config.ffn_hidden_size, ctx, self.kernels, tp_dim=0, splits=fan
         )
         self.linear_fc2 = ExpertStack(
-            spec, spec.ffn_hidden_size, spec.hidden_size, ctx, self.kernels, tp_dim=1, init="output"
+            config, config.ffn_hidden_size, config.hidden_size, ctx, self.kernels, tp_dim=1, init="output"
         )
 
-    def forward(self, rows: Rows) -> Rows:
+    def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Rows of tokens to rows of results; rows that hold nothing are undefined in the result."""
         assert rows.index is None, "rows must be sorted by expert already"
         data_RH, probs_R, offsets_e = rows.data.plain(), rows.probs_R, rows.offsets_e
         probs: Tensor | None = probs_R
-        if self.spec.probs_on_input:
+        if self.config.probs_on_input:
             data_RH, probs = _scale(data_RH, probs_R), None
-        elif self.spec.probs_on_output:
+        elif self.config.probs_on_output:
             probs = None
         used = offsets_e[-1]
-        with self.keeping.used_rows(data_RH, used), self.keeping.region("expert_fc1"):
+        with self.saved_tensors.stash_rows(data_RH, used), self.saved_tensors.offload_scope("expert_fc1"):
             ffn_RF = self.linear_fc1(data_RH, offsets_e)
         given = (ffn_RF,) if probs is None else (ffn_RF, probs)
-        with self.keeping.used_rows(ffn_RF, used), self.keeping.region("moe_act"):
+        with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
             act_RF = self._activate(*given)
-            forget = self.keeping.forget("moe_act", self._activate, given, act_RF)
-        with self.keeping.used_rows(act_RF, used), forget:
+            forget = self.saved_tensors.discard_output("moe_act", self._activate, given, act_RF)
+        with self.saved_tensors.stash_rows(act_RF, used), forget:
             out_RH = self.linear_fc2(act_RF, offsets_e, probs)
-        if self.spec.probs_on_output:
+        if self.config.probs_on_output:
             out_RH = weigh(out_RH, probs_R)
         return replace(rows, data=Operand(data=out_RH))
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
-        return self.kernels.activation(ffn_RF, probs_R, self.spec.activation)
+        return self.kernels.activation(ffn_RF, probs_R, self.config.activation)
 
 
 class ExpertStack(nn.Module):
@@ -83,7 +87,7 @@ class ExpertStack(nn.Module):
 
     def __init__(
         self,
-        spec: ExpertsSpec,
+        config: ExpertsConfig,
         inputs: int,
         outputs: int,
         ctx: ParallelContext,
@@ -96,14 +100,14 @@ class ExpertStack(nn.Module):
         """`splits`: number of parts of the outputs that tensor parallelism cuts one by one (gate and up)."""
         super().__init__()
         self.kernels = kernels
-        num = spec.num_experts
+        num = config.num_experts
         parts = (outputs // splits,) * splits if tp_dim == 0 else ()
         weight_meta = ParamMeta(
             role="matrix", grid="expert", init=init, fan_in=inputs, num_experts=num, tp_dim=tp_dim, splits=parts
         )
         self.weight = new_parameter((num, outputs, inputs), weight_meta, ctx)
         self.bias = None
-        if spec.bias:
+        if config.bias:
             cut = 0 if tp_dim == 0 else None
             bias_meta = ParamMeta(
                 role="bias", grid="expert", init="zeros", num_experts=num, tp_dim=cut, splits=parts, decay=False

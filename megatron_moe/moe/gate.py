@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel import rng
+from megatron_moe.parallel.param_meta import Part
 from megatron_moe.parallel.rng import Key
-from megatron_moe.specs.params import Part
 
 
 def gate_product(

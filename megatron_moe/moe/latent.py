@@ -3,7 +3,7 @@ less; router and shared experts see the full width."""
 
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.linear import Linear
+from megatron_moe.parallel.linear import Linear
 
 
 def latent_projections(

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import TokenMeta
-from megatron_moe.memory.graphs import Part
-from megatron_moe.memory.keeping import Keeping, Scope
-from megatron_moe.memory.structure import evolve
-from megatron_moe.moe.dispatch.contract import Routing, Rows
+from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
+from megatron_moe.memory.pytree import evolve
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy, Scope
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.specs.pipeline.slots import Node as SlotName
-from megatron_moe.specs.pipeline.slots import Step, stream_of
+from megatron_moe.pipeline.overlap import Node as SlotName
+from megatron_moe.pipeline.overlap import Step, stream_of
 
 _UNSET: Any = None
 _NO_SCOPE: Scope = nullcontext()
@@ -57,7 +57,7 @@ class LayerState:
     """What is dispatched: `normed_SBH` or its latent projection."""
     pending: Any = None
     """The dispatcher's exchange between its start and its finish."""
-    rows: Rows = _UNSET
+    rows: DispatchedTokens = _UNSET
     handle: Any = None
     """What the dispatcher needs to combine `rows`."""
     shared: Tensor = _UNSET
@@ -143,7 +143,7 @@ def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
 
 def recompute_nodes(
     nodes: Sequence[Node],
-    keeping: Keeping,
+    saved_tensors: SavedTensorPolicy,
     slot: SlotName,
     *,
     inputs: Sequence[str] = ("hidden_SBH",),
@@ -161,7 +161,7 @@ def recompute_nodes(
 
     def run(state: LayerState, meta: TokenMeta) -> LayerState:
         with state.discard:
-            out = keeping.again(chain, *(getattr(state, name) for name in inputs), meta=meta)
+            out = saved_tensors.checkpoint(chain, *(getattr(state, name) for name in inputs), meta=meta)
         return state.evolve(**(dict.fromkeys(inputs) | {output: out}))
 
     return Node("recomputed", slot, run, _all_parameters(nodes))
@@ -179,12 +179,14 @@ def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> t
             span = slice(names.index(first), names.index(last) + 1)
             group = tuple(chain[span])
             parameters = _all_parameters(group)
-            part = Part(f"{module} of {site}", partial(run_nodes, group), cast(tuple[Parameter, ...], parameters))
+            part = CapturedModule(
+                f"{module} of {site}", partial(run_nodes, group), cast(tuple[Parameter, ...], parameters)
+            )
             chain[span] = [Node(module, group[0].slot, partial(_run_captured, part), parameters)]
     return tuple(chain)
 
 
-def _run_captured(part: Part, state: LayerState, meta: TokenMeta) -> LayerState:
+def _run_captured(part: CapturedModule, state: LayerState, meta: TokenMeta) -> LayerState:
     # A graph outlives the microbatch that it was captured with, so it must not refer to that microbatch's scope.
     result: LayerState = part(state.evolve(discard=_NO_SCOPE), meta)
     return result if result.normed_SBH is None else result.evolve(discard=state.discard)

@@ -9,28 +9,37 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.moe import (
+    Balancing,
+    CapacityConfig,
+    RouterConfig,
+)
 from megatron_moe.data.batch import TokenMeta
-from megatron_moe.kernels.ops import Kernels, Routed
+from megatron_moe.kernels.ops import Kernels, RoutedTokens
 from megatron_moe.kernels.reference_routing import squared_logsumexp, valid_ids, valid_or_zero
-from megatron_moe.logs.tally import Tally
-from megatron_moe.moe import metrics
-from megatron_moe.moe.balance import LOSS_NAMES, BalancingLosses, BatchTokens, attach_losses
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.moe import router_metrics
+from megatron_moe.moe.balancing import (
+    LOSS_NAMES,
+    BalancingLosses,
+    BatchTokens,
+    attach_losses,
+)
 from megatron_moe.moe.capacity import expert_capacity, within_capacity
-from megatron_moe.moe.dispatch.contract import Routing
 from megatron_moe.moe.gate import draw_logits, force_logits, gate_product, jitter
-from megatron_moe.moe.selection import (
+from megatron_moe.moe.routing_methods import (
     expert_choice,
     quantile_choice,
     quantile_thresholds,
     sinkhorn_choice,
     whole_microbatch,
 )
+from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.rng import Key
-from megatron_moe.parallel.tensor import my_positions, sequence_part
-from megatron_moe.specs.moe import Balancing, CapacitySpec, RouterSpec
-from megatron_moe.specs.params import ParamMeta
+from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
 
 
 class Router(nn.Module):
@@ -51,35 +60,35 @@ class Router(nn.Module):
     global_counts: Tensor
 
     def __init__(
-        self, spec: RouterSpec, capacity: CapacitySpec | None, layer: int, ctx: ParallelContext, kernels: Kernels
+        self, config: RouterConfig, capacity: CapacityConfig | None, layer: int, ctx: ParallelContext, kernels: Kernels
     ) -> None:
         super().__init__()
-        _check(spec, capacity)
-        self.spec = spec
+        _check(config, capacity)
+        self.config = config
         self.capacity = capacity
         self.layer = layer
         self.ctx = ctx
         self.kernels = kernels
-        num_experts = spec.num_experts
+        num_experts = config.num_experts
         # Under sequence parallelism every rank routes its own tokens.
-        partial = ctx.spec.sequence_parallel
-        meta = ParamMeta(role="router", fan_in=spec.hidden_size, partial_over_tp=partial)
-        self.weight = new_parameter((num_experts, spec.hidden_size), meta, ctx)
+        partial = ctx.config.sequence_parallel
+        meta = ParamMeta(role="router", fan_in=config.hidden_size, partial_over_tp=partial)
+        self.weight = new_parameter((num_experts, config.hidden_size), meta, ctx)
         self.bias = None
-        if spec.linear_bias:
-            meta = ParamMeta(role="bias", fan_in=spec.hidden_size, decay=False, partial_over_tp=partial)
+        if config.linear_bias:
+            meta = ParamMeta(role="bias", fan_in=config.hidden_size, decay=False, partial_over_tp=partial)
             self.bias = new_parameter((num_experts,), meta, ctx)
 
-        coeffs = dict(zip(spec.balancing, spec.aux_loss_coeffs, strict=True))
+        coeffs = dict(zip(config.balancing, config.aux_loss_coeffs, strict=True))
         self._balancing_losses = [(kind, name, coeffs[kind]) for kind, name in LOSS_NAMES if coeffs.get(kind)]
 
-        self._state("expert_bias", torch.float32, num_experts, spec.expert_bias, saved=True)
-        self._state("tokens_since_update", torch.int64, num_experts, spec.expert_bias)
-        quantile = "quantile_balancing" in spec.balancing
+        self._state("expert_bias", torch.float32, num_experts, config.expert_bias, saved=True)
+        self._state("tokens_since_update", torch.int64, num_experts, config.expert_bias)
+        quantile = "quantile_balancing" in config.balancing
         self._state("quantile_thresholds", torch.float32, num_experts, quantile, saved=True)
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
-        self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in spec.balancing)
+        self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
         self._counts_ahead: dict[Key | None, Tensor] = {}
         """By microbatch the counts of the global loss that a first forward took and that its second one will take."""
 
@@ -94,11 +103,11 @@ class Router(nn.Module):
         training alone: they enter the gradient and are counted where gradients are enabled, and are reported where
         there is a tally. A forward that is computed twice has a tally first and gradients then, so each happens once.
         """
-        recording = meta.training and (torch.is_grad_enabled() or meta.tally is not None)
+        recording = meta.training and (torch.is_grad_enabled() or meta.metrics is not None)
         valid_T = None if meta.valid_BS is None else my_positions(meta.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, meta)
         tokens = BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp"))
-        if "expert_choice" in self.spec.balancing:
+        if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice has no ids per token to replay"
             routed, routing = None, self._choose_tokens(logits_TE, valid_T)
         else:
@@ -109,19 +118,19 @@ class Router(nn.Module):
         routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, meta), meta)
         if torch.is_grad_enabled():
             self._count(routing, logits_TE, valid_T)
-        if meta.tally is not None:
-            self._record(meta.tally, routing, valid_T)
+        if meta.metrics is not None:
+            self._record(meta.metrics, routing, valid_T)
         return routing
 
     def _logits(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-        spec, key = self.spec, meta.random_key
-        if spec.input_jitter_eps and meta.training and key is not None:
+        config, key = self.config, meta.random_key
+        if config.input_jitter_eps and meta.training and key is not None:
             hidden_SBH = jitter(
-                hidden_SBH, spec.input_jitter_eps, (*key, "router jitter", self.layer), sequence_part(self.ctx)
+                hidden_SBH, config.input_jitter_eps, (*key, "router jitter", self.layer), sequence_part(self.ctx)
             )
         dtype = self._logits_dtype(hidden_SBH.dtype)
         logits_TE = gate_product(self.kernels, hidden_SBH, self.weight, self.bias, dtype)
-        if spec.force_balancing or spec.force_biased is not None:
+        if config.force_balancing or config.force_biased is not None:
             drawn = (
                 self.draw(len(logits_TE), hidden_SBH.dtype, meta) if meta.forced is None else meta.forced[self.layer]
             )
@@ -130,19 +139,19 @@ class Router(nn.Module):
 
     def _logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """For hidden states of `dtype`."""
-        if self.spec.dtype is None:
+        if self.config.dtype is None:
             return dtype
-        return torch.promote_types(dtype, torch.float64 if self.spec.dtype == "fp64" else torch.float32)
+        return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
     def draw(self, num_tokens: int, dtype: torch.dtype, meta: TokenMeta) -> Tensor:
         """The logits [T, E] that benchmarks force on hidden states of `dtype`. Noise differs between tokens,
         microbatches and layers. The uneven part is common to all ranks: new in every step, or one for the whole run
         when the given standard deviation is negative."""
-        key, std = meta.random_key or (self.ctx.seed,), self.spec.force_biased
+        key, std = meta.random_key or (self.ctx.seed,), self.config.force_biased
         fixed = std is not None and std < 0
         bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
         return draw_logits(
-            (num_tokens, self.spec.num_experts),
+            (num_tokens, self.config.num_experts),
             self._logits_dtype(dtype),
             self.ctx.device,
             (*key, "forced logits", self.layer),
@@ -153,32 +162,32 @@ class Router(nn.Module):
 
     def _choose_experts(
         self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *, recording: bool, balance: bool
-    ) -> Routed:
+    ) -> RoutedTokens:
         """Every token takes experts: `spec.topk` of them. `recording`: with the sums that losses are made of."""
-        spec, valid_T = self.spec, tokens.valid_T
-        z = recording and bool(spec.z_loss_coeff)
-        if "sinkhorn" in spec.balancing:
-            ids_TK, probs_TK = sinkhorn_choice(logits_TE, spec.topk, valid_T, given_ids_TK, balance=balance)
+        config, valid_T = self.config, tokens.valid_T
+        z = recording and bool(config.z_loss_coeff)
+        if "sinkhorn" in config.balancing:
+            ids_TK, probs_TK = sinkhorn_choice(logits_TE, config.topk, valid_T, given_ids_TK, balance=balance)
             ids_TK, probs_TK = valid_ids(ids_TK, valid_T), valid_or_zero(probs_TK, valid_T)
-            counts_E = self.kernels.count_tokens(ids_TK, spec.num_experts)
-            return Routed(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
+            counts_E = self.kernels.count_tokens(ids_TK, config.num_experts)
+            return RoutedTokens(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
         if given_ids_TK is None and self.quantile_thresholds is not None:
-            given_ids_TK = quantile_choice(logits_TE, self.quantile_thresholds, spec.topk)
+            given_ids_TK = quantile_choice(logits_TE, self.quantile_thresholds, config.topk)
         # token t belongs to sequence t % B
         sets = tokens.batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
         return self.kernels.route(
             logits_TE,
             self.expert_bias,
-            spec,
+            config,
             given_ids_TK=given_ids_TK,
             valid_T=valid_T,
             balance_sets=sets if recording and self._balancing_losses else 0,
             z=z,
         )
 
-    def _routing(self, routed: Routed) -> Routing:
+    def _routing(self, routed: RoutedTokens) -> Routing:
         routing = Routing(
-            num_experts=self.spec.num_experts,
+            num_experts=self.config.num_experts,
             ids_TK=routed.ids_TK,
             probs_TK=routed.probs_TK,
             counts_E=routed.counts_E,
@@ -186,28 +195,28 @@ class Router(nn.Module):
         )
         return routing if self.capacity is None else self._limit(routing, self.capacity)
 
-    def _limit(self, routing: Routing, spec: CapacitySpec) -> Routing:
+    def _limit(self, routing: Routing, config: CapacityConfig) -> Routing:
         """Drops what is beyond the experts' capacity."""
         ids_TK, probs_TK = routing.ids_TK, routing.probs_TK
         assert ids_TK is not None and probs_TK is not None
-        capacity = expert_capacity(len(ids_TK), self.spec.topk, self.spec.num_experts, spec.factor)
-        stays_TK = within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, spec.policy)
+        capacity = expert_capacity(len(ids_TK), self.config.topk, self.config.num_experts, config.factor)
+        stays_TK = within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, config.policy)
         return replace(
             routing,
             ids_TK=ids_TK.masked_fill(~stays_TK, -1),
             probs_TK=torch.where(stays_TK, probs_TK, 0),
             counts_E=routing.counts_E.clamp(max=capacity),
-            capacity=capacity if spec.pad else None,
+            capacity=capacity if config.pad else None,
         )
 
     def _choose_tokens(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
         """Every expert takes tokens: as many as its capacity."""
-        spec = self.spec
+        config = self.config
         factor = 1.0 if self.capacity is None else self.capacity.factor
-        capacity = expert_capacity(len(logits_TE), spec.topk, spec.num_experts, factor)
-        map_TE, probs_TE = expert_choice(logits_TE, spec, capacity, valid_T)
+        capacity = expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
+        map_TE, probs_TE = expert_choice(logits_TE, config, capacity, valid_T)
         return Routing(
-            num_experts=spec.num_experts,
+            num_experts=config.num_experts,
             map_TE=map_TE,
             probs_TE=probs_TE,
             counts_E=map_TE.sum(dim=0),
@@ -215,17 +224,17 @@ class Router(nn.Module):
         )
 
     def _losses(
-        self, logits_TE: Tensor, routed: Routed | None, tokens: BatchTokens, meta: TokenMeta
+        self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, meta: TokenMeta
     ) -> list[tuple[str, Tensor, float]]:
         """(name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None where experts
         choose."""
         made: list[tuple[str, Tensor, float]] = []
-        if self.spec.z_loss_coeff:
+        if self.config.z_loss_coeff:
             z_sum = None if routed is None else routed.z_sum
             z_sum = squared_logsumexp(logits_TE, tokens.valid_T) if z_sum is None else z_sum
-            made.append(("z_loss", z_sum / tokens.number(), self.spec.z_loss_coeff))
+            made.append(("z_loss", z_sum / tokens.number(), self.config.z_loss_coeff))
         if routed is not None and routed.balance is not None:
-            sums = BalancingLosses(routed.balance, self.spec.topk, tokens)
+            sums = BalancingLosses(routed.balance, self.config.topk, tokens)
             kinds = self._balancing_losses
             made += [(name, self._balancing_loss(kind, sums, meta), coeff) for kind, name, coeff in kinds]
         return made
@@ -258,9 +267,9 @@ class Router(nn.Module):
 
     def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
         """Each rank has its part of a loss; the mean over ranks, which the tally takes, has to be their sum."""
-        if meta.tally is not None:
+        if meta.metrics is not None:
             size = self.ctx.group("tp_cp").size
-            meta.tally.record(name, loss if size == 1 else loss * size, layer=self.layer)
+            meta.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Remembers what the update at the end of the global batch needs."""
@@ -269,25 +278,25 @@ class Router(nn.Module):
             self.tokens_since_update.add_(routing.counts_E)
         if self.quantile_thresholds is not None:
             logits_TE, valid_T = whole_microbatch(logits_TE, valid_T, self.ctx.group("tp_cp"))
-            thresholds_E, counted = quantile_thresholds(logits_TE, self.quantile_thresholds, self.spec.topk, valid_T)
+            thresholds_E, counted = quantile_thresholds(logits_TE, self.quantile_thresholds, self.config.topk, valid_T)
             self.threshold_sums.add_(thresholds_E)
             self.threshold_count.add_(counted)
 
-    def _record(self, tally: Tally, routing: Routing, valid_T: Tensor | None) -> None:
+    def _record(self, metrics: MetricAccumulator, routing: Routing, valid_T: Tensor | None) -> None:
         if routing.map_TE is not None:
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
-            metrics.record_drops(tally, self.layer, num_tokens - met_T.sum(), num_tokens)
+            router_metrics.record_drops(metrics, self.layer, num_tokens - met_T.sum(), num_tokens)
         asked_E, dropless = routing.counts_E, routing.map_TE is None and self.capacity is None
         if routing.chosen_TK is not None and not dropless:
-            asked_E = self.kernels.count_tokens(routing.chosen_TK, self.spec.num_experts)
-            metrics.record_drops(tally, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
-        metrics.record_load(tally, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
+            asked_E = self.kernels.count_tokens(routing.chosen_TK, self.config.num_experts)
+            router_metrics.record_drops(metrics, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
+        router_metrics.record_load(metrics, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
 
-    def record_bias(self, tally: Tally) -> None:
+    def record_bias(self, metrics: MetricAccumulator) -> None:
         """Reports the expert bias of a step, once: it only moves at the end."""
         if self.expert_bias is not None:
-            metrics.record_bias(tally, self.layer, self.expert_bias)
+            router_metrics.record_bias(metrics, self.layer, self.expert_bias)
 
     def batch_sums(self) -> Tensor:
         """See `balance.BalancedRouter`."""
@@ -301,21 +310,21 @@ class Router(nn.Module):
     @torch.no_grad()
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
         """See `balance.BalancedRouter`."""
-        num_experts = self.spec.num_experts
+        num_experts = self.config.num_experts
         if self.expert_bias is not None:
             tokens_E, sums = sums[:num_experts], sums[num_experts:]
-            move_E = self.spec.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
+            move_E = self.config.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
             self._set(self.expert_bias, self.expert_bias + move_E, proceed)
             self.tokens_since_update.zero_()
         if self.quantile_thresholds is not None:
             new_E, count = sums[:num_experts] / sums[num_experts:].clamp(min=1), sums[num_experts:]
-            ema = self.spec.quantile_ema
+            ema = self.config.quantile_ema
             moved_E = ema * self.quantile_thresholds + (1 - ema) * new_E
             moved_E = torch.where(count > 0, moved_E, self.quantile_thresholds)
             self._set(self.quantile_thresholds, moved_E - moved_E.mean(), proceed)
             self.threshold_sums.zero_()
             self.threshold_count.zero_()
-        if "global_aux_loss" in self.spec.balancing:
+        if "global_aux_loss" in self.config.balancing:
             self.global_counts.zero_()
             self._counts_ahead.clear()
 
@@ -323,16 +332,18 @@ class Router(nn.Module):
         state.copy_(value if proceed is None else torch.where(proceed, value.to(state.dtype), state))
 
 
-def _check(spec: RouterSpec, capacity: CapacitySpec | None) -> None:
+def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
     """What `arguments` refuses with better words; here so that no module computes nonsense."""
-    assert 1 <= spec.topk <= spec.num_experts, f"top-{spec.topk} of {spec.num_experts} experts"
-    assert len(spec.balancing) == len(spec.aux_loss_coeffs), f"{spec.balancing} with {spec.aux_loss_coeffs}"
-    assert not spec.expert_bias or spec.score_function != "softmax", "expert bias needs sigmoid or sqrtsoftplus scores"
+    assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
+    assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} with {config.aux_loss_coeffs}"
+    assert not config.expert_bias or config.score_function != "softmax", (
+        "expert bias needs sigmoid or sqrtsoftplus scores"
+    )
     for kind in ("sinkhorn", "quantile_balancing", "expert_choice"):
-        alone = spec.balancing == (kind,) and not spec.aux_loss_coeffs[0] and not spec.expert_bias
-        assert kind not in spec.balancing or alone, f"{kind} goes with no other balancing: {spec}"
-        assert kind not in spec.balancing or not spec.group_topk, f"{kind} knows no expert groups: {spec}"
-    unlimited = {"sinkhorn", "quantile_balancing"} & set(spec.balancing)
+        alone = config.balancing == (kind,) and not config.aux_loss_coeffs[0] and not config.expert_bias
+        assert kind not in config.balancing or alone, f"{kind} goes with no other balancing: {config}"
+        assert kind not in config.balancing or not config.group_topk, f"{kind} knows no expert groups: {config}"
+    unlimited = {"sinkhorn", "quantile_balancing"} & set(config.balancing)
     assert not unlimited or capacity is None, f"{unlimited} goes with no capacity: {capacity}"
-    if "quantile_balancing" in spec.balancing:
-        assert spec.topk < spec.num_experts, f"quantile balancing needs an expert that is not chosen: {spec}"
+    if "quantile_balancing" in config.balancing:
+        assert config.topk < config.num_experts, f"quantile balancing needs an expert that is not chosen: {config}"

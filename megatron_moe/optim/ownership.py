@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.clip import counted, over_the_world
-from megatron_moe.specs.exitcodes import RunError
-from megatron_moe.specs.params import Grid
+from megatron_moe.config.exit_codes import RunError
+from megatron_moe.optim.clip_grads import counted, over_the_world
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.param_meta import Grid
 
 
-def check_ownership(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
+def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
     """Compares what the ranks count with the number of elements that the model has on each grid.
 
     Norms, zeros and checkpoints are made of what the ranks count, and the optimizer steps what they own. All ranks
@@ -30,6 +30,6 @@ def check_ownership(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
             what = "the experts" if grid == "expert" else "everything but the experts"
             raise RunError(
                 f"the ranks together own {number:,} elements of {what}, the model has {expected:,}: with the layout "
-                f"{buffers.context.spec} some would be stepped and counted twice or never; this is an error of the "
+                f"{buffers.context.config} some would be stepped and counted twice or never; this is an error of the "
                 f"program and not of the command line, and another layout may be free of it"
             )

@@ -7,14 +7,21 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_moe.config.optimizer import OptimizerOffloadConfig
+from megatron_moe.config.precision import PrecisionConfig, StateName
+from megatron_moe.kernels.low_precision_state import (
+    BLOCK,
+    Format,
+    PackedState,
+    pack,
+    round_weights,
+    unpack,
+)
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.kernels.packed import BLOCK, Format, Packed, pack, round_weights, unpack
-from megatron_moe.optim.buckets import FlatBuffer
-from megatron_moe.optim.sharded import Range
+from megatron_moe.optim.grad_buffers import FlatBuffer
+from megatron_moe.optim.param_gather import Range
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.transfers import Transfers
-from megatron_moe.specs.precision import PrecisionSpec, StateName
-from megatron_moe.specs.train import StateOffloadSpec
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 Home = Literal["device", "host", "parked"]
@@ -23,31 +30,31 @@ _CHUNK = 1 << 22
 """Elements that are converted at a time, outside of steps."""
 
 
-class Kept(NamedTuple):
+class StoredState(NamedTuple):
     """The state of a stretch of elements."""
 
-    master: Packed | None
+    master: PackedState | None
     """None: the parameters themselves are the masters."""
-    exp_avg: Packed
-    exp_avg_sq: Packed
+    exp_avg: PackedState
+    exp_avg_sq: PackedState
 
     @property
-    def all(self) -> tuple[Packed, ...]:
+    def all(self) -> tuple[PackedState, ...]:
         return tuple(each for each in self if each is not None)
 
     @property
     def tensors(self) -> list[Tensor]:
         return [part for each in self.all for part in each.parts]
 
-    def part(self, start: int, end: int) -> "Kept":
+    def part(self, start: int, end: int) -> "StoredState":
         """Views of elements `start` to `end`; `start` begins a block."""
         first, second = self.exp_avg.part(start, end), self.exp_avg_sq.part(start, end)
-        return Kept(None if self.master is None else self.master.part(start, end), first, second)
+        return StoredState(None if self.master is None else self.master.part(start, end), first, second)
 
-    def like(self, device: torch.device) -> "Kept":
+    def like(self, device: torch.device) -> "StoredState":
         """Room for the same on another device."""
         first, second = self.exp_avg.like(device), self.exp_avg_sq.like(device)
-        return Kept(None if self.master is None else self.master.like(device), first, second)
+        return StoredState(None if self.master is None else self.master.like(device), first, second)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class AdamState:
     """The buffer's own."""
     grads: Tensor
     """The buffer's own."""
-    kept: Kept
+    kept: StoredState
     home: Home
     saves_master: bool
     """Masters are of another dtype than the parameters, so that a checkpoint needs them."""
@@ -75,9 +82,9 @@ class AdamState:
         return self.start + self.size
 
     @property
-    def kinds(self) -> dict[StateKind, Packed]:
+    def kinds(self) -> dict[StateKind, PackedState]:
         """What a checkpoint holds of it, besides the weights."""
-        moments: dict[StateKind, Packed] = {"exp_avg": self.kept.exp_avg, "exp_avg_sq": self.kept.exp_avg_sq}
+        moments: dict[StateKind, PackedState] = {"exp_avg": self.kept.exp_avg, "exp_avg_sq": self.kept.exp_avg_sq}
         return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
 
     def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
@@ -95,7 +102,7 @@ class AdamState:
             out[start:end] = self._numbers(state, start, end)
         return out
 
-    def _numbers(self, state: Packed, start: int, end: int) -> Tensor:
+    def _numbers(self, state: PackedState, start: int, end: int) -> Tensor:
         """Elements of a state, where it is."""
         part = state.part(start, end)
         beside = part.format == "remainder"
@@ -145,23 +152,23 @@ class AdamState:
         return torch.stack([kernels.sum_of_squares(part) for part in parts]).sum()
 
 
-def _copy(into: Packed, source: Packed) -> None:
+def _copy(into: PackedState, source: PackedState) -> None:
     for old, new in zip(into.parts, source.parts, strict=True):
         old.copy_(new)
 
 
 def new_states(
-    buffer: FlatBuffer, precision: PrecisionSpec, spec: StateOffloadSpec, transfers: Transfers
+    buffer: FlatBuffer, precision: PrecisionConfig, config: OptimizerOffloadConfig, transfers: Transfers
 ) -> Iterator[AdamState]:
     """State of all that this rank owns of a buffer: masters are the weights, moments are zero.
 
     The first elements, as many whole blocks as make up the fraction, live in host memory.
     """
-    away = int(spec.fraction * sum(end - start for start, end in buffer.owned))
+    away = int(config.fraction * sum(end - start for start, end in buffer.owned))
     for start, end in buffer.owned:
         middle = min(start + -(-away // BLOCK) * BLOCK, end) if away > 0 else start
         if start < middle:
-            home: Home = "host" if spec.host_steps else "parked"
+            home: Home = "host" if config.host_steps else "parked"
             yield _new_state(buffer, (start, middle), precision, home, transfers)
         if middle < end:
             yield _new_state(buffer, (middle, end), precision, "device", transfers)
@@ -169,7 +176,7 @@ def new_states(
 
 
 def _new_state(
-    buffer: FlatBuffer, owned: Range, precision: PrecisionSpec, home: Home, transfers: Transfers
+    buffer: FlatBuffer, owned: Range, precision: PrecisionConfig, home: Home, transfers: Transfers
 ) -> AdamState:
     start, end = owned
     weights, grads = buffer.weights[start:end], buffer.grads[start:end]
@@ -177,24 +184,26 @@ def _new_state(
     exact = precision.master == "fp64"
     saves_master = weights.dtype != torch_dtype(precision.master)
 
-    def moment(name: StateName, *, root: bool) -> Packed:
+    def moment(name: StateName, *, root: bool) -> PackedState:
         plain = torch.float64 if exact else torch.bfloat16 if name == "bf16" else torch.float32
         narrow: Format = name if name in ("fp16", "fp8") and not exact else "plain"
         return _zeros(end - start, narrow, plain, root=root and narrow != "plain")
 
-    def _zeros(size: int, name: Format, plain: torch.dtype, *, root: bool) -> Packed:
-        state = Packed.zeros(size, name, plain, weights.device if home == "device" else torch.device("meta"), root=root)
+    def _zeros(size: int, name: Format, plain: torch.dtype, *, root: bool) -> PackedState:
+        state = PackedState.zeros(
+            size, name, plain, weights.device if home == "device" else torch.device("meta"), root=root
+        )
         if home == "device":
             return state
         rooms = [transfers.room(part.numel(), part.dtype, pinned=home == "parked") for part in state.parts]
-        return Packed(name, rooms[0], rooms[1] if len(rooms) > 1 else None, state.root)
+        return PackedState(name, rooms[0], rooms[1] if len(rooms) > 1 else None, state.root)
 
     master = None
     if saves_master or home == "host":
         remainders = precision.remainders and weights.dtype is torch.bfloat16 and home != "host"
         name: Format = "remainder" if remainders else "fp16" if precision.master == "fp16" else "plain"
         master = _zeros(end - start, name, torch.float64 if exact else torch.float32, root=False)
-    kept = Kept(master, moment(precision.exp_avg, root=False), moment(precision.exp_avg_sq, root=True))
+    kept = StoredState(master, moment(precision.exp_avg, root=False), moment(precision.exp_avg_sq, root=True))
     state = AdamState(buffer, start, weights, grads, kept, home, saves_master)
     state.master_from_weights()
     return state

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_moe.config.exit_codes import EnvironmentProblem, listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import EnvironmentProblem, listed
 
 _SOURCE = Path(__file__).parents[1]
 

@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_moe.config.emulation import RoutedLoad
+from megatron_moe.config.exit_codes import (
+    EnvironmentProblem,
+    ExitCode,
+    OtherRankProblem,
+)
+from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.precision import FloatName
 from megatron_moe.parallel.fake import enter_fake_world
+from megatron_moe.parallel.grid import all_groups
 from megatron_moe.parallel.mailbox import Mailbox
-from megatron_moe.specs.emulation import RoutedLoad
-from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, OtherRankProblem
-from megatron_moe.specs.grid import all_groups
-from megatron_moe.specs.parallel import Launch, ParallelSpec
-from megatron_moe.specs.precision import FloatName
 
 _MAX_NAMED = 16
 _DTYPES = (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
@@ -29,7 +33,7 @@ def torch_dtype(name: FloatName) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """The ranks this rank shares one axis (or several) with."""
 
     name: str
@@ -55,9 +59,9 @@ class ParallelContext:
 
     def __init__(
         self,
-        spec: ParallelSpec,
+        config: ParallelConfig,
         launch: Launch,
-        groups: dict[str, Group],
+        groups: dict[str, ProcessGroup],
         handles: Handles,
         *,
         device: torch.device,
@@ -65,7 +69,7 @@ class ParallelContext:
         seed: int,
         owns_process_group: bool = False,
     ) -> None:
-        self.spec = spec
+        self.config = config
         self.launch = launch
         self.device = device
         self.dtype = dtype
@@ -92,12 +96,12 @@ class ParallelContext:
         """This rank reports losses: the last one, as in Megatron."""
         return self.launch.rank == self.launch.world_size - 1
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> ProcessGroup:
         """The group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
         etp_ep of the expert grid; embedding (the stages that hold a copy of it); world."""
         return self._groups[name]
 
-    def host_group(self) -> Group:
+    def host_group(self) -> ProcessGroup:
         """The world once more, for a few numbers in host memory: asking for them waits for no device. All ranks must
         ask for it together when it is first asked for."""
         world = self.group("world")
@@ -105,7 +109,7 @@ class ParallelContext:
             return world
         key = (world.ranks, "host")
         if key not in self._handles:
-            timeout = timedelta(minutes=self.spec.timeout_minutes)
+            timeout = timedelta(minutes=self.config.timeout_minutes)
             self._handles[key] = dist.new_group(list(world.ranks), backend="gloo", timeout=timeout)
         return replace(world, name="host", handle=self._handles[key], device=torch.device("cpu"))
 
@@ -116,25 +120,31 @@ class ParallelContext:
 
     @classmethod
     def start(
-        cls, spec: ParallelSpec, launch: Launch, *, device: str = "auto", dtype: FloatName = "fp32", seed: int = 1234
+        cls,
+        config: ParallelConfig,
+        launch: Launch,
+        *,
+        device: str = "auto",
+        dtype: FloatName = "fp32",
+        seed: int = 1234,
     ) -> "ParallelContext":
         """Chooses the device, meets the other ranks and builds the groups."""
         chosen = _choose_device(device, launch)
         if launch.world_size > 1:
-            _rendezvous(spec, launch, chosen)
-        return cls._build(spec, launch, chosen, torch_dtype(dtype), seed, owns=launch.world_size > 1)
+            _rendezvous(config, launch, chosen)
+        return cls._build(config, launch, chosen, torch_dtype(dtype), seed, owns=launch.world_size > 1)
 
     @classmethod
     def single(
         cls, *, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu", seed: int = 1234
     ) -> "ParallelContext":
         """One rank without torch.distributed, for tests and tools."""
-        return cls._build(ParallelSpec(), Launch(), torch.device(device), dtype, seed, owns=False)
+        return cls._build(ParallelConfig(), Launch(), torch.device(device), dtype, seed, owns=False)
 
     @classmethod
     def within(
         cls,
-        spec: ParallelSpec,
+        config: ParallelConfig,
         rank: int,
         *,
         dtype: torch.dtype = torch.float64,
@@ -146,15 +156,15 @@ class ParallelContext:
         """A rank of a process group that stands already: pooled processes of a test, or threads, which share a
         mailbox. `handles` has the communicators of earlier contexts of this process group, and keeps those of this
         one: under NCCL each costs a fraction of a second."""
-        launch = Launch(rank=rank, world_size=spec.world_size, local_rank=rank, local_world_size=spec.world_size)
-        context = cls._build(spec, launch, torch.device(device), dtype, seed, owns=False, handles=handles)
+        launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank, local_world_size=config.world_size)
+        context = cls._build(config, launch, torch.device(device), dtype, seed, owns=False, handles=handles)
         context.mailbox = mailbox
         return context
 
     @classmethod
     def fake(
         cls,
-        spec: ParallelSpec,
+        config: ParallelConfig,
         rank: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -166,9 +176,9 @@ class ParallelContext:
 
         `stop` it before the next one: a process plays one rank at a time. `imbalance`: see `RoutedLoad`.
         """
-        enter_fake_world(rank, spec.world_size)
-        launch = Launch(rank=rank, world_size=spec.world_size)
-        context = cls._build(spec, launch, torch.device(device), dtype, seed, owns=True, alone=True)
+        enter_fake_world(rank, config.world_size)
+        launch = Launch(rank=rank, world_size=config.world_size)
+        context = cls._build(config, launch, torch.device(device), dtype, seed, owns=True, alone=True)
         ep = context.group("ep")
         context.assumed_load = RoutedLoad(ep.size, ep.rank, imbalance)
         return context
@@ -176,7 +186,7 @@ class ParallelContext:
     @classmethod
     def _build(
         cls,
-        spec: ParallelSpec,
+        config: ParallelConfig,
         launch: Launch,
         device: torch.device,
         dtype: torch.dtype,
@@ -186,18 +196,18 @@ class ParallelContext:
         alone: bool = False,
         handles: Handles | None = None,
     ) -> "ParallelContext":
-        spec = replace(spec, world_size=launch.world_size)
+        config = replace(config, world_size=launch.world_size)
         groups = {}
         handles = {} if handles is None else handles
-        for name, lists in all_groups(spec).items():
+        for name, lists in all_groups(config).items():
             for ranks in lists:
                 if alone and launch.rank not in ranks:
                     continue
                 # Every rank takes part in making every group, in the same order.
                 handle = _communicator(handles, ranks, "collectives") if len(ranks) > 1 else None
                 if launch.rank in ranks:
-                    groups[name] = Group(name, ranks, ranks.index(launch.rank), handle, device)
-        return cls(spec, launch, groups, handles, device=device, dtype=dtype, seed=seed, owns_process_group=owns)
+                    groups[name] = ProcessGroup(name, ranks, ranks.index(launch.rank), handle, device)
+        return cls(config, launch, groups, handles, device=device, dtype=dtype, seed=seed, owns_process_group=owns)
 
     def limit_waiting(self, seconds: float) -> None:
         """From now on a collective of any group waits so long for its peers."""
@@ -210,11 +220,12 @@ class ParallelContext:
             dist.destroy_process_group()
 
     def __str__(self) -> str:
-        spec = self.spec
+        config = self.config
         return (
-            f"using world size: {spec.world_size}, data-parallel size: {spec.dp}, context-parallel size: {spec.cp}, "
-            f"tensor-model-parallel size: {spec.tp}, pipeline-model-parallel size: {spec.pp}, "
-            f"expert-model-parallel size: {spec.ep}, device: {self.device}, parameters: {self.dtype}"
+            f"using world size: {config.world_size}, data-parallel size: {config.dp}, "
+            f"context-parallel size: {config.cp}, "
+            f"tensor-model-parallel size: {config.tp}, pipeline-model-parallel size: {config.pp}, "
+            f"expert-model-parallel size: {config.ep}, device: {self.device}, parameters: {self.dtype}"
         )
 
 
@@ -239,30 +250,30 @@ def _choose_device(wish: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def _rendezvous(spec: ParallelSpec, launch: Launch, device: torch.device) -> None:
+def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) -> None:
     if launch.master_addr in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if spec.debug_collectives:
+    if config.debug_collectives:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=_meet(spec, launch),
+            store=_meet(config, launch),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(minutes=spec.timeout_minutes),
+            timeout=timedelta(minutes=config.timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise OtherRankProblem(
             f"rank {launch.rank} of {launch.world_size} could not meet the others at "
-            f"{launch.master_addr}:{launch.master_port} within {spec.timeout_minutes:g} minutes: {error}; "
+            f"{launch.master_addr}:{launch.master_port} within {config.timeout_minutes:g} minutes: {error}; "
             f"check that all ranks were started with the same master address and that the port is free",
             code=ExitCode.RENDEZVOUS,
         ) from error
 
 
-def _meet(spec: ParallelSpec, launch: Launch) -> dist.Store:
+def _meet(config: ParallelConfig, launch: Launch) -> dist.Store:
     """The store of the process group, after all ranks have come.
 
     torchrun's agent serves it, else the first rank. That one waits for the others here, rather than in the constructor
@@ -270,7 +281,7 @@ def _meet(spec: ParallelSpec, launch: Launch) -> dist.Store:
 
     Raises OtherRankProblem on the first rank when others did not come; errors of torch otherwise.
     """
-    timeout = timedelta(minutes=spec.timeout_minutes)
+    timeout = timedelta(minutes=config.timeout_minutes)
     is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = launch.master_addr, launch.master_port
     store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=is_server)
@@ -286,7 +297,7 @@ def _meet(spec: ParallelSpec, launch: Launch) -> dist.Store:
         named = ", ".join(map(str, missing[:_MAX_NAMED])) + " ..." * (len(missing) > _MAX_NAMED)
         raise OtherRankProblem(
             f"{len(missing)} of {launch.world_size} ranks did not come to {address}:{port} within "
-            f"{spec.timeout_minutes:g} minutes: rank {named}; see what they printed, and "
+            f"{config.timeout_minutes:g} minutes: rank {named}; see what they printed, and "
             "check that all ranks were started with the same master address",
             missing[0] if missing else None,
             ExitCode.RENDEZVOUS,

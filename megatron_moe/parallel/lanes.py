@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.specs.pipeline.slots import Stream
+from megatron_moe.pipeline.overlap import Stream
 
 Mark = Any
 """A point in the work of a lane."""

@@ -2,7 +2,7 @@
 
 Every directed edge of the ring of stages has a communicator of its own for each kind of message, so that messages on it
 arrive in the order in which they were sent and never wait behind those of another edge. A pipeline therefore cannot
-deadlock unless its schedule does, which `specs/pipeline/simulate.py` excludes. Shapes are known on both sides
+deadlock unless its schedule does, which `pipeline/simulator.py` excludes. Shapes are known on both sides
 beforehand.
 """
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.grid import all_groups
 from megatron_moe.parallel.mailbox import Letter, Mailbox
-from megatron_moe.specs.grid import all_groups
 
 Kind = Literal["activation", "gradient"]
 KINDS: tuple[Kind, Kind] = ("activation", "gradient")
@@ -98,7 +98,7 @@ class ProcessLinks:
         size = self._group.size
         colours = sorted({edge_colour(edge, size) for edge in ring(size)})
         self._handles: dict[tuple[Kind, int], dist.ProcessGroup] = {}
-        for ranks in all_groups(context.spec)["pp"]:
+        for ranks in all_groups(context.config)["pp"]:
             for kind in KINDS:
                 for colour in colours:
                     handle = context.communicator(ranks, f"{kind} {colour}")

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.params import Box, ParamMeta, local_boxes, local_shape, sharded_dim
+from megatron_moe.parallel.param_meta import (
+    ParamBox,
+    ParamMeta,
+    local_boxes,
+    local_shape,
+    sharded_dim,
+)
 
 
-class GradSink(Protocol):
+class GradAccumulator(Protocol):
     """Where a weight gradient is accumulated, and when it is computed.
 
     A parameter without a sink gets its gradient from autograd as usual, so that modules can be tested alone. The
@@ -20,12 +26,12 @@ class GradSink(Protocol):
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Runs `compute(out, accumulate)` now or later. It must write (or add, if `accumulate`) the gradient to `out`,
-        which has the parameter's shape and the accumulation dtype. A `PartedGrad` may wait for others."""
+        which has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may wait for others."""
         ...
 
 
 @dataclass(frozen=True)
-class PartedGrad:
+class BatchedWeightGrad:
     """A weight gradient that can be computed in one go with later ones of the same parameter. Whoever does not know
     that calls it, and has it alone."""
 
@@ -37,7 +43,7 @@ class PartedGrad:
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.product(self.parts, out, accumulate)
 
-    def with_later(self, later: "PartedGrad") -> "PartedGrad":
+    def with_later(self, later: "BatchedWeightGrad") -> "BatchedWeightGrad":
         return replace(self, parts=self.parts + later.parts)
 
 
@@ -46,9 +52,9 @@ class Parameter(nn.Parameter):
 
     meta: ParamMeta
     global_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[ParamBox, ...]
     """Where the part stands in the whole; the boxes follow each other along the sharded dim."""
-    sink: GradSink | None
+    sink: GradAccumulator | None
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -73,7 +79,7 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
     return parameter
 
 
-def local_part(whole: Tensor, boxes: tuple[Box, ...], meta: ParamMeta) -> Tensor:
+def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
     """What the boxes hold of a whole tensor: a view of it when there is one box."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
@@ -87,11 +93,11 @@ def held_experts(parameter: Parameter) -> range:
 
 def expert_part(whole: Tensor, parameter: Parameter) -> Tensor:
     """As `local_part`, of one expert's whole tensor: what this rank holds of each expert that it has."""
-    boxes = tuple(Box(box.offset[1:], box.size[1:]) for box in parameter.boxes)
+    boxes = tuple(ParamBox(box.offset[1:], box.size[1:]) for box in parameter.boxes)
     return local_part(whole, boxes, replace(parameter.meta, num_experts=None))
 
 
-def write_part(whole: Tensor, part: Tensor, boxes: tuple[Box, ...], meta: ParamMeta) -> None:
+def write_part(whole: Tensor, part: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> None:
     """Writes a rank's part to its place in the whole tensor: the inverse of `local_part`."""
     dim = sharded_dim(meta) or 0
     pieces = part.split([box.size[dim] for box in boxes], dim=dim)
@@ -99,5 +105,5 @@ def write_part(whole: Tensor, part: Tensor, boxes: tuple[Box, ...], meta: ParamM
         whole[_slices(box)] = piece
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def _slices(box: ParamBox) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))

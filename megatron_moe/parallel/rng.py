@@ -9,7 +9,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from megatron_moe.specs.params import Part
+from megatron_moe.parallel.param_meta import Part
 
 Key = tuple[int | str, ...]
 

@@ -8,12 +8,22 @@ import pytest
 from arguments.checks.hints import HINTS
 from arguments.checks.run import FACTS, RULES, parameters
 from arguments.flags import Registry
-from tests.command_lines import plan_of, problems_of, texts_of
-from tests.rules_of_graphs import GRAPH_CASES, PARTS
-from tests.rules_of_memory import MEMORY_CASES
-from tests.rules_of_ranks import EIGHT_RANKS, EP2, FOLD_CASES, RANK_CASES, Case
-from tests.rules_of_rotations import ROTATION_CASES
-from tests.rules_of_state import STATE_CASES
+from tests.helpers.check_cases_cuda_graphs import GRAPH_CASES, PARTS
+from tests.helpers.check_cases_memory import MEMORY_CASES
+from tests.helpers.check_cases_optimizer_state import STATE_CASES
+from tests.helpers.check_cases_parallel import (
+    EIGHT_RANKS,
+    EP2,
+    FOLD_CASES,
+    RANK_CASES,
+    Case,
+)
+from tests.helpers.check_cases_rope import ROTATION_CASES
+from tests.helpers.command_lines import (
+    plan_of,
+    problems_of,
+    texts_of,
+)
 
 MLA = "--multi-latent-attention --rope-type rope"
 GQA = "--group-query-attention --num-query-groups"

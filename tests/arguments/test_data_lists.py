@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_lines import plan_of, texts_of
+from tests.helpers.command_lines import plan_of, texts_of
 
 
 def write(folder: Path, content: str) -> Path:

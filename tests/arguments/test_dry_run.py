@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from arguments.dry_run.text import report
+from arguments.dry_run.report import report
 from arguments.errors import Finished, FlagErrors
 from arguments.read import read_plan
-from arguments.recipes.find import recipe_names
-from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode
+from arguments.recipes import recipe_names
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from pretrain_moe import main
-from tests.command_lines import SMALL, VOCAB_SIZE, calls_of, vocab_size_of, words
+from tests.helpers.command_lines import (
+    SMALL,
+    VOCAB_SIZE,
+    calls_of,
+    vocab_size_of,
+    words,
+)
 from tools.write_dry_runs import DOCUMENT, FOLDER, numbers, with_example
 
 UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
@@ -59,7 +65,7 @@ def test_lines_fit_a_terminal():
 
 
 def test_it_is_little_work_and_needs_no_torch():
-    """DeepSeek-V3 on 1,024 GPUs, 1.28 million calls: a third of a second, see tools/bench_startup.py."""
+    """DeepSeek-V3 on 1,024 GPUs, 1.28 million calls: a third of a second, see benchmarks/harness/bench_startup.py."""
     text, calls = calls_of([*DEEPSEEK.split(), "--dry-run"])
     assert "1,024 H100" in text and calls < 1_500_000
 
@@ -259,7 +265,7 @@ def test_differences_from_the_recipe_are_listed():
     assert told == ["--micro-batch-size 2 (command line); recipe: 1"]
 
 
-def missing(spec: object) -> int:
+def missing(config: object) -> int:
     raise EnvironmentProblem("the tokenizer is not here")
 
 
@@ -292,7 +298,7 @@ def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: 
     told = json.loads(caught.value.text)
     assert told["missing_inputs"] == ["there is no training data", f"the tokenizer is not here{assumed}"]
     with pytest.raises(Finished) as caught:
-        read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda spec: size)
+        read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda config: size)
     assert json.loads(caught.value.text)["model"] == told["model"]
 
 

@@ -1,7 +1,7 @@
 """Variables that flags need: their values, their reasons, and who wins."""
 
 from arguments.environment import FROM_A_FILE
-from tests.command_lines import plan_of
+from tests.helpers.command_lines import plan_of
 
 EP2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 SPREAD = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from arguments import recognised
+from arguments.deprecated import old_names
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry, normal
-from arguments.names import recognised
-from arguments.names.deprecated import old_names
-from arguments.names.recognised import find_recognised, recognised_flags
 from arguments.read import read_plan
-from tests.command_lines import plan_of, texts_of
+from arguments.recognised import find_recognised, recognised_flags
+from tests.helpers.command_lines import plan_of, texts_of
 
 REGISTRY = Registry.declared()
 TABLE = Path(__file__).parents[1] / "data_files" / "megatron_flags.tsv"

@@ -13,7 +13,7 @@ import pytest
 
 from arguments.checks import hints
 from tests.arguments.test_checks import ALL_CASES, HINT_CASES, notes_of
-from tests.command_lines import texts_of
+from tests.helpers.command_lines import texts_of
 
 CHECKS = Path(hints.__file__).parent
 NOT_RULES = ("run.py", "hints.py")

@@ -17,9 +17,14 @@ from arguments.flags import Registry
 from arguments.parser import Setting, Settings, settle, split
 from arguments.read import read_plan
 from arguments.values import LayerPattern, is_optional, without_none
-from megatron_moe.specs.run import RunPlan
+from megatron_moe.config.run import RunPlan
 from tests.arguments.test_checks import CASES
-from tests.command_lines import SMALL, VOCAB_SIZE, plan_of, words
+from tests.helpers.command_lines import (
+    SMALL,
+    VOCAB_SIZE,
+    plan_of,
+    words,
+)
 
 REGISTRY = Registry.declared()
 FLAGS = [flag for flag in REGISTRY.flags.values() if flag.group != "start"]
@@ -171,7 +176,9 @@ def test_a_plan_survives_every_form_of_its_settings(tmp_path, case, form):
     path = tmp_path / "exported"
     path.write_text(text, encoding="utf-8")
     again = shell_words(text) if form == "flags" else ["--config", str(path)]
-    assert specs_of(read_plan(again, {}, vocab_size_of=lambda spec: spec.vocab_size or VOCAB_SIZE)) == specs_of(plan)
+    assert specs_of(read_plan(again, {}, vocab_size_of=lambda config: config.vocab_size or VOCAB_SIZE)) == specs_of(
+        plan
+    )
     if form != "yaml":  # whose comments say where every value came from
         assert printed(form, again) == text
 

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from arguments import files
+from arguments import files, recipes
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
 from arguments.parser import settle
 from arguments.read import read_plan
-from arguments.recipes import find
-from tests.command_lines import plan_of, problems_of, texts_of
+from tests.helpers.command_lines import (
+    plan_of,
+    problems_of,
+    texts_of,
+)
 
 REGISTRY = Registry.declared()
 
@@ -307,7 +310,7 @@ def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch)
     folder.mkdir()
     (folder / "tiny.yaml").write_text("adam-beta1: 0.1\nadam-beta2: 0.1\n", encoding="utf-8")
     path.write_text("adam-beta2: 0.2\n", encoding="utf-8")
-    monkeypatch.setattr(find, "recipe_folders", lambda: (tmp_path / "nowhere", folder))
+    monkeypatch.setattr(recipes, "recipe_folders", lambda: (tmp_path / "nowhere", folder))
     optimizer = plan_of(f"--config {path} --recipe tiny").optimizer
     assert (optimizer.beta1, optimizer.beta2) == (0.1, 0.2)
     assert "there is no recipe 'tinny'" in texts_of("--recipe tinny")[0]
@@ -340,9 +343,9 @@ def test_a_recipe_says_what_it_is_for(tmp_path, monkeypatch):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "model.yaml").write_text("about: {model: M, source: S}\n")
     (tmp_path / "fast.yaml").write_text("base: parts/model.yaml\nabout: {gpu: h100, gpus: 8, source: T}\n")
-    monkeypatch.setattr(find, "recipe_folders", lambda: (tmp_path,))
-    assert find.recipe_names() == ["fast"]
-    assert find.about("fast", REGISTRY) == find.About(model="M", gpu="h100", gpus=8, source="T")
+    monkeypatch.setattr(recipes, "recipe_folders", lambda: (tmp_path,))
+    assert recipes.recipe_names() == ["fast"]
+    assert recipes.about("fast", REGISTRY) == recipes.About(model="M", gpu="h100", gpus=8, source="T")
 
 
 def test_print_config_shows_every_value_with_its_origin():

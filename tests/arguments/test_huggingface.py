@@ -10,17 +10,16 @@ import pytest
 
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
-from arguments.huggingface.model_flags import described, model_flags
-from arguments.huggingface.questions import AnotherModel
+from arguments.huggingface import AnotherModel, described, model_flags
 from arguments.read import read_plan
-from megatron_moe.specs.attention import MLASpec
-from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.specs.families.derive import model_spec_from_hf
-from megatron_moe.specs.families.differences import differences
-from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.run import RunPlan
-from tests.command_lines import plan_of
-from tests.zoo import model_spec, zoo_rows
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.config.attention import MLAConfig
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.model_differences import differences
+from megatron_moe.config.run import RunPlan
+from tests.helpers.command_lines import plan_of
+from tests.helpers.zoo import model_config, zoo_rows
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data_files" / "hf_configs.json").read_text()
@@ -56,7 +55,7 @@ ARCHITECTURES = (
 """More of what a command line can ask of a model."""
 
 
-def unsaid(model: ModelSpec) -> list[str]:
+def unsaid(model: ModelConfig) -> list[str]:
     """What the flags of a model leave different from it."""
     return differences(described(model), model)
 
@@ -79,14 +78,14 @@ def answer_to(*words: str) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_is_built_from_its_config_alone(tmp_path, name):
     plan = plan_from(folder_of(tmp_path, name))
-    published = model_spec_from_hf(PUBLISHED[name], mtp=True)
+    published = model_config_from_hf(PUBLISHED[name], mtp=True)
     assert differences(plan.model, published) == unsaid(published)
     assert plan.model.vocab_size == published.vocab_size
 
 
 @pytest.mark.parametrize("row", zoo_rows(), ids=str)
 def test_flags_can_say_every_model_of_the_public_table(row):
-    assert unsaid(model_spec(row)) == []
+    assert unsaid(model_config(row)) == []
 
 
 @pytest.mark.parametrize("more", ARCHITECTURES)
@@ -126,7 +125,7 @@ def test_what_changes_the_function_of_the_weights_and_no_flag_describes_is_refus
     assert f"no flag describes its layers 0-47 mixer rope {said}" in report and "without --from-hf-config" in report
     for scaling in (LLAMA3, {"rope_type": "linear", "factor": 2.0}):
         plan = plan_from(folder_of(tmp_path, "Qwen3-30B-A3B", rope_scaling=scaling))
-        published = model_spec_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "rope_scaling": scaling})
+        published = model_config_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "rope_scaling": scaling})
         assert differences(plan.model, published) == []
 
 
@@ -134,7 +133,7 @@ def test_what_changes_the_function_of_the_weights_and_no_flag_describes_is_refus
 def test_a_model_agrees_with_the_config_it_came_from(tmp_path, name):
     folder = folder_of(tmp_path, name)
     words = ("--from-hf-config", folder, "--check-against-hf", folder)
-    if unsaid(model_spec_from_hf(PUBLISHED[name])):
+    if unsaid(model_config_from_hf(PUBLISHED[name])):
         with pytest.raises(AnotherModel, match="mixer norm eps"):
             read_plan(words, {})
     else:
@@ -207,14 +206,14 @@ def test_a_config_that_describes_no_model_is_refused(tmp_path, option, text, sen
 
 
 def test_a_model_that_no_flags_make_is_told_apart():
-    spec = plan_of("--multi-latent-attention --rope-type rope --no-group-query-attention").model
-    mixer = spec.layers[0].mixer
-    assert isinstance(mixer, MLASpec)
-    odd = replace(spec.layers[0], mixer=replace(mixer, rope=replace(mixer.rope, interleaved=False)))
-    assert unsaid(replace(spec, layers=(odd,) * 4)) != []
+    config = plan_of("--multi-latent-attention --rope-type rope --no-group-query-attention").model
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, MLAConfig)
+    odd = replace(config.layers[0], mixer=replace(mixer, rope=replace(mixer.rope, interleaved=False)))
+    assert unsaid(replace(config, layers=(odd,) * 4)) != []
 
 
 def test_every_value_belongs_to_a_flag():
     registry = Registry.declared()
     for name in PUBLISHED:
-        assert set(model_flags(model_spec_from_hf(PUBLISHED[name]))) <= set(registry.flags)
+        assert set(model_flags(model_config_from_hf(PUBLISHED[name]))) <= set(registry.flags)

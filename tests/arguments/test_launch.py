@@ -3,9 +3,13 @@
 import pytest
 
 from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
-from megatron_moe.specs.parallel import Launch
-from tests.command_lines import plan_of, problems_of, texts_of
-from tests.rules_of_ranks import EIGHT_RANKS
+from megatron_moe.config.parallel import Launch
+from tests.helpers.check_cases_parallel import EIGHT_RANKS
+from tests.helpers.command_lines import (
+    plan_of,
+    problems_of,
+    texts_of,
+)
 
 TORCHRUN = {
     "RANK": "5",

@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from arguments.deprecated import old_names
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
-from arguments.huggingface.questions import AnotherModel
-from arguments.names.deprecated import old_names
-from arguments.names.recognised import recognised_flags
+from arguments.huggingface import AnotherModel
 from arguments.read import read_plan
+from arguments.recognised import recognised_flags
 from arguments.values import choices
-from tests.command_lines import SMALL, VOCAB_SIZE, words
+from tests.helpers.command_lines import (
+    SMALL,
+    VOCAB_SIZE,
+    words,
+)
 
 REGISTRY = Registry.declared()
 OPTIONS = sorted({*REGISTRY.spellings, *old_names(), *recognised_flags(), "--nonsense", "--"})
@@ -69,7 +73,7 @@ def answers(seed: int, number: int) -> int:
     for _ in range(number):
         argv = [word for word in spoilt(draw) if not word.startswith(ANSWERS)]
         try:
-            plan = read_plan(argv, draw.choice(ENVIRONMENTS), vocab_size_of=lambda spec: VOCAB_SIZE)
+            plan = read_plan(argv, draw.choice(ENVIRONMENTS), vocab_size_of=lambda config: VOCAB_SIZE)
         except (FlagErrors, AnotherModel, Finished) as ending:
             assert str(ending), argv
         except Exception as error:
@@ -98,7 +102,7 @@ def test_dry_runs_with_a_flag_less_and_some_spoilt_give_no_traceback(tmp_path: P
     for option in [word for word in words(SMALL) if word.startswith("--")] * 6:
         argv = [*words(SMALL, without=option), *fitting(draw), *fitting(draw), "--dry-run"]
         try:
-            read_plan(argv, {}, vocab_size_of=lambda spec: VOCAB_SIZE)
+            read_plan(argv, {}, vocab_size_of=lambda config: VOCAB_SIZE)
         except Finished:
             told += 1
         except FlagErrors as refused:

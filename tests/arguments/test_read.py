@@ -13,9 +13,14 @@ from arguments.errors import Finished, FlagErrors
 from arguments.explain import document, surface
 from arguments.flags import Registry, group_classes
 from arguments.read import read_plan
-from megatron_moe.specs.run import RunPlan
+from megatron_moe.config.run import RunPlan
 from tests.arguments.test_checks import CASES
-from tests.command_lines import SMALL, calls_of, plan_of, words
+from tests.helpers.command_lines import (
+    SMALL,
+    calls_of,
+    plan_of,
+    words,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REGISTRY = Registry.declared()
@@ -38,7 +43,7 @@ def test_a_plan_is_the_same_when_its_run_yaml_is_read_back(tmp_path, case):
     plan = plan_of(case.good, case.without)
     path = tmp_path / "run.yaml"
     path.write_text(plan.resolved_yaml, encoding="utf-8")
-    again = read_plan(["--config", str(path)], {}, vocab_size_of=lambda spec: plan.data.vocab_size)
+    again = read_plan(["--config", str(path)], {}, vocab_size_of=lambda config: plan.data.vocab_size)
     assert specs_of(again) == specs_of(plan)
 
 
@@ -66,8 +71,8 @@ def test_help_fits_on_a_screen_and_names_the_essentials():
 
 def test_the_first_example_of_the_help_trains_a_finished_quickstart_longer():
     example = next(line.split() for line in answer_to("--help").splitlines() if "--train-iters" in line)
-    longer = read_plan(example[2:], {}, vocab_size_of=lambda spec: 1000)
-    finished = read_plan(["--recipe", "quickstart"], {}, vocab_size_of=lambda spec: 1000)
+    longer = read_plan(example[2:], {}, vocab_size_of=lambda config: 1000)
+    finished = read_plan(["--recipe", "quickstart"], {}, vocab_size_of=lambda config: 1000)
     assert longer.loop.train_iters > finished.loop.train_iters
     assert longer.lr.decay_samples != finished.lr.decay_samples and longer.lr.override
 
@@ -133,15 +138,15 @@ def test_the_document_of_flags_is_up_to_date():
 
 def test_reading_a_plan_imports_no_torch_and_no_numpy():
     program = (
-        "import sys; from arguments.read import read_plan; from tests.command_lines import plan_of; plan_of(); "
-        "print(sorted({'torch', 'numpy', 'megatron_moe.parallel'} & set(sys.modules)))"
+        "import sys; from arguments.read import read_plan; from tests.helpers.command_lines import plan_of; plan_of(); "
+        "print(sorted({'torch', 'numpy', 'megatron_moe.parallel.context'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_help_is_little_work():
-    """251,000 calls: a quarter of a second, see tools/bench_startup.py."""
+    """251,000 calls: a quarter of a second, see benchmarks/harness/bench_startup.py."""
     text, calls = calls_of(["--help"])
     assert "--help all" in text and calls < 300_000
 
@@ -163,7 +168,7 @@ def test_no_words_whatever_give_a_traceback(data):
     left_out = data.draw(st.lists(st.sampled_from(words(SMALL)), max_size=2))
     argv = words(SMALL, " ".join(left_out)) + [word for option, values in mutations for word in (option, *values)]
     try:
-        plan = read_plan([word for word in argv if word not in ("--help", "-h")], {}, vocab_size_of=lambda spec: 1000)
+        plan = read_plan([word for word in argv if word not in ("--help", "-h")], {}, vocab_size_of=lambda config: 1000)
     except (FlagErrors, Finished) as ending:
         assert str(ending)
     else:

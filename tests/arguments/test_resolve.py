@@ -9,16 +9,32 @@ import pytest
 from arguments import derive
 from arguments.errors import FlagErrors
 from arguments.read import read_plan
-from megatron_moe.specs.attention import MLASpec, NormSpec, RopeSpec
-from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.model import InitSpec, MTPSpec
-from megatron_moe.specs.moe import ActivationSpec, CapacitySpec, ExpertsSpec, RouterSpec
-from megatron_moe.specs.parallel import DataParallelSpec
-from megatron_moe.specs.precision import PrecisionSpec
-from megatron_moe.specs.train import BatchSpec, TokenizerSpec
-from tests.command_lines import SMALL, plan_of, problems_of, texts_of, words
-from tests.rules_of_graphs import GRAPHS, OVERLAPPED
-from tests.zoo import command_line, zoo_rows
+from megatron_moe.config.attention import (
+    MLAConfig,
+    NormConfig,
+    RopeConfig,
+)
+from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.model import InitConfig, MTPConfig
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    CapacityConfig,
+    ExpertsConfig,
+    RouterConfig,
+)
+from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.cost_model.parameters import count_parameters
+from tests.helpers.check_cases_cuda_graphs import GRAPHS, OVERLAPPED
+from tests.helpers.command_lines import (
+    SMALL,
+    plan_of,
+    problems_of,
+    texts_of,
+    words,
+)
+from tests.helpers.zoo import command_line, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
 ITERS = "--train-iters --lr-warmup-iters"
@@ -56,7 +72,7 @@ def test_experts_and_router():
         "--moe-latent-size 64 --moe-shared-expert-intermediate-size 96 --moe-shared-expert-gate --no-moe-grouped-gemm "
         "--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --moe-input-jitter-eps 0.1"
     ).feed_forward
-    assert moe.router == RouterSpec(
+    assert moe.router == RouterConfig(
         hidden_size=256,
         num_experts=8,
         topk=2,
@@ -71,11 +87,11 @@ def test_experts_and_router():
         input_jitter_eps=0.1,
         dtype="fp32",
     )
-    silu = ActivationSpec(kind="silu", gated=True)
-    assert moe.experts == ExpertsSpec(
+    silu = ActivationConfig(kind="silu", gated=True)
+    assert moe.experts == ExpertsConfig(
         num_experts=8, hidden_size=64, ffn_hidden_size=128, activation=silu, grouped=False
     )
-    assert moe.capacity == CapacitySpec(factor=1.5, policy="position")
+    assert moe.capacity == CapacityConfig(factor=1.5, policy="position")
     assert (moe.shared.mlp.ffn_hidden_size, moe.shared.mlp.hidden_size, moe.shared.gate) == (96, 256, True)
     assert moe.latent_size == 64
 
@@ -94,29 +110,29 @@ def test_biases_are_everywhere_or_on_the_qkv_projection_alone():
 
 
 @pytest.mark.parametrize(
-    ("more", "spec"),
+    ("more", "config"),
     [
-        ("--swiglu", ActivationSpec(kind="silu", gated=True)),
+        ("--swiglu", ActivationConfig(kind="silu", gated=True)),
         (
             "--no-swiglu --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7",
-            ActivationSpec(kind="quick_gelu", gated=True, clamp=7.0, linear_offset=1.0),
+            ActivationConfig(kind="quick_gelu", gated=True, clamp=7.0, linear_offset=1.0),
         ),
-        ("--no-swiglu --geglu", ActivationSpec(kind="gelu", gated=True)),
-        ("--no-swiglu --squared-relu", ActivationSpec(kind="squared_relu")),
-        ("--no-swiglu --openai-gelu", ActivationSpec(kind="gelu_tanh")),
-        ("--no-swiglu", ActivationSpec(kind="gelu")),
+        ("--no-swiglu --geglu", ActivationConfig(kind="gelu", gated=True)),
+        ("--no-swiglu --squared-relu", ActivationConfig(kind="squared_relu")),
+        ("--no-swiglu --openai-gelu", ActivationConfig(kind="gelu_tanh")),
+        ("--no-swiglu", ActivationConfig(kind="gelu")),
     ],
 )
-def test_activation_flags_choose_the_same_kind_for_dense_blocks_and_experts(more, spec):
-    assert layer(more, 0).feed_forward.activation == spec
-    assert layer(more, 1).feed_forward.experts.activation == spec
+def test_activation_flags_choose_the_same_kind_for_dense_blocks_and_experts(more, config):
+    assert layer(more, 0).feed_forward.activation == config
+    assert layer(more, 1).feed_forward.experts.activation == config
 
 
 def test_attention_flags_become_heads_scale_and_sinks():
     mixer = layer("--qk-layernorm --kv-channels 32 --rotary-percent 0.5 --attention-dropout 0 --softmax-type learnable")
     assert (mixer.mixer.num_heads, mixer.mixer.num_query_groups, mixer.mixer.head_dim) == (4, 2, 32)
     assert mixer.mixer.qk_norm == "per_head"
-    assert mixer.mixer.rope == RopeSpec(dim=16)
+    assert mixer.mixer.rope == RopeConfig(dim=16)
     assert mixer.mixer.core.softmax_scale == pytest.approx(32**-0.5)
     assert (mixer.mixer.core.sinks, mixer.mixer.core.off_by_one, mixer.mixer.core.dropout) == (True, False, 0.0)
     assert layer("--qk-layernorm --qk-layernorm-over all-heads").mixer.qk_norm == "full"
@@ -144,17 +160,17 @@ def test_layers_without_rotation():
 @pytest.mark.parametrize(
     ("more", "rope"),
     [
-        ("--rotary-base 1000000 --rotary-interleaved", RopeSpec(dim=64, base=1e6, interleaved=True)),
-        ("--rotary-seq-len-interpolation-factor 1", RopeSpec(dim=64)),
-        ("--rotary-seq-len-interpolation-factor 4", RopeSpec(dim=64, scaling="linear", scaling_factor=4.0)),
+        ("--rotary-base 1000000 --rotary-interleaved", RopeConfig(dim=64, base=1e6, interleaved=True)),
+        ("--rotary-seq-len-interpolation-factor 1", RopeConfig(dim=64)),
+        ("--rotary-seq-len-interpolation-factor 4", RopeConfig(dim=64, scaling="linear", scaling_factor=4.0)),
         (
             "--use-rope-scaling",
-            RopeSpec(dim=64, scaling="llama3", scaling_factor=8.0, original_max_positions=8192),
+            RopeConfig(dim=64, scaling="llama3", scaling_factor=8.0, original_max_positions=8192),
         ),
         (
             "--position-embedding-type yarn --rotary-scaling-factor 32 --yarn-original-max-position-embeddings 2048 "
             "--yarn-beta-fast 16 --no-yarn-correction-range-round-to-int",
-            RopeSpec(
+            RopeConfig(
                 dim=64, scaling="yarn", scaling_factor=32.0, original_max_positions=2048, beta_fast=16.0, truncate=False
             ),
         ),
@@ -185,19 +201,19 @@ def test_latent_attention_of_deepseek_v3():
         f"{MLA} --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 "
         "--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --qk-layernorm --norm-epsilon 1e-6"
     ).mixer
-    assert isinstance(mixer, MLASpec)
-    assert mixer.rope == RopeSpec(
+    assert isinstance(mixer, MLAConfig)
+    assert mixer.rope == RopeConfig(
         dim=64, interleaved=True, scaling="yarn", scaling_factor=40.0, original_max_positions=4096, mscale_all_dim=1.0
     )
     gain = 0.1 * math.log(40) + 1
     assert mixer.core.softmax_scale == pytest.approx(gain**2 / math.sqrt(192), rel=1e-15)
     assert (mixer.q_lora_rank, mixer.kv_lora_rank, mixer.qk_norm) == (1536, 512, True)
-    assert mixer.norm == NormSpec(kind="RMSNorm", eps=1e-6)
+    assert mixer.norm == NormConfig(kind="RMSNorm", eps=1e-6)
 
 
 def test_latent_attention_with_plain_rope():
     mixer = layer(f"{MLA} --rope-type rope --rotary-scaling-factor 40").mixer
-    assert mixer.rope == RopeSpec(dim=64, interleaved=True)
+    assert mixer.rope == RopeConfig(dim=64, interleaved=True)
     assert mixer.core.softmax_scale == pytest.approx(192**-0.5)
 
 
@@ -232,11 +248,11 @@ def test_masking_between_documents_means_that_positions_begin_anew_too():
 
 def test_norms_initial_values_and_dropout():
     model = plan_of("--apply-layernorm-1p --norm-epsilon 1e-6 --init-method-std 0.01 --hidden-dropout 0.2").model
-    assert model.norm == NormSpec(kind="RMSNorm", eps=1e-6, zero_centered=True)
+    assert model.norm == NormConfig(kind="RMSNorm", eps=1e-6, zero_centered=True)
     assert model.layers[0].norm == model.norm
-    assert model.init == InitSpec(std=0.01, output_std=0.01 / math.sqrt(8))
+    assert model.init == InitConfig(std=0.01, output_std=0.01 / math.sqrt(8))
     assert (model.embedding_dropout, model.layers[0].hidden_dropout) == (0.2, 0.2)
-    assert plan_of("--init-method unit_gain --embedding-init-method-std 1").model.init == InitSpec(
+    assert plan_of("--init-method unit_gain --embedding-init-method-std 1").model.init == InitConfig(
         std=0.02, output_std=0.02 / math.sqrt(8), embedding_std=1.0, method="unit_gain"
     )
 
@@ -251,8 +267,8 @@ def test_a_head_fused_with_the_loss_makes_a_few_logits_at_a_time():
 def test_multi_token_prediction():
     assert plan_of().model.mtp is None
     assert plan_of("--mtp-num-layers 0").model.mtp is None
-    spec = plan_of("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-detach-heads").model.mtp
-    assert spec == MTPSpec(num_layers=2, loss_scaling_factor=0.3, detach_heads=True)
+    config = plan_of("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-detach-heads").model.mtp
+    assert config == MTPConfig(num_layers=2, loss_scaling_factor=0.3, detach_heads=True)
 
 
 def test_rows_that_do_not_hold_the_tokenizers_vocabulary_are_refused():
@@ -272,12 +288,12 @@ def test_the_vocabulary_is_padded():
 def test_the_tokenizer_is_asked_for_its_vocabulary():
     asked = []
 
-    def ask(spec: TokenizerSpec) -> int:
-        asked.append(spec)
+    def ask(config: TokenizerConfig) -> int:
+        asked.append(config)
         return 77
 
     assert read_plan(words(SMALL), {}, ask).data.vocab_size == 77
-    assert asked == [TokenizerSpec(kind="SentencePieceTokenizer", model=Path("x.model"))]
+    assert asked == [TokenizerConfig(kind="SentencePieceTokenizer", model=Path("x.model"))]
     assert read_plan([*words(SMALL), "--vocab-size", "9"], {}).data.vocab_size == 9
     with pytest.raises(FlagErrors, match="the vocabulary size is not known"):
         read_plan(words(SMALL), {})
@@ -328,12 +344,12 @@ def test_weight_decay_is_constant_or_grows():
 
 
 def test_the_batch_is_one_microbatch_per_rank_unless_told():
-    assert plan_of(without="--global-batch-size").batch == BatchSpec(micro=4, global_size=4)
+    assert plan_of(without="--global-batch-size").batch == BatchConfig(micro=4, global_size=4)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     assert plan_of(without="--global-batch-size", environ=environ).batch.global_size == 8
 
 
-def steps_one_by_one(batch: BatchSpec, samples: int) -> int:
+def steps_one_by_one(batch: BatchConfig, samples: int) -> int:
     consumed = steps = 0
     while consumed + batch.size_at(consumed) <= samples:
         consumed += batch.size_at(consumed)
@@ -343,13 +359,13 @@ def steps_one_by_one(batch: BatchSpec, samples: int) -> int:
 
 @pytest.mark.parametrize("rampup", [(1, 1, 0), (1, 1, 7), (3, 2, 59), (5, 1, 60), (7, 3, 500), (2, 5, 211), (17, 3, 9)])
 def test_steps_of_a_growing_batch_are_counted_as_they_are_trained(rampup):
-    batch = BatchSpec(micro=1, global_size=17, rampup=rampup)
+    batch = BatchConfig(micro=1, global_size=17, rampup=rampup)
     for samples in range(400):
         assert batch.steps_for(samples) == steps_one_by_one(batch, samples), samples
 
 
 def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
-    batch = BatchSpec(micro=4, global_size=16, rampup=(4, 4, 60))
+    batch = BatchConfig(micro=4, global_size=16, rampup=(4, 4, 60))
     assert [batch.size_at(consumed) for consumed in (0, 16, 20, 40, 60, 61)] == [4, 4, 8, 12, 16, 16]
     steps = steps_one_by_one(batch, 1000)
     plan = plan_of("--train-samples 1000 --rampup-batch-size 4 4 60", ITERS)
@@ -374,15 +390,18 @@ def test_layers_to_recompute_mean_nothing_without_a_granularity():
 
 
 @pytest.mark.parametrize(
-    ("more", "spec"),
+    ("more", "config"),
     [
-        ("", PrecisionSpec()),
-        ("--bf16", PrecisionSpec(params="bf16")),
-        ("--fp64 --deterministic-mode", PrecisionSpec(params="fp64", grads="fp64", master="fp64", deterministic=True)),
+        ("", PrecisionConfig()),
+        ("--bf16", PrecisionConfig(params="bf16")),
+        (
+            "--fp64 --deterministic-mode",
+            PrecisionConfig(params="fp64", grads="fp64", master="fp64", deterministic=True),
+        ),
     ],
 )
-def test_format_flags_choose_parameters_gradients_and_master_weights(more, spec):
-    assert plan_of(more).precision == spec
+def test_format_flags_choose_parameters_gradients_and_master_weights(more, config):
+    assert plan_of(more).precision == config
 
 
 def test_checkpoints_go_into_the_run_folder_unless_told():
@@ -466,12 +485,12 @@ def test_flags_of_public_models_make_models_of_their_size(row):
 
 
 def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
-    assert plan_of().data_parallel == DataParallelSpec()
+    assert plan_of().data_parallel == DataParallelConfig()
     words = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
     words += " --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --grad-reduce-in-bf16 --bf16"
     words += " --ddp-reduce-scatter-with-fp32-accumulation --global-batch-size 32"
     plan = plan_of(words, environ=EIGHT_RANKS)
-    assert plan.data_parallel == DataParallelSpec(
+    assert plan.data_parallel == DataParallelConfig(
         sharded_optimizer=True,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
@@ -489,14 +508,14 @@ def test_nothing_is_overlapped_where_nothing_travels():
     still = "--attention-dropout 0 --hidden-dropout 0"
     for impl in ("full_iteration", "local"):
         plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAPPED}")
-        assert plan.data_parallel == DataParallelSpec(sharded_optimizer=True)
+        assert plan.data_parallel == DataParallelConfig(sharded_optimizer=True)
     heads = "--no-group-query-attention --num-attention-heads 8"
     for ranks in (  # copies of everything, and of the experts alone
         "--context-parallel-size 8",
         "--tensor-model-parallel-size 8 --sequence-parallel --expert-tensor-parallel-size 1",
     ):
-        spec = plan_of(f"{OVERLAPPED} {heads} {ranks}", environ=EIGHT_RANKS).data_parallel
-        assert spec.overlap_grad_reduce and spec.overlap_param_gather
+        config = plan_of(f"{OVERLAPPED} {heads} {ranks}", environ=EIGHT_RANKS).data_parallel
+        assert config.overlap_grad_reduce and config.overlap_param_gather
 
 
 def test_layers_are_placed_by_a_layout_or_evenly():
@@ -544,16 +563,16 @@ def test_small_choices_of_data_model_and_loop():
 
 def test_the_two_files_of_gpt2():
     files = "--vocab-file v.json --merge-file m.txt"
-    spec = plan_of(f"--tokenizer-type GPT2BPETokenizer {files}").data.tokenizer
-    assert plan_of(files, without="--tokenizer-type --tokenizer-model").data.tokenizer == replace(spec, model=None)
+    config = plan_of(f"--tokenizer-type GPT2BPETokenizer {files}").data.tokenizer
+    assert plan_of(files, without="--tokenizer-type --tokenizer-model").data.tokenizer == replace(config, model=None)
     assert plan_of(files).data.tokenizer.kind == "SentencePieceTokenizer", "a type that is given counts"
-    assert (spec.kind, str(spec.vocab_file), str(spec.merge_file)) == ("GPT2BPETokenizer", "v.json", "m.txt")
+    assert (config.kind, str(config.vocab_file), str(config.merge_file)) == ("GPT2BPETokenizer", "v.json", "m.txt")
 
 
 def test_numbers_that_a_machine_cannot_count_to_never_reach_it():
     assert texts_of(f"--seed {2**32}") == [f"--seed {2**32} is not less than 4.29497e+09"]
     assert plan_of(f"--seed {2**32 - 1}").loop.seed == 2**32 - 1
-    waits = dict(plan_of(f"--step-deadline {10**30} --exit-deadline 7").resilience.deadlines)
+    waits = dict(plan_of(f"--step-deadline {10**30} --exit-deadline 7").resilience.watchdog)
     assert (waits["step"], waits["evaluation"], waits["exit"]) == (1e9, 1e9, 7.0)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from arguments.errors import Finished
 from arguments.read import read_plan
-from tests.command_lines import plan_of, vocab_size_of
+from tests.helpers.command_lines import plan_of, vocab_size_of
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
 ROUTER = "--bf16 --moe-router-dtype fp32"
@@ -89,5 +89,5 @@ def test_a_dry_run_tells_it():
 
 @pytest.mark.parametrize("recipe", ["q6", "m8", "ds4"])
 def test_the_recipes_that_are_timed_are_free_of_it(recipe):
-    plan = read_plan(["--recipe", recipe], {}, vocab_size_of=lambda spec: spec.vocab_size or 0)
+    plan = read_plan(["--recipe", recipe], {}, vocab_size_of=lambda config: config.vocab_size or 0)
     assert not [note for note in plan.notes if "fast kernels" in note]

@@ -10,48 +10,60 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_moe.checkpoint import convert
-from megatron_moe.checkpoint.convert import Report, from_hf, to_hf
-from megatron_moe.checkpoint.hf_export import Export, shards, write_folder
-from megatron_moe.checkpoint.hf_folder import HFFolder, read_config
-from megatron_moe.checkpoint.huggingface import load_hf, weight_tensors
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.huggingface import convert
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.convert import (
+    ConversionReport,
+    from_hf,
+    to_hf,
+)
+from megatron_moe.checkpoint.huggingface.export import (
+    Export,
+    shards,
+    write_folder,
+)
+from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
+from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
 from megatron_moe.checkpoint.verify import verify
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem, EnvironmentProblem
-from megatron_moe.specs.families.derive import model_spec_from_hf
-from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.train.checkpoints import model_tensors
+from megatron_moe.train.checkpointing import model_tensors
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.checkpoint.test_hf_fp8 import published as published_in_fp8
 from tests.checkpoint.test_huggingface import over_ranks, tensors_in
 from tests.checkpoint.test_huggingface_mtp import published as published_with_mtp
-from tests.checkpoint_files import FaultyStorage, disk_full, flip_bit
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
+from tests.helpers.checkpoint_files import (
+    FaultyStorage,
+    disk_full,
+    flip_bit,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 
 CONFIGS = configs()
 ROUTED = "deepseek_v3, yarn"
 STATE = {"state": {}}
 
 
-def skeleton(spec: ModelSpec) -> GPT:
-    return GPT(spec, ParallelContext.single(dtype=torch.bfloat16, device="meta"), bundle())
+def skeleton(config: ModelConfig) -> GPT:
+    return GPT(config, ParallelContext.single(dtype=torch.bfloat16, device="meta"), bundle())
 
 
-def taken_in(folder: Path, save: Path, spec: ModelSpec | None = None) -> tuple[Report, ModelSpec]:
+def taken_in(folder: Path, save: Path, config: ModelConfig | None = None) -> tuple[ConversionReport, ModelConfig]:
     """The folder as a checkpoint."""
-    spec = spec or model_spec_from_hf(read_config(folder))
-    return from_hf(folder, save, skeleton(spec), spec, STATE, {}, say=lambda line: None), spec
+    config = config or model_config_from_hf(read_config(folder))
+    return from_hf(folder, save, skeleton(config), config, STATE, {}, say=lambda line: None), config
 
 
-def given_out(checkpoint: Path, output: Path, spec: ModelSpec, template: Path, **options) -> dict[str, Tensor]:
+def given_out(checkpoint: Path, output: Path, config: ModelConfig, template: Path, **options) -> dict[str, Tensor]:
     """The checkpoint as a folder; its tensors."""
-    to_hf(checkpoint, output, skeleton(spec), spec, template, **options)
+    to_hf(checkpoint, output, skeleton(config), config, template, **options)
     return tensors_in(output)
 
 
@@ -64,11 +76,11 @@ def source(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory) -> tuple[Path, Path, ModelSpec]:
+def routed(tmp_path_factory) -> tuple[Path, Path, ModelConfig]:
     """A folder, the checkpoint made of it, and its spec."""
     folder = source(ROUTED, tmp_path_factory.mktemp("routed") / "hf")
-    report, spec = taken_in(folder, folder.parent / "ours")
-    return folder, report.target, spec
+    report, config = taken_in(folder, folder.parent / "ours")
+    return folder, report.target, config
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -80,20 +92,20 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_folder_comes_back_bit_for_bit(name: str, shard_bytes: int, tmp_path: Path):
     folder = source(name, tmp_path / "hf")
-    report, spec = taken_in(folder, tmp_path / "ours")
+    report, config = taken_in(folder, tmp_path / "ours")
     assert verify(report.target) == [] and report.notes == []
-    found = given_out(report.target, tmp_path / "back", spec, folder, shard_bytes=shard_bytes)
+    found = given_out(report.target, tmp_path / "back", config, folder, shard_bytes=shard_bytes)
     equal(found, tensors_in(folder))
     assert sorted(row.theirs for row in report.rows) == sorted(found)
-    config = read_config(folder) | {"dtype": "bfloat16"}
-    if "num_nextn_predict_layers" in config:  # transformers writes no such layer, and says 1 all the same
-        config["num_nextn_predict_layers"] = 0
-    assert read_config(tmp_path / "back") == config
+    hf_config = read_config(folder) | {"dtype": "bfloat16"}
+    if "num_nextn_predict_layers" in hf_config:  # transformers writes no such layer, and says 1 all the same
+        hf_config["num_nextn_predict_layers"] = 0
+    assert read_config(tmp_path / "back") == hf_config
 
 
 def test_shards_are_as_large_as_asked_and_their_index_finds_every_tensor(routed, tmp_path: Path):
-    folder, checkpoint, spec = routed
-    given_out(checkpoint, tmp_path / "back", spec, folder, shard_bytes=9_000)
+    folder, checkpoint, config = routed
+    given_out(checkpoint, tmp_path / "back", config, folder, shard_bytes=9_000)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "back").glob("*.safetensors")}
     assert {name: path for path, held in files.items() for name in held} == index["weight_map"]
@@ -103,23 +115,23 @@ def test_shards_are_as_large_as_asked_and_their_index_finds_every_tensor(routed,
 
 
 def test_a_tensor_larger_than_a_shard_stands_alone(routed):
-    folder, _, spec = routed
-    tensors = Export(weight_tensors(skeleton(spec)), spec, read_config(folder)).tensors()
+    folder, _, config = routed
+    tensors = Export(weight_tensors(skeleton(config)), config, read_config(folder)).tensors()
     assert all(len(held) == 1 for held in shards(tensors, 1))
 
 
 def test_layers_of_multi_token_prediction_come_back_with_the_copies_they_repeat(tmp_path: Path):
     published_with_mtp(CONFIGS[ROUTED], tmp_path / "hf")
-    spec = with_mtp(tmp_path / "hf")
-    report, _ = taken_in(tmp_path / "hf", tmp_path / "ours", spec)
-    equal(given_out(report.target, tmp_path / "back", spec, tmp_path / "hf"), tensors_in(tmp_path / "hf"))
+    config = with_mtp(tmp_path / "hf")
+    report, _ = taken_in(tmp_path / "hf", tmp_path / "ours", config)
+    equal(given_out(report.target, tmp_path / "back", config, tmp_path / "hf"), tensors_in(tmp_path / "hf"))
     assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 1
 
 
-def with_mtp(folder: Path) -> ModelSpec:
-    config = {**read_config(folder), "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    return model_spec_from_hf(config, mtp=True)
+def with_mtp(folder: Path) -> ModelConfig:
+    hf_config = {**read_config(folder), "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    return model_config_from_hf(hf_config, mtp=True)
 
 
 @pytest.mark.parametrize("copy", ["embed_tokens.weight", "shared_head.head.weight"])
@@ -140,33 +152,33 @@ def test_layers_that_the_model_leaves_out_are_refused(tmp_path: Path):
 
 
 def test_fp8_blocks_go_out_as_bf16(tmp_path: Path):
-    spec, read = published_in_fp8(tmp_path / "hf")
-    report, _ = taken_in(tmp_path / "hf", tmp_path / "ours", spec)
-    equal(given_out(report.target, tmp_path / "back", spec, tmp_path / "hf"), read)
-    config = read_config(tmp_path / "back")
-    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    config, read = published_in_fp8(tmp_path / "hf")
+    report, _ = taken_in(tmp_path / "hf", tmp_path / "ours", config)
+    equal(given_out(report.target, tmp_path / "back", config, tmp_path / "hf"), read)
+    hf_config = read_config(tmp_path / "back")
+    assert "quantization_config" not in hf_config and hf_config["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "etp": 2, "sequence_parallel": True}, {"ep": 2}], ids=["tp", "ep"])
 def test_a_checkpoint_of_any_layout_goes_out_whole(layout: dict, routed, tmp_path: Path):
-    folder, _, spec = routed
-    spec = over_ranks(spec)
+    folder, _, config = routed
+    config = over_ranks(config)
 
     def save(context: ParallelContext) -> None:
-        model = GPT(spec, context, bundle())
-        load_hf(folder, model, spec)
-        saver = Saver(tmp_path / "ours", context, say=lambda line: None)
+        model = GPT(config, context, bundle())
+        load_hf(folder, model, config)
+        saver = CheckpointSaver(tmp_path / "ours", context, say=lambda line: None)
         assert saver.save(7, model_tensors(model), STATE) is not None
         saver.close()
 
-    on_threads(ParallelSpec(world_size=2, **layout), save, dtype=torch.float32)
-    found = given_out(tmp_path / "ours" / "iter_0000007", tmp_path / "back", spec, folder)
+    on_threads(ParallelConfig(world_size=2, **layout), save, dtype=torch.float32)
+    found = given_out(tmp_path / "ours" / "iter_0000007", tmp_path / "back", config, folder)
     EXACT.check_all(found, {name: value.float() for name, value in tensors_in(folder).items()}, "tensors")
 
 
 def test_another_element_type_leaves_the_biases_of_the_router(routed, tmp_path: Path):
-    folder, checkpoint, spec = routed
-    found = given_out(checkpoint, tmp_path / "back", spec, folder, dtype=torch.float64)
+    folder, checkpoint, config = routed
+    found = given_out(checkpoint, tmp_path / "back", config, folder, dtype=torch.float64)
     biases = {name for name, value in found.items() if value.dtype == torch.float32}
     assert biases == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
     assert {value.dtype for name, value in found.items() if name not in biases} == {torch.float64}
@@ -193,23 +205,23 @@ class Watched:
 
 
 def test_memory_holds_one_parameter_or_expert_at_a_time(routed, tmp_path: Path, monkeypatch):
-    folder, checkpoint, spec = routed
+    folder, checkpoint, config = routed
     taken = Watched(HFFolder.tensor)
     monkeypatch.setattr(HFFolder, "tensor", lambda self, name: taken(self, name))
     taken_in(folder, tmp_path / "ours")
     given = Watched(convert._read)
     monkeypatch.setattr(convert, "_read", given)
-    given_out(checkpoint, tmp_path / "back", spec, folder)
+    given_out(checkpoint, tmp_path / "back", config, folder)
     for watched in (taken, given):
         assert watched.most <= 2 * watched.largest < watched.total / 5
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(routed, tmp_path: Path):
-    folder, _, spec = routed
+    folder, _, config = routed
     report, _ = taken_in(folder, tmp_path / "ours")
     flip_bit(next(report.target.glob("*.safetensors")), -1, 3)
     with pytest.raises(CheckpointProblem, match=r"is damaged and not used.*\n.*crc32"):
-        given_out(report.target, tmp_path / "back", spec, folder)
+        given_out(report.target, tmp_path / "back", config, folder)
     assert not (tmp_path / "back").exists()
 
 
@@ -218,53 +230,54 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(routed, tmp_path: P
     [("missing", "missing in the checkpoint: model.decoder.final_layernorm.weight"), ("more", "unknown to the model")],
 )
 def test_a_checkpoint_of_another_model_is_refused(change: str, said: str, routed, tmp_path: Path):
-    folder, _, spec = routed
+    folder, _, config = routed
     held = {
-        tensor_key("model", n): SavedTensor.whole(torch.zeros(t.shape)) for n, t in skeleton(spec).state_dict().items()
+        tensor_key("model", n): SavedTensor.whole(torch.zeros(t.shape))
+        for n, t in skeleton(config).state_dict().items()
     }
     if change == "missing":
         del held[tensor_key("model", "decoder.final_layernorm.weight")]
     else:
         held[tensor_key("model", "odd")] = SavedTensor.whole(torch.zeros(1))
-    Saver(tmp_path, ParallelContext.single(), say=lambda line: None).save(1, held, STATE)
+    CheckpointSaver(tmp_path, ParallelContext.single(), say=lambda line: None).save(1, held, STATE)
     with pytest.raises(CheckpointProblem, match=said):
-        given_out(tmp_path / "iter_0000001", tmp_path / "back", spec, folder)
+        given_out(tmp_path / "iter_0000001", tmp_path / "back", config, folder)
 
 
 def test_a_config_of_another_model_is_refused(routed, tmp_path: Path):
-    folder, checkpoint, spec = routed
+    folder, checkpoint, config = routed
     (tmp_path / "config.json").write_text(json.dumps({**read_config(folder), "routed_scaling_factor": 1.5}))
     with pytest.raises(CheckpointProblem, match=r"scaling_factor: 2.5, published 1.5 \(config.json\)"):
-        given_out(checkpoint, tmp_path / "back", spec, tmp_path)
+        given_out(checkpoint, tmp_path / "back", config, tmp_path)
 
 
 def test_a_missing_tensor_of_the_folder_is_refused_before_anything_is_written(routed, tmp_path: Path):
-    folder, _, spec = routed
+    folder, _, config = routed
     held = tensors_in(folder)
     del held["model.norm.weight"]
     save_file(held, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointProblem, match="missing: model.norm.weight"):
-        taken_in(tmp_path, tmp_path / "ours", spec)
+        taken_in(tmp_path, tmp_path / "ours", config)
     assert not (tmp_path / "ours").exists()
 
 
 def test_what_is_there_is_not_overwritten(routed, tmp_path: Path):
-    folder, checkpoint, spec = routed
+    folder, checkpoint, config = routed
     with pytest.raises(EnvironmentProblem, match="exists"):
-        to_hf(checkpoint, tmp_path, skeleton(spec), spec, folder)
+        to_hf(checkpoint, tmp_path, skeleton(config), config, folder)
     with pytest.raises(EnvironmentProblem, match="holds checkpoints already"):
         taken_in(folder, checkpoint.parent)
 
 
 def test_tokenizer_files_and_generation_config_go_along(routed, tmp_path: Path):
-    folder, checkpoint, spec = routed
+    folder, checkpoint, config = routed
     template = tmp_path / "template"
     template.mkdir()
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "notes.txt"):
         (template / name).write_text(name)
     (template / "config.json").write_text((folder / "config.json").read_text())
-    given_out(checkpoint, tmp_path / "back", spec, template)
+    given_out(checkpoint, tmp_path / "back", config, template)
     copied = {path.name: path.read_text() for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
     del copied["config.json"]
     expected = {path.name for path in template.iterdir()} - {"notes.txt", "config.json"}
@@ -272,8 +285,8 @@ def test_tokenizer_files_and_generation_config_go_along(routed, tmp_path: Path):
 
 
 def test_a_full_disk_leaves_nothing(routed, tmp_path: Path):
-    folder, _, spec = routed
-    export = Export(weight_tensors(skeleton(spec)), spec, read_config(folder))
+    folder, _, config = routed
+    export = Export(weight_tensors(skeleton(config)), config, read_config(folder))
     storage = FaultyStorage()
 
     def values() -> Iterator[Tensor]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_moe.checkpoint.hf_folder import HFFolder
-from megatron_moe.specs.exitcodes import CheckpointProblem
+from megatron_moe.checkpoint.huggingface.folder import HFFolder
+from megatron_moe.config.exit_codes import CheckpointProblem
 
 MEGABYTE = 1 << 20
 

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_moe.checkpoint.hf_folder import fp8_block, read_config
-from megatron_moe.checkpoint.huggingface import load_hf
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.folder import fp8_block, read_config
+from megatron_moe.checkpoint.huggingface.load import load_hf
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem
-from megatron_moe.specs.families.derive import model_spec_from_hf
-from megatron_moe.specs.model import ModelSpec
 from tests.checkpoint.hf_models import configs, hf_model, saved
-from tests.tolerances import EXACT
+from tests.helpers.tolerances import EXACT
 
 BLOCK = (16, 8)
 """Of rows and columns: smaller than 128 x 128, so that tiny matrices have several blocks and ragged edges."""
@@ -47,7 +47,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return quantised.to(torch.float8_e4m3fn), scale, read.bfloat16()
 
 
-def published(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+def published(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Writes a DeepSeek-V3 in FP8, and another folder with what its weights stand for."""
     saved(hf_model(configs()["deepseek_v3, yarn"]), folder)
     stored, read = {}, {}
@@ -57,14 +57,14 @@ def published(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
         else:
             stored[name] = read[name] = tensor.bfloat16()
     save_file(stored, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED}))
-    return model_spec_from_hf(config), read
+    hf_config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf_config, "quantization_config": QUANTISED}))
+    return model_config_from_hf(hf_config), read
 
 
-def loaded(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    model = GPT(spec, ParallelContext.single(dtype=torch.bfloat16), bundle())
-    assert load_hf(folder, model, spec) == []
+def loaded(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    model = GPT(config, ParallelContext.single(dtype=torch.bfloat16), bundle())
+    assert load_hf(folder, model, config) == []
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -74,14 +74,14 @@ def change(folder: Path, **tensors: Tensor | None) -> None:
 
 
 def test_fp8_blocks_are_read_as_the_bf16_values_they_stand_for(tmp_path: Path):
-    spec, read = published(tmp_path)
-    found = loaded(tmp_path, spec)
+    config, read = published(tmp_path)
+    found = loaded(tmp_path, config)
     plain = tmp_path / "plain"
     plain.mkdir()
     save_file(read, plain / "model.safetensors")
-    config = {k: v for k, v in read_config(tmp_path).items() if k != "quantization_config"}
-    (plain / "config.json").write_text(json.dumps(config))
-    EXACT.check_all(found, loaded(plain, spec), "weights")
+    hf_config = {k: v for k, v in read_config(tmp_path).items() if k != "quantization_config"}
+    (plain / "config.json").write_text(json.dumps(hf_config))
+    EXACT.check_all(found, loaded(plain, config), "weights")
 
 
 def test_most_matrices_of_that_folder_have_ragged_blocks(tmp_path: Path):
@@ -103,18 +103,18 @@ NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
     ],
 )
 def test_scales_that_do_not_fit_are_refused_by_name(scale: Tensor | None, said: str, tmp_path: Path):
-    spec, _ = published(tmp_path)
+    config, _ = published(tmp_path)
     change(tmp_path, **{f"{NAME}_scale_inv": scale})
     with pytest.raises(CheckpointProblem) as caught:
-        loaded(tmp_path, spec)
+        loaded(tmp_path, config)
     assert said in str(caught.value) and "1 matrices in FP8" in str(caught.value)
 
 
 def test_a_scale_without_an_fp8_matrix_is_left_over(tmp_path: Path):
-    spec, _ = published(tmp_path)
+    config, _ = published(tmp_path)
     change(tmp_path, **{"model.norm.weight_scale_inv": torch.ones(1)})
     with pytest.raises(CheckpointProblem, match="left over: model.norm.weight_scale_inv"):
-        loaded(tmp_path, spec)
+        loaded(tmp_path, config)
 
 
 @pytest.mark.parametrize(

@@ -11,49 +11,49 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron_moe.checkpoint.hf_export import Export
-from megatron_moe.checkpoint.hf_folder import read_config
-from megatron_moe.checkpoint.huggingface import load_hf, weight_tensors
-from megatron_moe.checkpoint.names import Counterpart
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.export import Export
+from megatron_moe.checkpoint.huggingface.folder import read_config
+from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
+from megatron_moe.checkpoint.huggingface.weight_map import Counterpart
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part, named_parameters
-from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
-from megatron_moe.specs.families.derive import model_spec_from_hf
-from megatron_moe.specs.model import ModelSpec, MTPSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.pipeline.layout import place_layers
+from megatron_moe.pipeline.layout import place_layers
 from tests.checkpoint.hf_models import configs, hf_model, saved
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 
 CONFIGS = configs()
 ROUTED = "deepseek_v3, yarn"
 
 
-def new_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> GPT:
+def new_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> GPT:
     """Every value nan, so that one that is not loaded shows."""
-    model = GPT(spec, ParallelContext.single(dtype=dtype), bundle())
+    model = GPT(config, ParallelContext.single(dtype=dtype), bundle())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     return model
 
 
-def written(name: str, folder: Path, max_shard_size: str = "5GB") -> ModelSpec:
+def written(name: str, folder: Path, max_shard_size: str = "5GB") -> ModelConfig:
     saved(hf_model(CONFIGS[name]), folder, max_shard_size)
-    return model_spec_from_hf(read_config(folder))
+    return model_config_from_hf(read_config(folder))
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def hf_tensors(model: nn.Module, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def hf_tensors(model: nn.Module, config: ModelConfig, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a whole model by Hugging Face name, as an export has them."""
     weights = {name: tensor.detach() for name, tensor in weight_tensors(model).items()}
-    export = Export(weights, spec, config)
+    export = Export(weights, config, hf_config)
 
     def read(counterpart: Counterpart) -> Tensor:
         whole = weights[counterpart.ours]
@@ -74,11 +74,11 @@ def change_config(folder: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def refusal(folder: Path, spec: ModelSpec) -> str:
+def refusal(folder: Path, config: ModelConfig) -> str:
     """The message with which loading is refused; nothing of the model has changed then."""
-    model = new_model(spec)
+    model = new_model(config)
     with pytest.raises(CheckpointProblem) as caught:
-        load_hf(folder, model, spec)
+        load_hf(folder, model, config)
     assert caught.value.code == ExitCode.CHECKPOINT
     assert all(parameter.isnan().all() for parameter in model.parameters()), "the model was changed"
     return str(caught.value)
@@ -87,15 +87,15 @@ def refusal(folder: Path, spec: ModelSpec) -> str:
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_read_from_a_folder_goes_out_again_bit_for_bit(name: str, max_shard_size: str, tmp_path: Path):
-    spec = written(name, tmp_path, max_shard_size)
+    config = written(name, tmp_path, max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "20KB")
-    model = new_model(spec)
-    assert load_hf(tmp_path, model, spec) == []
-    EXACT.check_all(hf_tensors(model, spec, read_config(tmp_path)), tensors_in(tmp_path), "tensors")
+    model = new_model(config)
+    assert load_hf(tmp_path, model, config) == []
+    EXACT.check_all(hf_tensors(model, config, read_config(tmp_path)), tensors_in(tmp_path), "tensors")
 
 
 def test_every_problem_is_listed_at_once(tmp_path: Path):
-    spec = written(ROUTED, tmp_path)
+    config = written(ROUTED, tmp_path)
     rewrite(
         tmp_path,
         {
@@ -106,7 +106,7 @@ def test_every_problem_is_listed_at_once(tmp_path: Path):
             "model.layers.1.mlp.gate.weight": torch.zeros(8, 32, dtype=torch.int8),
         },
     )
-    message = refusal(tmp_path, spec)
+    message = refusal(tmp_path, config)
     assert str(tmp_path) in message and "in 5 places" in message
     assert "missing: model.norm.weight" in message
     assert "missing: model.layers.1.mlp.experts.3.up_proj.weight" in message
@@ -116,10 +116,10 @@ def test_every_problem_is_listed_at_once(tmp_path: Path):
 
 
 def test_of_many_problems_the_first_are_listed_and_the_rest_counted(tmp_path: Path):
-    spec = written(ROUTED, tmp_path)
+    config = written(ROUTED, tmp_path)
     names = [name for name in tensors_in(tmp_path) if ".mlp.experts." in name]
     rewrite(tmp_path, {name: torch.zeros(3, 3) for name in names})
-    lines = refusal(tmp_path, spec).splitlines()
+    lines = refusal(tmp_path, config).splitlines()
     # gate and up of an expert make up one parameter, down another
     assert lines[-1].strip() == f"and {len(names) * 2 // 3 - 20} more" and len(lines) == 1 + 20 + 1
 
@@ -136,8 +136,8 @@ def test_of_many_problems_the_first_are_listed_and_the_rest_counted(tmp_path: Pa
     ],
 )
 def test_a_model_of_another_form_is_refused(field: str, sentence: str, tmp_path: Path):
-    spec = written(ROUTED, tmp_path)
-    layer = spec.layers[-1]
+    config = written(ROUTED, tmp_path)
+    layer = config.layers[-1]
     moe = layer.feed_forward
     if field == "shared":
         layer = replace(layer, feed_forward=replace(moe, shared=None))
@@ -146,154 +146,154 @@ def test_a_model_of_another_form_is_refused(field: str, sentence: str, tmp_path:
         layer = replace(layer, feed_forward=replace(moe, router=replace(moe.router, num_experts=12), experts=more))
     elif field == "expert_bias":
         layer = replace(layer, feed_forward=replace(moe, router=replace(moe.router, expert_bias=False)))
-    first = spec.layers[0]
+    first = config.layers[0]
     if field == "heads":
         first = replace(first, mixer=replace(first.mixer, num_heads=8))
     layers = (first, *((layer,) * (3 if field == "layers" else 2)))
-    assert sentence in refusal(tmp_path, replace(spec, layers=layers, tied_embeddings=field == "tied"))
+    assert sentence in refusal(tmp_path, replace(config, layers=layers, tied_embeddings=field == "tied"))
 
 
 def test_a_vocabulary_larger_than_the_table_is_refused(tmp_path: Path):
-    spec = written("mixtral", tmp_path)
-    assert "vocabulary: 61 words do not fit in the model's 48 rows" in refusal(tmp_path, replace(spec, vocab_size=48))
+    config = written("mixtral", tmp_path)
+    assert "vocabulary: 61 words do not fit in the model's 48 rows" in refusal(tmp_path, replace(config, vocab_size=48))
 
 
 def test_pickled_weights_alone_are_refused(tmp_path: Path):
-    spec = written("mixtral", tmp_path)
+    config = written("mixtral", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    assert "pickled .bin" in refusal(tmp_path, spec)
+    assert "pickled .bin" in refusal(tmp_path, config)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path):
-    spec = written("mixtral", tmp_path)
+    config = written("mixtral", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(tmp_path, spec)
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(tmp_path, config)
 
 
 def test_quantised_weights_are_refused(tmp_path: Path):
-    spec = written("gpt_oss, yarn", tmp_path)
+    config = written("gpt_oss, yarn", tmp_path)
     change_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
-    assert "quantised by mxfp4" in refusal(tmp_path, spec)
+    assert "quantised by mxfp4" in refusal(tmp_path, config)
 
 
 @pytest.mark.parametrize("content, said", [(None, "does not exist"), ("{", "cannot be read"), ("[]", "holds a list")])
 def test_a_config_that_is_missing_or_broken_is_named(content: str | None, said: str, tmp_path: Path):
-    spec = written("mixtral", tmp_path)
+    config = written("mixtral", tmp_path)
     (tmp_path / "config.json").unlink()
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    message = refusal(tmp_path, spec)
+    message = refusal(tmp_path, config)
     assert str(tmp_path / "config.json") in message and said in message
 
 
 def test_a_truncated_file_is_named(tmp_path: Path):
-    spec = written("mixtral", tmp_path)
+    config = written("mixtral", tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    message = refusal(tmp_path, spec)
+    message = refusal(tmp_path, config)
     assert str(path) in message and "download it again" in message
 
 
 @pytest.mark.parametrize("named", ["model-00009-of-00009.safetensors", "../model.safetensors", "/etc/passwd"])
 def test_an_index_that_names_a_file_not_beside_it_is_refused(named: str, tmp_path: Path):
-    spec = written("mixtral", tmp_path / "folder", "20KB")
+    config = written("mixtral", tmp_path / "folder", "20KB")
     saved(hf_model(CONFIGS["mixtral"]), tmp_path)
     path = tmp_path / "folder" / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"]["model.norm.weight"] = named
     path.write_text(json.dumps(index))
-    assert f"names {named}, not found beside it" in refusal(tmp_path / "folder", spec)
+    assert f"names {named}, not found beside it" in refusal(tmp_path / "folder", config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bf16_weights_arrive_unchanged_in_wider_parameters(dtype: torch.dtype, tmp_path: Path):
-    spec = written(ROUTED, tmp_path)
+    config = written(ROUTED, tmp_path)
     rounded = {name: tensor.bfloat16() for name, tensor in tensors_in(tmp_path).items()}
     rewrite(tmp_path, rounded)
-    model = new_model(spec, dtype)
-    load_hf(tmp_path, model, spec)
-    read = hf_tensors(model, spec, read_config(tmp_path))
+    model = new_model(config, dtype)
+    load_hf(tmp_path, model, config)
+    read = hf_tensors(model, config, read_config(tmp_path))
     EXACT.check_all({k: v.double() for k, v in read.items()}, {k: v.double() for k, v in rounded.items()}, "tensors")
 
 
 def test_repeated_and_derived_tensors_are_passed_over_with_a_note(tmp_path: Path):
-    spec = written("qwen3_moe tied, linear rope", tmp_path)
+    config = written("qwen3_moe tied, linear rope", tmp_path)
     embedding = tensors_in(tmp_path)["model.embed_tokens.weight"]
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(tmp_path, {"lm_head.weight": embedding.clone(), inv_freq: torch.ones(4)})
-    assert load_hf(tmp_path, new_model(spec), spec) == [f"2 tensors not used: lm_head.weight, {inv_freq}"]
+    assert load_hf(tmp_path, new_model(config), config) == [f"2 tensors not used: lm_head.weight, {inv_freq}"]
 
 
 def test_a_published_mtp_layer_is_passed_over_by_a_model_without_one(tmp_path: Path):
-    spec = written("glm4_moe", tmp_path)
+    config = written("glm4_moe", tmp_path)
     rewrite(
         tmp_path, {"model.layers.3.enorm.weight": torch.ones(32), "model.layers.3.eh_proj.weight": torch.ones(32, 64)}
     )
-    (note,) = load_hf(tmp_path, new_model(spec), spec)
+    (note,) = load_hf(tmp_path, new_model(config), config)
     assert note == "2 tensors not used: model.layers.3.eh_proj.weight, model.layers.3.enorm.weight"
 
 
 def test_a_model_with_an_mtp_layer_is_refused_by_a_folder_without_one(tmp_path: Path):
-    spec = written("glm4_moe", tmp_path)
-    message = refusal(tmp_path, replace(spec, mtp=MTPSpec(num_layers=1)))
+    config = written("glm4_moe", tmp_path)
+    message = refusal(tmp_path, replace(config, mtp=MTPConfig(num_layers=1)))
     assert "does not fit this model in 1 places" in message
     assert "it has no layers of multi-token prediction: give --mtp-num-layers 0" in message
     rewrite(tmp_path, {"model.layers.3.enorm.weight": torch.ones(32)})
-    message = refusal(tmp_path, replace(spec, mtp=MTPSpec(num_layers=1)))
+    message = refusal(tmp_path, replace(config, mtp=MTPConfig(num_layers=1)))
     assert "missing: model.layers.3.hnorm.weight" in message and "--mtp-num-layers" not in message
 
 
 def test_a_spec_that_reads_the_weights_differently_is_told(tmp_path: Path):
     """The public Mixtral recipes leave --rotary-base at 10000."""
-    spec = written("mixtral", tmp_path)
-    mixer = spec.layers[1].mixer
-    wrong = replace(spec.layers[1], mixer=replace(mixer, rope=replace(mixer.rope, base=10000.0)))
-    spec = replace(spec, layers=(spec.layers[0], wrong), vocab_size=64)
-    assert load_hf(tmp_path, new_model(spec), spec) == [
+    config = written("mixtral", tmp_path)
+    mixer = config.layers[1].mixer
+    wrong = replace(config.layers[1], mixer=replace(mixer, rope=replace(mixer.rope, base=10000.0)))
+    config = replace(config, layers=(config.layers[0], wrong), vocab_size=64)
+    assert load_hf(tmp_path, new_model(config), config) == [
         "differs from the published model: layer 1 mixer rope base: 10000.0, published 1000000.0",
         "3 padding rows of the vocabulary start at zero",
     ]
 
 
 def test_a_model_that_the_family_cannot_hold_is_not_exported(tmp_path: Path):
-    spec = written("mixtral", tmp_path)
-    config = read_config(tmp_path)
-    learned = replace(spec, position_embedding="learned_absolute", max_positions=8)
+    config = written("mixtral", tmp_path)
+    hf_config = read_config(tmp_path)
+    learned = replace(config, position_embedding="learned_absolute", max_positions=8)
     with pytest.raises(CheckpointProblem, match="no place for embedding.position_embeddings.weight"):
-        hf_tensors(new_model(learned), learned, config)
+        hf_tensors(new_model(learned), learned, hf_config)
 
 
 LAYOUTS = {
-    "tp2": ParallelSpec(world_size=2, tp=2, etp=2, sequence_parallel=True),
-    "tp4": ParallelSpec(world_size=4, tp=4, ep=4, sequence_parallel=True),
-    "ep4": ParallelSpec(world_size=4, ep=4),
-    "tp2-ep2": ParallelSpec(world_size=4, tp=2, ep=2, sequence_parallel=True),
-    "pp2": ParallelSpec(world_size=2, pp=2),
+    "tp2": ParallelConfig(world_size=2, tp=2, etp=2, sequence_parallel=True),
+    "tp4": ParallelConfig(world_size=4, tp=4, ep=4, sequence_parallel=True),
+    "ep4": ParallelConfig(world_size=4, ep=4),
+    "tp2-ep2": ParallelConfig(world_size=4, tp=2, ep=2, sequence_parallel=True),
+    "pp2": ParallelConfig(world_size=2, pp=2),
 }
 
 
-def over_ranks(spec: ModelSpec) -> ModelSpec:
+def over_ranks(config: ModelConfig) -> ModelConfig:
     """With a vocabulary that divides, and a dispatcher."""
     layers = [
         replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
-        for layer in spec.layers
+        for layer in config.layers
     ]
-    return replace(spec, vocab_size=64, layers=tuple(layers))
+    return replace(config, vocab_size=64, layers=tuple(layers))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2 with q latent", ROUTED, "gpt_oss, yarn", "glm4_moe"])
-def test_every_layout_reads_its_part(name: str, layout: ParallelSpec, tmp_path: Path):
-    spec = over_ranks(written(name, tmp_path))
-    whole = new_model(spec)
-    load_hf(tmp_path, whole, spec)
+def test_every_layout_reads_its_part(name: str, layout: ParallelConfig, tmp_path: Path):
+    config = over_ranks(written(name, tmp_path))
+    whole = new_model(config)
+    load_hf(tmp_path, whole, config)
     expected = {name: parameter.detach() for name, parameter in named_parameters(whole)}
 
     def read(context: ParallelContext) -> set[str]:
         pp = context.group("pp")
-        counts = [len(spec.layers)] if pp.size == 1 else [1, len(spec.layers) - 1]
-        model = GPT(spec, context, bundle(), chunks=place_layers(counts, pp.size, 0, 0).chunks(pp.rank))
-        load_hf(tmp_path, model, spec, pp)
+        counts = [len(config.layers)] if pp.size == 1 else [1, len(config.layers) - 1]
+        model = GPT(config, context, bundle(), chunks=place_layers(counts, pp.size, 0, 0).chunks(pp.rank))
+        load_hf(tmp_path, model, config, pp)
         for name, p in named_parameters(model):
             EXACT.check(p, local_part(expected[name], p.boxes, p.meta), name)
         return {name for name, _ in named_parameters(model)}

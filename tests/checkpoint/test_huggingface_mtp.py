@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from megatron_moe.checkpoint.hf_folder import read_config
-from megatron_moe.checkpoint.huggingface import load_hf
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.folder import read_config
+from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.data.batch import MicroBatch, TokenMeta
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.families.derive import model_spec_from_hf
 from tests.checkpoint.hf_models import configs, fill, hf_model, saved, tokens
-from tests.tolerances import FP32_MODEL
+from tests.helpers.tolerances import FP32_MODEL
 
 CONFIGS = configs()
 OWN = ("enorm", "hnorm", "eh_proj")
@@ -55,18 +55,18 @@ class Oracle:
         return F.cross_entropy(logits_BSV.transpose(1, 2), tokens_BS[:, 2:], reduction="none")
 
 
-def published(config: transformers.PretrainedConfig, folder: Path) -> Oracle:
+def published(hf_config: transformers.PretrainedConfig, folder: Path) -> Oracle:
     """Writes a folder as DeepSeek and GLM publish theirs: transformers itself saves no such layer.
 
     The layer comes from a model that has one layer more, so that its tensors get their names in files.
     """
-    longer_config = type(config)(**{**config.to_dict(), "num_hidden_layers": config.num_hidden_layers + 1})
+    longer_config = type(hf_config)(**{**hf_config.to_dict(), "num_hidden_layers": hf_config.num_hidden_layers + 1})
     longer = hf_model(longer_config)
-    main = hf_model(config)
+    main = hf_model(hf_config)
     main.load_state_dict({name: longer.state_dict()[name] for name in main.state_dict()})
     draft = MtpModel(main, 1)
     fill(draft.layers[0], seed=8)
-    draft.layers[0].mtp_block = longer.model.layers[config.num_hidden_layers]
+    draft.layers[0].mtp_block = longer.model.layers[hf_config.num_hidden_layers]
     write(Oracle(main, draft), longer, folder)
     return Oracle(main, draft)
 
@@ -88,9 +88,9 @@ def write(oracle: Oracle, longer: transformers.PreTrainedModel, folder: Path) ->
 @pytest.mark.parametrize("name", ["deepseek_v3, yarn", "glm4_moe"])
 def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(name: str, tmp_path: Path):
     oracle = published(CONFIGS[name], tmp_path)
-    spec = model_spec_from_hf({**read_config(tmp_path), "num_nextn_predict_layers": 1}, mtp=True)
-    model = GPT(spec, ParallelContext.single(dtype=torch.float32), bundle())
-    (note,) = load_hf(tmp_path, model, spec)
+    config = model_config_from_hf({**read_config(tmp_path), "num_nextn_predict_layers": 1}, mtp=True)
+    model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
+    (note,) = load_hf(tmp_path, model, config)
     assert note.startswith("2 tensors not used")
 
     tokens_BS = tokens()

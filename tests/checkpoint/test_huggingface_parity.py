@@ -15,23 +15,23 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron_moe.checkpoint.hf_folder import read_config
-from megatron_moe.checkpoint.huggingface import load_hf
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.folder import read_config
+from megatron_moe.checkpoint.huggingface.load import load_hf
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.families.derive import model_spec_from_hf
-from megatron_moe.specs.model import ModelSpec
 from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved, saved_gradients, tokens
-from tests.tolerances import EXACT, FP32_PARITY
+from tests.helpers.tolerances import EXACT, FP32_PARITY
 
 CONFIGS = configs()
 
 
-def ours(spec: ModelSpec, folder: Path) -> GPT:
-    model = GPT(spec, ParallelContext.single(dtype=torch.float32), bundle())
-    load_hf(folder, model, spec)
+def ours(config: ModelConfig, folder: Path) -> GPT:
+    model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
+    load_hf(folder, model, config)
     return model
 
 
@@ -46,17 +46,17 @@ def mean_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
 
 
-def spec_of(config: transformers.PretrainedConfig, folder: Path) -> tuple[transformers.PreTrainedModel, ModelSpec]:
+def spec_of(hf_config: transformers.PretrainedConfig, folder: Path) -> tuple[transformers.PreTrainedModel, ModelConfig]:
     """The transformers model, written to the folder, and the spec read from there."""
-    published = hf_model(config)
+    published = hf_model(hf_config)
     saved(published, folder)
-    return published, model_spec_from_hf(read_config(folder))
+    return published, model_config_from_hf(read_config(folder))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path):
-    published, spec = spec_of(CONFIGS[name], tmp_path / "weights")
-    model = ours(spec, tmp_path / "weights")
+    published, config = spec_of(CONFIGS[name], tmp_path / "weights")
+    model = ours(config, tmp_path / "weights")
     tokens_BS = tokens()
 
     expected, actual = published(tokens_BS).logits, our_logits(model, tokens_BS)
@@ -64,7 +64,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
 
     mean_loss(expected, tokens_BS).backward()
     mean_loss(actual, tokens_BS).backward()
-    gradients = ours(spec, saved_gradients(published, tmp_path / "gradients"))
+    gradients = ours(config, saved_gradients(published, tmp_path / "gradients"))
     FP32_PARITY.check_all(
         {parameter: value.grad for parameter, value in model.named_parameters()},
         {parameter: value.detach() for parameter, value in gradients.named_parameters()},
@@ -74,17 +74,17 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3, yarn", "gpt_oss, yarn"])
 def test_every_expert_and_every_parameter_takes_part_in_the_comparison(name: str, tmp_path: Path):
-    _, spec = spec_of(CONFIGS[name], tmp_path)
-    model, tokens_BS = ours(spec, tmp_path), tokens()
+    _, config = spec_of(CONFIGS[name], tmp_path)
+    model, tokens_BS = ours(config, tmp_path), tokens()
     mean_loss(our_logits(model, tokens_BS), tokens_BS).backward()
     for parameter, value in model.named_parameters():
         per_expert = value.grad.flatten(1) if value.meta.num_experts else value.grad.reshape(1, -1)
         assert per_expert.abs().amax(dim=1).min() > 1e-5, parameter
 
 
-def deep_replace(spec: Any, path: str, value: Any) -> Any:
+def deep_replace(config: Any, path: str, value: Any) -> Any:
     head, _, rest = path.partition(".")
-    return replace(spec, **{head: deep_replace(getattr(spec, head), rest, value) if rest else value})
+    return replace(config, **{head: deep_replace(getattr(config, head), rest, value) if rest else value})
 
 
 @pytest.mark.parametrize(
@@ -115,17 +115,17 @@ def test_a_spec_that_is_wrong_in_one_field_of_one_layer_does_not_agree(
     name: str, field: str, value: Any, tmp_path: Path
 ):
     """The comparison can fail: each of these mistakes moves the logits past the bar."""
-    published, spec = spec_of(CONFIGS[name], tmp_path)
-    wrong = replace(spec, layers=(*spec.layers[:-1], deep_replace(spec.layers[-1], field, value)))
+    published, config = spec_of(CONFIGS[name], tmp_path)
+    wrong = replace(config, layers=(*config.layers[:-1], deep_replace(config.layers[-1], field, value)))
     model = GPT(wrong, ParallelContext.single(dtype=torch.float32), bundle())
-    right = dict(ours(spec, tmp_path).state_dict())
+    right = dict(ours(config, tmp_path).state_dict())
     model.load_state_dict({key: right[key] for key in model.state_dict()})
     expected = published(tokens()).logits
     assert FP32_PARITY.problem(our_logits(model, tokens()), expected, "logits") is not None
 
 
 def test_padding_the_vocabulary_leaves_the_logits_of_true_words_as_they_are(tmp_path: Path):
-    published, spec = spec_of(CONFIGS["mixtral"], tmp_path)
-    padded = our_logits(ours(replace(spec, vocab_size=96), tmp_path), tokens())
+    published, config = spec_of(CONFIGS["mixtral"], tmp_path)
+    padded = our_logits(ours(replace(config, vocab_size=96), tmp_path), tokens())
     FP32_PARITY.check(padded[..., :VOCAB], published(tokens()).logits, "logits")
     EXACT.check(padded[..., VOCAB:], torch.zeros(2, 24, 96 - VOCAB), "logits of padding rows")

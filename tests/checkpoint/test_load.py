@@ -10,17 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.checkpoint import shards
-from megatron_moe.checkpoint.format import Piece, TensorEntry, checksum, decode, encode
-from megatron_moe.checkpoint.load import Loaded, find, load
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint import tensor_shards
+from megatron_moe.checkpoint.load import (
+    LoadedCheckpoint,
+    find,
+    load,
+)
+from megatron_moe.checkpoint.manifest import (
+    TensorEntry,
+    TensorPiece,
+    checksum,
+    decode,
+    encode,
+)
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.checkpoint.verify import verify
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.train import CheckpointSpec
-from tests.checkpoint_files import (
+from tests.helpers.checkpoint_files import (
     blank,
     flip_bit,
     load_some,
@@ -30,8 +40,8 @@ from tests.checkpoint_files import (
     some_tensors,
     whole,
 )
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 
 ONE = ParallelContext.single()
 
@@ -51,15 +61,15 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
     expected = some_tensors(20)
     EXACT.check_all(tensors, expected)
     assert {key: t.dtype for key, t in tensors.items()} == {key: t.dtype for key, t in expected.items()}
-    assert loaded == Loaded(tmp_path / "iter_0000020", 20, some_state(20))
+    assert loaded == LoadedCheckpoint(tmp_path / "iter_0000020", 20, some_state(20))
 
 
 def test_a_large_state_is_read_by_several_threads_and_every_bit_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_LEAST_BYTES", 60)
+    monkeypatch.setattr(tensor_shards, "_LEAST_BYTES", 60)
     folder = saved_folder(tmp_path, 20)
-    assert len(shards.in_parts(whole(some_tensors(20)))) == 3
+    assert len(tensor_shards.in_parts(whole(some_tensors(20)))) == 3
     loaded, tensors = load_some(folder)
     assert loaded.iteration == 20
     EXACT.check_all(tensors, some_tensors(20))
@@ -75,15 +85,15 @@ def test_a_large_state_is_read_by_several_threads_and_every_bit_is_verified(
 
 def test_nan_infinity_and_signed_zero_come_back_bit_by_bit(tmp_path: Path) -> None:
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45])
-    Saver(tmp_path, ONE, say=silent).save(1, {"model.odd": SavedTensor.whole(odd)}, {})
+    CheckpointSaver(tmp_path, ONE, say=silent).save(1, {"model.odd": SavedTensor.whole(odd)}, {})
     target = torch.zeros(5)
-    load(find(CheckpointSpec(save=tmp_path), ONE), {"model.odd": SavedTensor.whole(target)}, ONE)
+    load(find(CheckpointConfig(save=tmp_path), ONE), {"model.odd": SavedTensor.whole(target)}, ONE)
     EXACT.check(target.view(torch.int32), odd.view(torch.int32), "bits")
 
 
 def test_every_float_of_the_train_state_comes_back_exactly(tmp_path: Path) -> None:
     state = {"flops": 1.2345678901234567e21, "third": 1 / 3, "consumed": 1 << 62, "list": [1, None, True, "ä"]}
-    Saver(tmp_path, ONE, say=silent).save(1, whole(some_tensors(1)), state)
+    CheckpointSaver(tmp_path, ONE, say=silent).save(1, whole(some_tensors(1)), state)
     assert load_some(tmp_path)[0].train_state == state
 
 
@@ -179,14 +189,14 @@ def test_damage_that_one_rank_sees_drops_the_checkpoint_on_all(tmp_path: Path) -
 
     def load_own(context: ParallelContext) -> tuple[int, list[str]]:
         said: list[str] = []
-        source = find(CheckpointSpec(save=tmp_path / "0"), context)
+        source = find(CheckpointConfig(save=tmp_path / "0"), context)
         own = tuple(replace(c, path=tmp_path / str(context.rank) / c.path.name) for c in source.candidates)
         tensors = blank()
         loaded = load(replace(source, candidates=own), whole(tensors), context, say=said.append)
         EXACT.check_all(tensors, some_tensors(loaded.iteration), f"rank {context.rank}")
         return loaded.iteration, said
 
-    (first, said), (second, silence) = on_threads(ParallelSpec(world_size=2), load_own)
+    (first, said), (second, silence) = on_threads(ParallelConfig(world_size=2), load_own)
     assert first == second == 10
     assert len(said) == 1 and "is damaged and not used: rank 1: optim-" in said[0] and silence == []
 
@@ -199,7 +209,7 @@ def test_what_does_not_fit_is_listed_in_full_and_no_older_checkpoint_is_tried(tm
     wanted["exp_avg.embedding.weight"] = SavedTensor.whole(torch.zeros(6, 5))
     del wanted["optimizer.step_count"]
     with pytest.raises(CheckpointProblem, match="iter_0000020 does not fit this run in 4 tensors") as problem:
-        load(find(CheckpointSpec(save=tmp_path), ONE), wanted, ONE)
+        load(find(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
     assert str(problem.value).splitlines()[1:] == [
         "  missing in the checkpoint: model.extra",
         "  shape of master.embedding.weight: [6, 5] in the checkpoint, [5, 6] in this run",
@@ -212,7 +222,7 @@ def test_of_many_differences_twenty_are_listed_and_the_rest_counted(tmp_path: Pa
     saved_folder(tmp_path, 10)
     wanted = {f"model.{i}": SavedTensor.whole(torch.zeros(1)) for i in range(30)} | whole(blank())
     with pytest.raises(CheckpointProblem) as problem:
-        load(find(CheckpointSpec(save=tmp_path), ONE), wanted, ONE)
+        load(find(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
     assert len(str(problem.value).splitlines()) == 22 and str(problem.value).endswith("and 10 more")
 
 
@@ -220,7 +230,7 @@ def test_weights_alone_are_cast_and_leave_the_optimizer_alone(tmp_path: Path) ->
     saved_folder(tmp_path, 10)
     for flags in ({"finetune": True}, {"load_optim": False}):
         tensors = {key: tensor.double() for key, tensor in blank().items()}
-        source = find(CheckpointSpec(load=str(tmp_path), **flags), ONE)
+        source = find(CheckpointConfig(load=str(tmp_path), **flags), ONE)
         load(source, whole(tensors), ONE)
         for key, saved in some_tensors(10).items():
             EXACT.check(tensors[key], saved if key.startswith("model.") else torch.zeros_like(saved), key)
@@ -230,21 +240,21 @@ def test_weights_alone_are_cast_and_leave_the_optimizer_alone(tmp_path: Path) ->
 def test_weights_alone_do_not_need_whole_optimizer_files(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     flip_bit(tmp_path / "iter_0000010" / "optim-00000-of-00001.safetensors", -1, 0)
-    load(find(CheckpointSpec(load=str(tmp_path), finetune=True), ONE), whole(blank()), ONE)
+    load(find(CheckpointConfig(load=str(tmp_path), finetune=True), ONE), whole(blank()), ONE)
     with pytest.raises(CheckpointProblem):
-        load(find(CheckpointSpec(load=str(tmp_path)), ONE), whole(blank()), ONE)
+        load(find(CheckpointConfig(load=str(tmp_path)), ONE), whole(blank()), ONE)
 
 
 def test_any_partition_into_boxes_loads_into_any_other(tmp_path: Path) -> None:
     stack = torch.arange(4.0 * 6 * 3).view(4, 6, 3)
-    by_expert = tuple(Box((e, 0, 0), stack[e : e + 1]) for e in (2, 0, 3, 1))
-    by_rows = tuple(Box((0, r, 0), stack[:, r : r + n]) for r, n in ((0, 1), (1, 4), (5, 1)))
-    whole_stack = (Box((0, 0, 0), stack),)
+    by_expert = tuple(TensorBox((e, 0, 0), stack[e : e + 1]) for e in (2, 0, 3, 1))
+    by_rows = tuple(TensorBox((0, r, 0), stack[:, r : r + n]) for r, n in ((0, 1), (1, 4), (5, 1)))
+    whole_stack = (TensorBox((0, 0, 0), stack),)
     for number, saved in enumerate((by_expert, by_rows, whole_stack), start=1):
-        Saver(tmp_path, ONE, say=silent).save(number, {"model.fc1": SavedTensor(stack.shape, saved)}, {})
-        source = find(CheckpointSpec(save=tmp_path), ONE)
-        for wanted in (by_expert[:2], by_rows[1:], whole_stack, (Box((1, 2, 1), stack[1:3, 2:5, 1:]),)):
-            targets = tuple(Box(box.offset, torch.zeros(box.data.shape)) for box in wanted)
+        CheckpointSaver(tmp_path, ONE, say=silent).save(number, {"model.fc1": SavedTensor(stack.shape, saved)}, {})
+        source = find(CheckpointConfig(save=tmp_path), ONE)
+        for wanted in (by_expert[:2], by_rows[1:], whole_stack, (TensorBox((1, 2, 1), stack[1:3, 2:5, 1:]),)):
+            targets = tuple(TensorBox(box.offset, torch.zeros(box.data.shape)) for box in wanted)
             load(source, {"model.fc1": SavedTensor(stack.shape, targets)}, ONE)
             for target, box in zip(targets, wanted, strict=True):
                 EXACT.check(target.data, box.data, f"box at {box.offset} from partition {number}")
@@ -274,7 +284,7 @@ def test_a_manifest_that_claims_a_terabyte_is_refused_before_anything_is_allocat
     path = saved_folder(tmp_path, 10) / "iter_0000010"
     manifest = decode((path / "manifest.json").read_bytes())
     name, huge = "model-00000-of-00001.safetensors", 1 << 40
-    entry = TensorEntry("U8", (huge,), (Piece(name, manifest.files[name].size, (0,), (huge,), "00000000"),))
+    entry = TensorEntry("U8", (huge,), (TensorPiece(name, manifest.files[name].size, (0,), (huge,), "00000000"),))
     files = {**manifest.files, name: replace(manifest.files[name], size=manifest.files[name].size + huge)}
     rewrite_manifest(path, files=files, tensors={**manifest.tensors, "model.huge": entry})
     with pytest.raises(CheckpointProblem, match=f"{name}: .* bytes, the manifest says 10995116"):
@@ -338,7 +348,7 @@ def test_a_manifest_that_lies_about_an_element_type_is_damage(tmp_path: Path) ->
     tensors = dict(decode((path / "manifest.json").read_bytes()).tensors)
     tensors["model.embedding.weight"] = replace(tensors["model.embedding.weight"], dtype="F16")
     rewrite_manifest(path, tensors=tensors)
-    source = find(CheckpointSpec(load=str(tmp_path), finetune=True), ONE)
+    source = find(CheckpointConfig(load=str(tmp_path), finetune=True), ONE)
     with pytest.raises(CheckpointProblem, match="header: it does not describe the 3 pieces"):
         load(source, whole(blank()), ONE)
 
@@ -353,7 +363,7 @@ def test_a_train_state_that_is_no_object_is_damage(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_stored_version_one_file_still_loads(tmp_path: Path) -> None:
     golden = Path(__file__).parent.parent / "goldens" / "checkpoint_v1"
     assert verify(golden / "iter_0000003") == []
-    source = find(CheckpointSpec(load=str(golden)), ONE, say=silent)
+    source = find(CheckpointConfig(load=str(golden)), ONE, say=silent)
     weight, moment = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3)
     targets = {"model.a.weight": SavedTensor.whole(weight), "exp_avg.a.weight": SavedTensor.whole(moment)}
     loaded = load(source, targets, ONE)

@@ -5,20 +5,25 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.checkpoint.load import Source, find
-from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.load import CheckpointSource, find
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import CheckpointProblem
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.train import CheckpointSpec
-from tests.checkpoint_files import load_some, saved_folder, some_tensors, whole
-from tests.ranks import on_threads
+from tests.helpers.checkpoint_files import (
+    load_some,
+    saved_folder,
+    some_tensors,
+    whole,
+)
+from tests.helpers.ranks import on_threads
 
 ONE = ParallelContext.single()
 
 
-def choose(said: list[str] | None = None, **spec: Any) -> Source | None:
-    return find(CheckpointSpec(**spec), ONE, say=(said if said is not None else []).append)
+def choose(said: list[str] | None = None, **config: Any) -> CheckpointSource | None:
+    return find(CheckpointConfig(**config), ONE, say=(said if said is not None else []).append)
 
 
 def test_nothing_asked_and_nothing_there_starts_from_random_weights(tmp_path: Path) -> None:
@@ -74,7 +79,7 @@ def test_flags_speak_of_the_own_folder_when_it_is_given_as_load(tmp_path: Path) 
 
 
 def test_a_run_that_saves_no_optimizer_resumes_without_it(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, ONE, say=lambda line: None)
+    saver = CheckpointSaver(tmp_path, ONE, say=lambda line: None)
     weights = {key: t for key, t in whole(some_tensors(10)).items() if key.startswith("model.")}
     saver.save(10, weights, {"iteration": 10})
     loaded, tensors = load_some(tmp_path, save_optim=False)
@@ -102,7 +107,7 @@ def test_a_plain_load_of_nothing_says_that_weights_are_random(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("flag", "spec"),
+    ("flag", "config"),
     [
         ("--exit-on-missing-checkpoint", {"exit_on_missing": True}),
         ("--finetune", {"finetune": True}),
@@ -111,9 +116,9 @@ def test_a_plain_load_of_nothing_says_that_weights_are_random(tmp_path: Path) ->
         ("--moe-use-upcycling", {"upcycle": True, "load_optim": False}),
     ],
 )
-def test_a_load_of_nothing_ends_a_run_that_is_meaningless_without(flag: str, spec: dict, tmp_path: Path) -> None:
+def test_a_load_of_nothing_ends_a_run_that_is_meaningless_without(flag: str, config: dict, tmp_path: Path) -> None:
     with pytest.raises(CheckpointProblem, match=f"{tmp_path} holds no checkpoint .* and {flag} cannot do without"):
-        choose(load=str(tmp_path), **spec)
+        choose(load=str(tmp_path), **config)
 
 
 def test_a_run_folder_stands_for_its_checkpoints(tmp_path: Path) -> None:
@@ -127,8 +132,8 @@ def test_a_run_folder_stands_for_its_checkpoints(tmp_path: Path) -> None:
 
 def test_an_evaluation_wants_weights_alone_from_wherever_they_come(tmp_path: Path) -> None:
     own, other = saved_folder(tmp_path / "own", 10), saved_folder(tmp_path / "other", 90)
-    for spec in ({"save": own}, {"load": str(other)}, {"load": str(other), "ckpt_step": 90}):
-        source = choose(weights_only=True, **spec)
+    for config in ({"save": own}, {"load": str(other)}, {"load": str(other), "ckpt_step": 90}):
+        source = choose(weights_only=True, **config)
         assert not source.optimizer and source.train_state
 
 
@@ -159,10 +164,10 @@ def test_all_ranks_get_the_same_answer_and_the_same_refusal(tmp_path: Path) -> N
     saved_folder(tmp_path, 10)
 
     def answers(context: ParallelContext) -> tuple:
-        source = find(CheckpointSpec(save=tmp_path), context)
+        source = find(CheckpointConfig(save=tmp_path), context)
         with pytest.raises(CheckpointProblem) as problem:
-            find(CheckpointSpec(pretrained=str(tmp_path / "none")), context)
+            find(CheckpointConfig(pretrained=str(tmp_path / "none")), context)
         return source, str(problem.value)
 
-    first, second = on_threads(ParallelSpec(world_size=2), answers)
+    first, second = on_threads(ParallelConfig(world_size=2), answers)
     assert first == second

@@ -9,17 +9,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_moe.checkpoint import shards
+from megatron_moe.checkpoint import tensor_shards
 from megatron_moe.checkpoint.load import find, load
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import Box, LaterBox, SavedTensor, in_parts
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import (
+    PendingBox,
+    SavedTensor,
+    TensorBox,
+    in_parts,
+)
 from megatron_moe.checkpoint.verify import verify
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.exit_codes import (
+    EnvironmentProblem,
+    ExitCode,
+    SaveProblem,
+)
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.parallel import param_meta
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs import params
-from megatron_moe.specs.exitcodes import EnvironmentProblem, ExitCode, SaveProblem
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.train import CheckpointSpec
-from tests.checkpoint_files import (
+from tests.helpers.checkpoint_files import (
     FaultyStorage,
     disk_full,
     load_some,
@@ -28,8 +37,8 @@ from tests.checkpoint_files import (
     some_state,
     some_tensors,
 )
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 
 ONE = ParallelContext.single()
 
@@ -67,7 +76,7 @@ def test_any_reader_of_safetensors_finds_the_weights_by_their_global_names(tmp_p
 
 def test_views_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) -> None:
     whole_tensor = torch.arange(24.0).view(4, 6)
-    saver = Saver(tmp_path, ONE)
+    saver = CheckpointSaver(tmp_path, ONE)
     saver.save(
         1, {"model.a": SavedTensor.whole(whole_tensor.T), "model.b": SavedTensor.whole(whole_tensor[:, 1::2])}, {}
     )
@@ -77,8 +86,8 @@ def test_views_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) ->
 
 def test_a_tensor_in_boxes_is_stored_box_by_box(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
-    boxes = (Box((0, 0), matrix[:1]), Box((1, 0), matrix[1:, :3]), Box((1, 3), matrix[1:, 3:]))
-    Saver(tmp_path, ONE).save(1, {"model.a": SavedTensor((3, 4), boxes)}, {})
+    boxes = (TensorBox((0, 0), matrix[:1]), TensorBox((1, 0), matrix[1:, :3]), TensorBox((1, 3), matrix[1:, 3:]))
+    CheckpointSaver(tmp_path, ONE).save(1, {"model.a": SavedTensor((3, 4), boxes)}, {})
     weights = load_file(tmp_path / "iter_0000001" / "model-00000-of-00001.safetensors")
     EXACT.check_all(weights, {"a@0,0": matrix[:1], "a@1,0": matrix[1:, :3], "a@1,3": matrix[1:, 3:]})
     assert verify(tmp_path / "iter_0000001") == []
@@ -102,7 +111,7 @@ def test_every_mth_checkpoint_and_the_last_one_stay(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     """Retention by validation loss: unknown losses and torn files do not count, the newest of equals stays."""
-    saver = Saver(tmp_path, ONE, keep_last=1, keep_best=True, say=lambda line: None)
+    saver = CheckpointSaver(tmp_path, ONE, keep_last=1, keep_best=True, say=lambda line: None)
     for iteration, loss in ((10, 3.0), (20, 2.0), (30, None), (40, 2.5), (50, 2.0), (60, 9.0)):
         saver.save(iteration, {"model.a": SavedTensor.whole(torch.zeros(2))}, {"state": {"validation_loss": loss}})
     assert iterations(tmp_path) == [50, 60]
@@ -112,7 +121,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
 
 
 def test_retention_spares_what_the_run_was_loaded_from_and_what_it_just_saved(tmp_path: Path) -> None:
-    saver = Saver(saved_folder(tmp_path, 10, 20, 500), ONE, keep_last=1, say=lambda line: None)
+    saver = CheckpointSaver(saved_folder(tmp_path, 10, 20, 500), ONE, keep_last=1, say=lambda line: None)
     saver.loaded_from = tmp_path / "iter_0000020"
     save_some(saver, 30)
     assert iterations(tmp_path) == [20, 30, 500]
@@ -123,7 +132,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning(tmp_path: Pa
         return PermissionError(errno.EPERM, "Operation not permitted") if path.name.startswith(".old-") else None
 
     said: list[str] = []
-    saver = Saver(tmp_path, ONE, keep_last=1, storage=FaultyStorage(fail=refuse), say=said.append)
+    saver = CheckpointSaver(tmp_path, ONE, keep_last=1, storage=FaultyStorage(fail=refuse), say=said.append)
     assert save_some(saver, 10) and save_some(saver, 20)
     assert iterations(tmp_path) == [10, 20]
     assert said == [
@@ -132,7 +141,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning(tmp_path: Pa
 
 
 def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, ONE, say=lambda line: None)
+    saver = CheckpointSaver(tmp_path, ONE, say=lambda line: None)
     saver.save(10, {"model.a": SavedTensor.whole(torch.zeros(2))}, {})
     save_some(saver, 10)
     loaded, tensors = load_some(tmp_path)
@@ -146,7 +155,7 @@ def test_too_little_space_is_known_before_anything_is_written(tmp_path: Path) ->
             return 100
 
     said: list[str] = []
-    saver = Saver(tmp_path, ONE, storage=(storage := Small()), say=said.append)
+    saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Small()), say=said.append)
     assert save_some(saver, 10) is None
     assert not any(moment.startswith("write") for moment in storage.moments), storage.moments
     space = "the checkpoint needs 589 bytes with 10 % to spare, 100 are free"
@@ -161,8 +170,8 @@ def test_a_folder_without_space_for_one_checkpoint_is_refused_at_the_start(tmp_p
 
     sentence = f"of this run takes 1.01 GB, and {tmp_path} has 1.10 GB free: free 0.01 GB for a margin of 10 %"
     with pytest.raises(EnvironmentProblem, match=sentence):
-        Saver(tmp_path, ONE, storage=Small(), expected_bytes=101 * 10**7)
-    Saver(tmp_path, ONE, storage=Small(), expected_bytes=10**9).close()
+        CheckpointSaver(tmp_path, ONE, storage=Small(), expected_bytes=101 * 10**7)
+    CheckpointSaver(tmp_path, ONE, storage=Small(), expected_bytes=10**9).close()
 
 
 def test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row(tmp_path: Path) -> None:
@@ -172,7 +181,7 @@ def test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row(tmp
         return disk_full(number, operation, path) if broken and operation == "write" else None
 
     said: list[str] = []
-    saver = Saver(tmp_path, ONE, storage=FaultyStorage(fail=fail), say=said.append)
+    saver = CheckpointSaver(tmp_path, ONE, storage=FaultyStorage(fail=fail), say=said.append)
     assert save_some(saver, 10) is None and save_some(saver, 20) is None
     broken = False
     assert save_some(saver, 30) == tmp_path / "iter_0000030", "a success starts the count anew"
@@ -190,14 +199,14 @@ def test_a_failing_tracker_is_a_warning_after_the_commit(tmp_path: Path) -> None
         return disk_full(number, operation, path) if "latest" in path.name else None
 
     said: list[str] = []
-    saver = Saver(tmp_path, ONE, storage=FaultyStorage(fail=fail), say=said.append)
+    saver = CheckpointSaver(tmp_path, ONE, storage=FaultyStorage(fail=fail), say=said.append)
     assert save_some(saver, 10) == tmp_path / "iter_0000010"
     assert "tracker" in said[0]
 
 
 def test_a_mount_that_disappears_fails_the_save_and_may_come_back(tmp_path: Path) -> None:
     folder = tmp_path / "save"
-    saver = Saver(folder, ONE, say=lambda line: None)
+    saver = CheckpointSaver(folder, ONE, say=lambda line: None)
     folder.rename(tmp_path / "away")
     assert save_some(saver, 10) is None
     (tmp_path / "away").rename(folder)
@@ -205,18 +214,18 @@ def test_a_mount_that_disappears_fails_the_save_and_may_come_back(tmp_path: Path
 
 
 def test_a_second_job_is_refused_with_the_holder_of_the_folder(tmp_path: Path) -> None:
-    first = Saver(tmp_path, ONE)
+    first = CheckpointSaver(tmp_path, ONE)
     with pytest.raises(EnvironmentProblem, match=f"another job saves .* process {os.getpid()} on .*, started 20"):
-        Saver(tmp_path, ONE)
+        CheckpointSaver(tmp_path, ONE)
     first.close()
-    Saver(tmp_path, ONE).close()
+    CheckpointSaver(tmp_path, ONE).close()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(EnvironmentProblem, match="cannot write to the --save folder"):
-            Saver(folder, ONE)
+            CheckpointSaver(folder, ONE)
 
 
 def test_what_crashes_left_is_swept_at_start_and_nothing_else(tmp_path: Path) -> None:
@@ -225,7 +234,7 @@ def test_what_crashes_left_is_swept_at_start_and_nothing_else(tmp_path: Path) ->
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
     said: list[str] = []
-    Saver(tmp_path, ONE, say=said.append).close()
+    CheckpointSaver(tmp_path, ONE, say=said.append).close()
     assert leftovers(tmp_path) == []
     assert (tmp_path / "notes" / "file").exists() and (tmp_path / "iter_abc" / "file").exists()
     assert len(said) == 3 and all(line.startswith("removed stale .") for line in said), said
@@ -235,7 +244,7 @@ def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path: Path) -
     saved_folder(tmp_path, 10, 20)
     (tmp_path / "iter_0000020").rename(tmp_path / ".replaced-iter_0000020-abc")
     said: list[str] = []
-    Saver(tmp_path, ONE, say=said.append).close()
+    CheckpointSaver(tmp_path, ONE, say=said.append).close()
     assert said == [f"put back iter_0000020 in {tmp_path}: a crash came before its replacement was complete"]
     assert load_some(tmp_path)[0].iteration == 20
 
@@ -246,7 +255,7 @@ def test_a_torn_tracker_is_mended_at_start(tmp_path: Path, text: str) -> None:
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text(text)
     said: list[str] = []
-    Saver(tmp_path, ONE, say=said.append).close()
+    CheckpointSaver(tmp_path, ONE, say=said.append).close()
     assert tracker.read_text() == "10"
     assert len(said) == 1 and "the file is mended" in said[0]
 
@@ -254,7 +263,7 @@ def test_a_torn_tracker_is_mended_at_start(tmp_path: Path, text: str) -> None:
 def test_fresh_moves_earlier_checkpoints_aside_and_deletes_none(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20)
     for number in (1, 2):
-        saver = Saver(tmp_path, ONE, fresh=True, say=lambda line: None)
+        saver = CheckpointSaver(tmp_path, ONE, fresh=True, say=lambda line: None)
         save_some(saver, 5)
         saver.close()
         assert iterations(tmp_path) == [5]
@@ -270,13 +279,13 @@ def test_the_first_rank_writes_and_all_ranks_know_the_outcome(tmp_path: Path) ->
     def save(context: ParallelContext) -> list[Path | None]:
         outcomes = []
         for name, storage in (("healthy", FaultyStorage()), ("full", FaultyStorage(fail=full_on_write))):
-            saver = Saver(tmp_path / name, context, storage=storage, say=lambda line: None)
+            saver = CheckpointSaver(tmp_path / name, context, storage=storage, say=lambda line: None)
             outcomes.append(save_some(saver, 10))
             assert (storage.moments == []) == (context.rank > 0), f"rank {context.rank} did {storage.moments}"
             saver.close()
         return outcomes
 
-    assert on_threads(ParallelSpec(world_size=2), save) == [[tmp_path / "healthy" / "iter_0000010", None]] * 2
+    assert on_threads(ParallelConfig(world_size=2), save) == [[tmp_path / "healthy" / "iter_0000010", None]] * 2
     assert verify(tmp_path / "healthy" / "iter_0000010") == []
     assert iterations(tmp_path / "full") == [] and leftovers(tmp_path / "full") == []
 
@@ -286,15 +295,15 @@ def test_a_refused_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
 
     def refused(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as problem:
-            Saver(tmp_path / "file", context)
+            CheckpointSaver(tmp_path / "file", context)
         return str(problem.value)
 
-    first, second = on_threads(ParallelSpec(world_size=2), refused)
+    first, second = on_threads(ParallelConfig(world_size=2), refused)
     assert first == second and "cannot write" in first
 
 
 def test_the_duration_of_the_last_save_is_known(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, ONE)
+    saver = CheckpointSaver(tmp_path, ONE)
     assert saver.last is None
     save_some(saver, 10)
     assert saver.last is not None and saver.last.iteration == 10
@@ -307,13 +316,13 @@ def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path)
     def main(context: ParallelContext) -> None:
         # ranks 0 and 1 hold the upper half, 2 and 3 the lower one; all hold the step
         top = 2 * (context.rank // 2)
-        half = SavedTensor((4, 6), (Box((top, 0), whole[top : top + 2]),))
+        half = SavedTensor((4, 6), (TensorBox((top, 0), whole[top : top + 2]),))
         step = SavedTensor.whole(torch.tensor(7))
-        saver = Saver(tmp_path, context, say=lambda line: None)
+        saver = CheckpointSaver(tmp_path, context, say=lambda line: None)
         assert saver.save(1, {"model.a": half, "optimizer.step": step}, {"iteration": 1}) is not None
         saver.close()
 
-    on_threads(ParallelSpec(world_size=4), main)
+    on_threads(ParallelConfig(world_size=4), main)
     names = sorted(path.name for path in (tmp_path / "iter_0000001").glob("*.safetensors"))
     assert names == [
         "model-00000-of-00002.safetensors",
@@ -322,7 +331,7 @@ def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path)
     ]
     assert verify(tmp_path / "iter_0000001") == []
     loaded = torch.zeros(4, 6)
-    source = find(CheckpointSpec(save=tmp_path), ONE)
+    source = find(CheckpointConfig(save=tmp_path), ONE)
     assert source is not None
     load(source, {"model.a": SavedTensor.whole(loaded), "optimizer.step": SavedTensor.whole(torch.tensor(0))}, ONE)
     EXACT.check(loaded, whole, "both halves")
@@ -331,7 +340,7 @@ def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path)
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the small states of these tests were large."""
-    monkeypatch.setattr(shards, "_LEAST_BYTES", 100)
+    monkeypatch.setattr(tensor_shards, "_LEAST_BYTES", 100)
 
 
 @pytest.mark.usefixtures("large")
@@ -339,9 +348,9 @@ def test_a_large_state_is_written_to_several_files_at_the_same_time(tmp_path: Pa
     def save(context: ParallelContext) -> None:
         first = {"model.a": SavedTensor.whole(torch.arange(100.0)), "model.b": SavedTensor.whole(torch.ones(99))}
         second = {f"master.{name}": SavedTensor.whole(torch.full((40,), 2.0)) for name in "abcd"}
-        assert Saver(tmp_path, context).save(1, second if context.rank else first, {}) is not None
+        assert CheckpointSaver(tmp_path, context).save(1, second if context.rank else first, {}) is not None
 
-    on_threads(ParallelSpec(world_size=2), save)
+    on_threads(ParallelConfig(world_size=2), save)
     names = sorted(path.name for path in (tmp_path / "iter_0000001").glob("*.safetensors"))
     model = [f"model-{number:05d}-of-00002.safetensors" for number in range(2)]
     assert names == [*model, *(f"optim-{number:05d}-of-00003.safetensors" for number in range(3))]
@@ -356,7 +365,7 @@ def test_an_error_in_one_of_several_files_leaves_nothing(tmp_path: Path) -> None
         return disk_full(number, operation, path) if path.name.startswith("optim-00001") else None
 
     said: list[str] = []
-    saver = Saver(tmp_path, ONE, storage=FaultyStorage(fail=refuse), say=said.append)
+    saver = CheckpointSaver(tmp_path, ONE, storage=FaultyStorage(fail=refuse), say=said.append)
     state = {f"{kind}.{name}": SavedTensor.whole(torch.ones(50)) for kind in ("model", "master") for name in "ab"}
     assert saver.save(1, state, {}) is None and "No space left on device" in said[0]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
@@ -367,17 +376,17 @@ def test_threads_get_about_the_same_and_none_gets_what_is_yet_to_be_made() -> No
     state = {f"model.{size}": SavedTensor.whole(torch.zeros(size)) for size in range(10, 30)}
     parts = in_parts(state)
     assert sorted(key for part in parts for key in part) == sorted(state)
-    sizes = [shards.total_bytes(part) for part in parts]
+    sizes = [tensor_shards.total_bytes(part) for part in parts]
     assert len(parts) == 3 and max(sizes) - min(sizes) <= 30 * 4
-    later = SavedTensor((99,), (LaterBox((0,), torch.zeros(99, device="meta"), lambda: torch.zeros(99)),))
+    later = SavedTensor((99,), (PendingBox((0,), torch.zeros(99, device="meta"), lambda: torch.zeros(99)),))
     assert len(in_parts(state | {"model.later": later})) == 1
     assert in_parts({}) == []
 
 
 def test_boxes_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
-    saver = Saver(tmp_path, ONE, say=said.append)
-    upper_half = SavedTensor((4, 6), (Box((0, 0), torch.zeros(2, 6)),))
+    saver = CheckpointSaver(tmp_path, ONE, say=said.append)
+    upper_half = SavedTensor((4, 6), (TensorBox((0, 0), torch.zeros(2, 6)),))
     assert saver.save(1, {"model.a": upper_half}, {}) is None
     assert "its boxes do not cover shape (4, 6) exactly once" in said[-1]
     assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
@@ -385,7 +394,10 @@ def test_boxes_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) ->
 
 def test_any_range_of_a_part_of_a_tensor_becomes_boxes(tmp_path: Path) -> None:
     whole = torch.arange(3.0 * 8 * 5).view(3, 8, 5)
-    held = (params.Box((1, 2, 0), (2, 2, 5)), params.Box((1, 6, 0), (2, 2, 5)))  # as a gate and its up half are cut
+    held = (
+        param_meta.ParamBox((1, 2, 0), (2, 2, 5)),
+        param_meta.ParamBox((1, 6, 0), (2, 2, 5)),
+    )  # as a gate and its up half are cut
     local = torch.cat([whole[1:3, 2:4], whole[1:3, 6:8]], dim=1)
     for start, end in ((0, 40), (0, 1), (3, 4), (7, 33), (19, 21), (20, 40), (39, 40), (5, 5)):
         flat = local.flatten()[start:end].clone()
@@ -400,5 +412,5 @@ def test_any_range_of_a_part_of_a_tensor_becomes_boxes(tmp_path: Path) -> None:
 
 
 def test_a_part_without_dims_is_its_value() -> None:
-    part = SavedTensor.part((), (params.Box((), ()),), 0, torch.tensor([4.0]))
+    part = SavedTensor.part((), (param_meta.ParamBox((), ()),), 0, torch.tensor([4.0]))
     assert part.boxes[0].offset == () and part.boxes[0].data.item() == 4.0

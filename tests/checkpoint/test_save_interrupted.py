@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
-from tests.checkpoint_files import (
+from tests.helpers.checkpoint_files import (
     FaultyStorage,
     Killed,
     load_some,
@@ -17,7 +17,7 @@ from tests.checkpoint_files import (
     saved_folder,
     some_tensors,
 )
-from tests.tolerances import EXACT
+from tests.helpers.tolerances import EXACT
 
 ONE = ParallelContext.single()
 SCENARIOS = {
@@ -28,8 +28,8 @@ SCENARIOS = {
 """name -> iterations there, iteration to save, newest iteration that must survive"""
 
 
-def start(folder: Path, storage: FaultyStorage) -> Saver:
-    return Saver(folder, ONE, keep_last=2, storage=storage, say=lambda line: None)
+def start(folder: Path, storage: FaultyStorage) -> CheckpointSaver:
+    return CheckpointSaver(folder, ONE, keep_last=2, storage=storage, say=lambda line: None)
 
 
 def template(folder: Path, iterations: tuple[int, ...]) -> Path:

@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe.data.batch import MaskSpec, MicroBatch, make_microbatch, to_device
+from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.data.batch import (
+    MaskConfig,
+    MicroBatch,
+    make_microbatch,
+    to_device,
+)
 from megatron_moe.data.samples import PADDING
-from megatron_moe.specs.exitcodes import DataProblem
 
 EOD = 9
 
@@ -30,8 +35,8 @@ class Rows:
 
 
 def batch(*rows: list[int], dtype: torch.dtype = torch.float64, **masks) -> MicroBatch:
-    spec = MaskSpec(**{"vocab_size": 10, "eod": EOD, "pad": -1, **masks})
-    return make_microbatch(Rows(*rows), np.arange(len(rows)), spec, dtype)
+    config = MaskConfig(**{"vocab_size": 10, "eod": EOD, "pad": -1, **masks})
+    return make_microbatch(Rows(*rows), np.arange(len(rows)), config, dtype)
 
 
 def test_labels_are_the_next_tokens() -> None:
@@ -56,7 +61,7 @@ def test_tensors_have_the_dtypes_of_the_contract_and_are_contiguous() -> None:
 
 def test_only_the_samples_asked_for_are_taken_in_their_order() -> None:
     rows = Rows([1, 2], [3, 4], [5, 6])
-    made = make_microbatch(rows, np.array([2, 0]), MaskSpec(vocab_size=10, eod=EOD, pad=-1), torch.float64)
+    made = make_microbatch(rows, np.array([2, 0]), MaskConfig(vocab_size=10, eod=EOD, pad=-1), torch.float64)
     assert made.tokens_BS.tolist() == [[5], [1]]
 
 

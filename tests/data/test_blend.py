@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.blend import (
     Blend,
     BlendedSamples,
@@ -18,8 +19,7 @@ from megatron_moe.data.blend import (
 )
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
-from megatron_moe.specs.exitcodes import DataProblem
-from tests.tiny_data import corpus
+from tests.helpers.tiny_data import corpus
 
 
 @pytest.mark.parametrize(

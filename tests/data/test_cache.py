@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import digest_of, load_or_build
-from megatron_moe.specs.exitcodes import DataProblem
 
 INPUTS = {"class": "Test", "seed": 3, "documents": [0, 5]}
 

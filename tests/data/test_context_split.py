@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_threads
-from tests.tiny_models import microbatch
+from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import microbatch
 
 SEQ = 16
 
@@ -34,7 +34,7 @@ def test_labels_masks_and_positions_stay_with_their_tokens(split: Any, cp: int) 
             valid_BS=marks % 3 == 0,
         ),
     )
-    parts = on_threads(ParallelSpec(world_size=cp, cp=cp, cp_split=split), lambda ctx: split_sequence(whole, ctx))
+    parts = on_threads(ParallelConfig(world_size=cp, cp=cp, cp_split=split), lambda ctx: split_sequence(whole, ctx))
     for part in parts:
         assert torch.equal(part.labels_BS, part.tokens_BS + 1)
         assert torch.equal(part.loss_mask_BS, (part.tokens_BS + 2).double())
@@ -48,7 +48,7 @@ def test_labels_masks_and_positions_stay_with_their_tokens(split: Any, cp: int) 
 
 def test_zigzag_rank_0_holds_both_ends() -> None:
     whole = batch()
-    first = on_threads(ParallelSpec(world_size=4, cp=4), lambda ctx: split_sequence(whole, ctx))[0]
+    first = on_threads(ParallelConfig(world_size=4, cp=4), lambda ctx: split_sequence(whole, ctx))[0]
     assert torch.equal(first.tokens_BS, whole.tokens_BS[:, [0, 1, 14, 15]])
     assert first.meta.positions_BS[0].tolist() == [0, 1, 14, 15]
     assert first.meta.segments_BS is None and first.meta.valid_BS is None
@@ -61,4 +61,4 @@ def test_one_rank_keeps_the_microbatch_itself() -> None:
 
 def test_data_parallel_ranks_do_not_split() -> None:
     whole = batch()
-    assert all(part is whole for part in on_threads(ParallelSpec(world_size=2), lambda c: split_sequence(whole, c)))
+    assert all(part is whole for part in on_threads(ParallelConfig(world_size=2), lambda c: split_sequence(whole, c)))

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_moe.config.exit_codes import DataProblem, MemoryProblem
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.training import LoopConfig
 from megatron_moe.data import blend, datasets
 from megatron_moe.data.batch import Samples
 from megatron_moe.data.blend import BlendedSamples
@@ -17,18 +20,23 @@ from megatron_moe.data.loader import train_loader
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.parallel import collectives
-from megatron_moe.parallel.context import Group, ParallelContext
-from megatron_moe.specs.exitcodes import DataProblem, MemoryProblem
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.train import LoopSpec
-from tests.ranks import on_threads
-from tests.tiny_data import EOD, VOCAB, batch_spec, corpus, data_spec, loop_spec, write_tokens
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_data import (
+    EOD,
+    VOCAB,
+    batch_config,
+    corpus,
+    data_config,
+    loop_config,
+    write_tokens,
+)
 
 
-def build(loop: LoopSpec | None = None, context: ParallelContext | None = None, **changes) -> Datasets:
-    spec = data_spec(**changes)
-    tokenizer = load_tokenizer(spec.tokenizer)
-    return build_datasets(spec, batch_spec(), loop or loop_spec(), tokenizer, context or ParallelContext.single())
+def build(loop: LoopConfig | None = None, context: ParallelContext | None = None, **changes) -> Datasets:
+    config = data_config(**changes)
+    tokenizer = load_tokenizer(config.tokenizer)
+    return build_datasets(config, batch_config(), loop or loop_config(), tokenizer, context or ParallelContext.single())
 
 
 def rows(samples: Samples | None) -> list[list[int]]:
@@ -42,11 +50,11 @@ def direct(prefix: str, split: str, documents: range, num_samples: int | None) -
 
 
 def test_sizes_count_an_evaluation_per_interval_and_one_at_the_end() -> None:
-    sizes = split_sizes(batch_spec(global_size=8), loop_spec(train_iters=25, eval_interval=10, eval_iters=3))
+    sizes = split_sizes(batch_config(global_size=8), loop_config(train_iters=25, eval_interval=10, eval_iters=3))
     assert (sizes.train, sizes.valid, sizes.test) == (25 * 8, 3 * 3 * 8, 3 * 8)
-    assert split_sizes(batch_spec(), loop_spec(eval_interval=None, eval_iters=3)).valid == 3 * 4
-    assert split_sizes(batch_spec(), loop_spec(train_samples=77)).train == 77
-    assert split_sizes(batch_spec(), loop_spec(skip_train=True)).train == 0
+    assert split_sizes(batch_config(), loop_config(eval_interval=None, eval_iters=3)).valid == 3 * 4
+    assert split_sizes(batch_config(), loop_config(train_samples=77)).train == 77
+    assert split_sizes(batch_config(), loop_config(skip_train=True)).train == 0
 
 
 def test_one_prefix_is_cut_by_the_split(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
 def test_parts_of_a_weighted_blend_are_built_with_a_surplus(tmp_path: Path) -> None:
     # 72 tokens give 8 samples in one epoch; half of 16 samples and the surplus need a second one.
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
-    built = build(loop_spec(train_iters=4), train=("1", first, "1", second))
+    built = build(loop_config(train_iters=4), train=("1", first, "1", second))
     assert isinstance(built.train, BlendedSamples)
     assert len(built.train) == 16
     assert [part.inputs["epochs"] for part in built.train.parts] == [2, 2]
@@ -103,7 +111,7 @@ def test_the_seed_of_the_data_sets_the_order(tmp_path: Path) -> None:
 
 def test_blend_without_weights_is_one_epoch_of_everything_at_most(tmp_path: Path) -> None:
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
-    built = build(loop_spec(train_iters=10_000), blend=(first, second), split="1")
+    built = build(loop_config(train_iters=10_000), blend=(first, second), split="1")
     expected = direct(first, "train", range(40), None) + direct(second, "train", range(40), None)
     assert sorted(rows(built.train)) == sorted(expected)
 
@@ -121,7 +129,7 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
 
 def test_incomplete_last_validation_sample_is_kept_on_request(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1] * 12])
-    loop = loop_spec(eval_iters=1)
+    loop = loop_config(eval_iters=1)
     cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid[0].samples
     kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid[0].samples
     assert (len(cut), len(kept)) == (2, 4)
@@ -165,7 +173,7 @@ def test_data_replaced_at_the_same_place_is_indexed_again(tmp_path: Path) -> Non
 
 
 def test_without_training_there_are_no_training_samples(tmp_path: Path) -> None:
-    built = build(loop_spec(skip_train=True), blend=(corpus(tmp_path),))
+    built = build(loop_config(skip_train=True), blend=(corpus(tmp_path),))
     assert built.train is None
     assert built.fingerprint == "none"
     assert built.valid
@@ -206,44 +214,44 @@ def test_more_samples_than_any_host_keeps_in_order_are_refused_with_their_number
     tmp_path: Path, iterations: int
 ) -> None:
     corpus(tmp_path)
-    loop = loop_spec(train_iters=iterations, eval_interval=None)
-    size = split_sizes(batch_spec(), loop).train
+    loop = loop_config(train_iters=iterations, eval_interval=None)
+    size = split_sizes(batch_config(), loop).train
     with pytest.raises(MemoryProblem, match=f"no room for the order of {size:,} training, .* --train-iters"):
         build(loop, blend=(str(tmp_path / "corpus"),))
 
 
 def test_id_beyond_the_vocabulary_stops_the_step_that_reads_it(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, 100, 7, 8, 9]] * 4)
-    spec = data_spec(train=(prefix,))
+    config = data_config(train=(prefix,))
     context = ParallelContext.single()
-    built = build_datasets(spec, batch_spec(), loop_spec(), load_tokenizer(spec.tokenizer), context)
+    built = build_datasets(config, batch_config(), loop_config(), load_tokenizer(config.tokenizer), context)
     with pytest.raises(
         DataProblem, match=r"token id 100 in .*/a, document \d, token 5 .* not in the vocabulary of 100"
     ):
-        train_loader(built, spec, batch_spec(), context).next_step()
+        train_loader(built, config, batch_config(), context).next_step()
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
 @pytest.mark.parametrize("token", [-1, -2])
 def test_a_negative_id_is_not_padding(token: int, dtype: type, tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, token, 7, 8, 9]] * 4, dtype)
-    spec = data_spec(train=(prefix,))
+    config = data_config(train=(prefix,))
     context = ParallelContext.single()
-    built = build_datasets(spec, batch_spec(), loop_spec(), load_tokenizer(spec.tokenizer), context)
+    built = build_datasets(config, batch_config(), loop_config(), load_tokenizer(config.tokenizer), context)
     with pytest.raises(DataProblem, match=rf"token id {token} in .*/a, document \d, token 5 .* is negative; check"):
-        train_loader(built, spec, batch_spec(), context).next_step()
+        train_loader(built, config, batch_config(), context).next_step()
 
 
 def test_ranks_read_the_steps_of_one_rank(tmp_path: Path) -> None:
-    spec = data_spec(blend=(corpus(tmp_path),), dataloader="cyclic")
+    config = data_config(blend=(corpus(tmp_path),), dataloader="cyclic")
 
     def steps(context: ParallelContext) -> list[torch.Tensor]:
-        built = build_datasets(spec, batch_spec(micro=1), loop_spec(), load_tokenizer(spec.tokenizer), context)
-        loader = train_loader(built, spec, batch_spec(micro=1), context)
+        built = build_datasets(config, batch_config(micro=1), loop_config(), load_tokenizer(config.tokenizer), context)
+        loader = train_loader(built, config, batch_config(micro=1), context)
         return [torch.stack([batch.tokens_BS for batch in loader.next_step()]) for _ in range(4)]
 
     alone = steps(ParallelContext.single())
-    both = on_threads(ParallelSpec(world_size=2), steps)
+    both = on_threads(ParallelConfig(world_size=2), steps)
     for step in range(4):
         together = np.stack([rank[step] for rank in both], axis=1).reshape(4, 1, 8)
         np.testing.assert_array_equal(together, alone[step])
@@ -258,7 +266,7 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
             build(context=context, blend=(prefix,))
         return str(problem.value)
 
-    sentences = on_threads(ParallelSpec(world_size=2), attempt)
+    sentences = on_threads(ParallelConfig(world_size=2), attempt)
     assert sentences[0] == sentences[1]
     assert "corpus.bin does not exist" in sentences[0]
 
@@ -273,7 +281,7 @@ def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
             time.sleep(0.001)
         return order(weights, size)
 
-    def gather_objects(value: object, group: Group) -> list[object]:
+    def gather_objects(value: object, group: ProcessGroup) -> list[object]:
         met.append(value)
         return collectives.gather_objects(value, group)
 
@@ -281,7 +289,7 @@ def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
     monkeypatch.setattr(datasets, "gather_objects", gather_objects)
     monkeypatch.setattr(blend, "blend_order", slow_order)
     first, second = on_threads(
-        ParallelSpec(world_size=2),
+        ParallelConfig(world_size=2),
         lambda context: build(context=context, blend=("1", prefix, "2", prefix), cache_dir=tmp_path / "cache"),
     )
     assert len(met) > 6 and met.count((False, None)) == len(met) - 1, "one rank tells, once, that it is done"
@@ -290,9 +298,9 @@ def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
 
 def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * count) for name, count in (("a", 8), ("b", 4)))
-    short = build(loop_spec(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second))
+    short = build(loop_config(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second))
     whole = build(
-        loop_spec(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second), full_validation=True
+        loop_config(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second), full_validation=True
     )
     assert [len(each.samples) for each in short.valid] == [4]
     assert [len(each.samples) for each in whole.valid] == [8 + 4]
@@ -300,6 +308,6 @@ def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
 
 def test_the_surplus_of_a_weighted_blend_can_be_chosen(tmp_path: Path) -> None:
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
-    built = build(loop_spec(train_iters=4), train=("1", first, "1", second), surplus=0.0)
+    built = build(loop_config(train_iters=4), train=("1", first, "1", second), surplus=0.0)
     assert isinstance(built.train, BlendedSamples)
     assert [part.inputs["epochs"] for part in built.train.parts] == [1, 1]

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.indexed import IndexedTokens, IndexedWriter, token_dtype
-from megatron_moe.specs.exitcodes import DataProblem
-from tests.tiny_data import random_documents, write_tokens
+from tests.helpers.tiny_data import random_documents, write_tokens
 
 
 def index_by_hand(lengths: list[int], bounds: list[int], *, code: int, itemsize: int) -> bytes:

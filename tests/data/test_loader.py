@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe.data.batch import MaskSpec, MicroBatch
+from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.data.batch import MaskConfig, MicroBatch
 from megatron_moe.data.loader import EvalLoader, TrainLoader
 from megatron_moe.data.sampler import BatchSchedule, SampleOrder
-from megatron_moe.specs.exitcodes import DataProblem
-from megatron_moe.specs.train import BatchSpec
 
-MASKS = MaskSpec(vocab_size=1000, eod=999, pad=-1)
+MASKS = MaskConfig(vocab_size=1000, eod=999, pad=-1)
 
 
 class Numbered:
@@ -53,7 +53,7 @@ def loader(
 ) -> TrainLoader:
     samples = Numbered()
     order = SampleOrder(kind=kind, num_samples=len(samples), seed=5)
-    schedule = BatchSchedule(BatchSpec(micro=micro, global_size=size, **batch), dp)
+    schedule = BatchSchedule(BatchConfig(micro=micro, global_size=size, **batch), dp)
     return TrainLoader(samples, order, schedule, MASKS, rank_context(rank, dp), prefetch=prefetch)
 
 
@@ -142,9 +142,9 @@ def test_restore_discards_what_was_prefetched() -> None:
 
 def test_problem_in_prefetched_data_is_raised_in_its_step() -> None:
     samples = Numbered(60)
-    schedule = BatchSchedule(BatchSpec(micro=6, global_size=6), 1)
+    schedule = BatchSchedule(BatchConfig(micro=6, global_size=6), 1)
     order = SampleOrder(kind="single", num_samples=60, seed=1)
-    masks = MaskSpec(vocab_size=10, eod=9, pad=-1)
+    masks = MaskConfig(vocab_size=10, eod=9, pad=-1)
     ahead = TrainLoader(samples, order, schedule, masks, rank_context(), prefetch=True)
     ahead.next_step()
     with pytest.raises(DataProblem, match="vocabulary of 10"):
@@ -165,14 +165,14 @@ def test_exhausted_data_is_announced_and_then_refused() -> None:
 
 def test_loss_mask_has_at_least_single_precision() -> None:
     samples, order = Numbered(), SampleOrder(kind="single", num_samples=60, seed=1)
-    schedule = BatchSchedule(BatchSpec(micro=1, global_size=1), 1)
+    schedule = BatchSchedule(BatchConfig(micro=1, global_size=1), 1)
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         one = TrainLoader(samples, order, schedule, MASKS, rank_context(dtype=dtype))
         assert one.next_step()[0].loss_mask_BS.dtype == expected
 
 
 def eval_ids(dp: int, rank: int, evaluation: int, count: int = 60) -> list[int]:
-    batch = BatchSpec(micro=2, global_size=8, rampup=(4, 4, 100))
+    batch = BatchConfig(micro=2, global_size=8, rampup=(4, 4, 100))
     one = EvalLoader(Numbered(count), batch, MASKS, rank_context(rank, dp), eval_iters=3)
     return ids(list(one.batches(evaluation)))
 
@@ -202,7 +202,7 @@ def test_passing_over_a_step_leaves_out_its_samples_and_no_others() -> None:
 
 
 def whole_set(count: int, size: int = 8) -> EvalLoader:
-    return EvalLoader(Numbered(count), BatchSpec(micro=2, global_size=size), MASKS, rank_context(), eval_iters=None)
+    return EvalLoader(Numbered(count), BatchConfig(micro=2, global_size=size), MASKS, rank_context(), eval_iters=None)
 
 
 def test_a_full_validation_reads_every_full_batch_each_time() -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
-from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.train import BatchSpec
 
 
 def schedule(micro: int, size: int, dp: int, rampup: tuple[int, int, int] | None = None) -> BatchSchedule:
-    return BatchSchedule(BatchSpec(micro=micro, global_size=size, rampup=rampup), dp)
+    return BatchSchedule(BatchConfig(micro=micro, global_size=size, rampup=rampup), dp)
 
 
 def test_constant_batch_has_its_number_of_microbatches() -> None:

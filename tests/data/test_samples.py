@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.samples import (
     PADDING,
@@ -15,8 +16,7 @@ from megatron_moe.data.samples import (
     num_epochs,
     plan_passes,
 )
-from megatron_moe.specs.exitcodes import DataProblem
-from tests.tiny_data import random_documents, write_tokens
+from tests.helpers.tiny_data import random_documents, write_tokens
 
 
 class Lengths:

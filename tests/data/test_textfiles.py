@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.textfiles import BadLine, Record, parse_record, read_documents, read_records, write_whole
-from megatron_moe.specs.exitcodes import DataProblem
 
 TEXTS = ["one\nline", "zwei ß", "three"]
 JSONL = "".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(TEXTS)).encode()

@@ -12,9 +12,9 @@ import pytest
 import sentencepiece
 import tokenizers
 
+from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.tokenizer import load_tokenizer
-from megatron_moe.specs.exitcodes import DataProblem
-from megatron_moe.specs.train import TokenizerSpec
 
 TEXTS = [
     "def read(self, size=-1):\n    return self.buffer.read(size)\n",
@@ -43,8 +43,8 @@ def train_sentencepiece(path: Path, **options) -> Path:
     return path
 
 
-def sentencepiece_spec(path: Path) -> TokenizerSpec:
-    return TokenizerSpec(kind="SentencePieceTokenizer", model=path)
+def sentencepiece_config(path: Path) -> TokenizerConfig:
+    return TokenizerConfig(kind="SentencePieceTokenizer", model=path)
 
 
 def train_huggingface(path: Path, specials: list[str]) -> tokenizers.Tokenizer:
@@ -62,8 +62,8 @@ def train_huggingface(path: Path, specials: list[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def huggingface_spec(path: Path) -> TokenizerSpec:
-    return TokenizerSpec(kind="HuggingFaceTokenizer", model=path)
+def huggingface_config(path: Path) -> TokenizerConfig:
+    return TokenizerConfig(kind="HuggingFaceTokenizer", model=path)
 
 
 def tiktoken_entries(merges: list[bytes]) -> list[dict]:
@@ -83,24 +83,24 @@ def write_tiktoken(path: Path, merges: list[bytes]) -> Path:
     return path
 
 
-def tiktoken_spec(path: Path, **changes) -> TokenizerSpec:
-    return TokenizerSpec(kind="TikTokenizer", model=path, **{"num_special_tokens": 10, **changes})
+def tiktoken_config(path: Path, **changes) -> TokenizerConfig:
+    return TokenizerConfig(kind="TikTokenizer", model=path, **{"num_special_tokens": 10, **changes})
 
 
 @pytest.fixture(scope="module")
-def every_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerSpec]:
+def every_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerConfig]:
     folder = tmp_path_factory.mktemp("tokenizers")
     train_huggingface(folder / "tokenizer.json", ["<|endoftext|>"])
     return {
-        "sentencepiece": sentencepiece_spec(train_sentencepiece(folder / "sp.model")),
-        "huggingface": huggingface_spec(folder / "tokenizer.json"),
-        "tiktoken": tiktoken_spec(write_tiktoken(folder / "tik.json", [b"re", b"rea", b"read"])),
-        "byte": TokenizerSpec(kind="ByteTokenizer"),
+        "sentencepiece": sentencepiece_config(train_sentencepiece(folder / "sp.model")),
+        "huggingface": huggingface_config(folder / "tokenizer.json"),
+        "tiktoken": tiktoken_config(write_tiktoken(folder / "tik.json", [b"re", b"rea", b"read"])),
+        "byte": TokenizerConfig(kind="ByteTokenizer"),
     }
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "huggingface", "tiktoken", "byte"])
-def test_text_comes_back_from_its_ids(every_tokenizer: dict[str, TokenizerSpec], name: str) -> None:
+def test_text_comes_back_from_its_ids(every_tokenizer: dict[str, TokenizerConfig], name: str) -> None:
     tokenizer = load_tokenizer(every_tokenizer[name])
     for text in TEXTS:
         ids = tokenizer.encode(text)
@@ -111,22 +111,22 @@ def test_text_comes_back_from_its_ids(every_tokenizer: dict[str, TokenizerSpec],
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "huggingface", "tiktoken", "byte"])
-def test_fingerprint_is_stable(every_tokenizer: dict[str, TokenizerSpec], name: str) -> None:
-    spec = every_tokenizer[name]
-    assert load_tokenizer(spec).fingerprint == load_tokenizer(spec).fingerprint
+def test_fingerprint_is_stable(every_tokenizer: dict[str, TokenizerConfig], name: str) -> None:
+    config = every_tokenizer[name]
+    assert load_tokenizer(config).fingerprint == load_tokenizer(config).fingerprint
 
 
-def test_fingerprints_of_different_models_differ(every_tokenizer: dict[str, TokenizerSpec], tmp_path: Path) -> None:
-    specs = [*every_tokenizer.values(), TokenizerSpec(kind="NullTokenizer", vocab_size=10)]
-    specs.append(TokenizerSpec(kind="NullTokenizer", vocab_size=11))
-    specs.append(tiktoken_spec(every_tokenizer["tiktoken"].model or tmp_path, tiktoken_pattern="v1"))
-    specs.append(tiktoken_spec(every_tokenizer["tiktoken"].model or tmp_path, num_special_tokens=11))
-    specs.append(sentencepiece_spec(train_sentencepiece(tmp_path / "other.model", vocab_size=290)))
-    assert len({load_tokenizer(spec).fingerprint for spec in specs}) == len(specs)
+def test_fingerprints_of_different_models_differ(every_tokenizer: dict[str, TokenizerConfig], tmp_path: Path) -> None:
+    configs = [*every_tokenizer.values(), TokenizerConfig(kind="NullTokenizer", vocab_size=10)]
+    configs.append(TokenizerConfig(kind="NullTokenizer", vocab_size=11))
+    configs.append(tiktoken_config(every_tokenizer["tiktoken"].model or tmp_path, tiktoken_pattern="v1"))
+    configs.append(tiktoken_config(every_tokenizer["tiktoken"].model or tmp_path, num_special_tokens=11))
+    configs.append(sentencepiece_config(train_sentencepiece(tmp_path / "other.model", vocab_size=290)))
+    assert len({load_tokenizer(config).fingerprint for config in configs}) == len(configs)
 
 
 def test_null_tokenizer_reads_numbers_and_ends_with_the_last_id() -> None:
-    tokenizer = load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=128))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=128))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (128, 127, -1)
     assert tokenizer.encode(" 3 1  2\n") == [3, 1, 2]
     assert tokenizer.decode([3, 1, 2]) == "3 1 2"
@@ -137,11 +137,11 @@ def test_null_tokenizer_reads_numbers_and_ends_with_the_last_id() -> None:
 @pytest.mark.parametrize("vocab_size", [None, 0, 1])
 def test_null_tokenizer_needs_a_vocabulary_size(vocab_size: int | None) -> None:
     with pytest.raises(DataProblem, match="--vocab-size"):
-        load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=vocab_size))
+        load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=vocab_size))
 
 
 def test_byte_tokenizer_is_utf8() -> None:
-    tokenizer = load_tokenizer(TokenizerSpec(kind="ByteTokenizer"))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="ByteTokenizer"))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, -1)
     assert tokenizer.encode("aß") == [97, 195, 159]
     assert tokenizer.decode([97, 256, 195]) == "a\ufffd"
@@ -156,23 +156,23 @@ def test_byte_tokenizer_is_utf8() -> None:
     ],
 )
 def test_sentencepiece_ends_documents_with_its_end_piece(tmp_path: Path, options: dict, eod: int, pad: int) -> None:
-    tokenizer = load_tokenizer(sentencepiece_spec(train_sentencepiece(tmp_path / "sp.model", **options)))
+    tokenizer = load_tokenizer(sentencepiece_config(train_sentencepiece(tmp_path / "sp.model", **options)))
     assert (tokenizer.eod, tokenizer.pad) == (eod, pad)
 
 
 def test_sentencepiece_without_an_end_piece_is_refused(tmp_path: Path) -> None:
     path = train_sentencepiece(tmp_path / "sp.model", unk_id=0, bos_id=-1, eos_id=-1)
     with pytest.raises(DataProblem, match="no token that ends a document"):
-        load_tokenizer(sentencepiece_spec(path))
+        load_tokenizer(sentencepiece_config(path))
 
 
 def test_huggingface_folder_names_its_special_tokens(tmp_path: Path) -> None:
     train_huggingface(tmp_path / "tokenizer.json", ["<a>", "<b>", "<|endoftext|>"])
-    by_name = load_tokenizer(huggingface_spec(tmp_path))
+    by_name = load_tokenizer(huggingface_config(tmp_path))
     assert (by_name.eod, by_name.pad) == (2, -1)
     config = {"eos_token": {"content": "<b>", "lstrip": False}, "pad_token": "<a>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    by_config = load_tokenizer(huggingface_spec(tmp_path))
+    by_config = load_tokenizer(huggingface_config(tmp_path))
     assert (by_config.eod, by_config.pad) == (1, 0)
     assert by_config.fingerprint != by_name.fingerprint
 
@@ -180,16 +180,16 @@ def test_huggingface_folder_names_its_special_tokens(tmp_path: Path) -> None:
 def test_pad_that_is_also_the_end_is_no_padding(tmp_path: Path) -> None:
     train_huggingface(tmp_path / "tokenizer.json", ["<a>", "<b>"])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<b>", "pad_token": "<b>"}))
-    tokenizer = load_tokenizer(huggingface_spec(tmp_path))
+    tokenizer = load_tokenizer(huggingface_config(tmp_path))
     assert (tokenizer.eod, tokenizer.pad) == (1, -1)
 
 
 def test_huggingface_adds_the_tokens_its_post_processor_adds(tmp_path: Path) -> None:
     tokenizer = train_huggingface(tmp_path / "tokenizer.json", ["<s>", "</s>"])
-    plain = load_tokenizer(huggingface_spec(tmp_path)).encode("read")
+    plain = load_tokenizer(huggingface_config(tmp_path)).encode("read")
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(huggingface_spec(tmp_path)).encode("read") == [0, *plain]
+    assert load_tokenizer(huggingface_config(tmp_path)).encode("read") == [0, *plain]
 
 
 def test_huggingface_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_huggingface_truncation_and_padding_of_the_file_are_not_applied(tmp_path
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=500)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(huggingface_spec(tmp_path)).encode(TEXTS[0]) == expected
+    assert load_tokenizer(huggingface_config(tmp_path)).encode(TEXTS[0]) == expected
 
 
 @pytest.mark.parametrize("name", ["tik.json", "tik.tiktoken"])
 def test_tiktoken_ranks_follow_after_the_special_tokens(tmp_path: Path, name: str) -> None:
-    tokenizer = load_tokenizer(tiktoken_spec(write_tiktoken(tmp_path / name, [b"re", b"rea", b"read"])))
+    tokenizer = load_tokenizer(tiktoken_config(write_tiktoken(tmp_path / name, [b"re", b"rea", b"read"])))
     assert tokenizer.vocab_size == 10 + 256 + 3
     assert (tokenizer.eod, tokenizer.pad) == (2, 4)
     assert tokenizer.encode("read") == [10 + 258]
@@ -212,18 +212,18 @@ def test_tiktoken_ranks_follow_after_the_special_tokens(tmp_path: Path, name: st
 
 def test_tiktoken_vocabulary_is_cut_to_its_size(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path / "tik.json", [b"re", b"rea", b"read"])
-    tokenizer = load_tokenizer(tiktoken_spec(path, vocab_size=268))
+    tokenizer = load_tokenizer(tiktoken_config(path, vocab_size=268))
     assert tokenizer.vocab_size == 268
     assert tokenizer.encode("read") == [10 + 257, 10 + 100]
 
 
 def test_tiktoken_patterns_split_words_differently(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path / "tik.json", [b"aB", b"ab"])
-    first = load_tokenizer(tiktoken_spec(path, tiktoken_pattern="v1"))
-    second = load_tokenizer(tiktoken_spec(path, tiktoken_pattern="v2"))
+    first = load_tokenizer(tiktoken_config(path, tiktoken_pattern="v1"))
+    second = load_tokenizer(tiktoken_config(path, tiktoken_pattern="v2"))
     assert first.encode("aB") == [266]
     assert second.encode("aB") == [10 + 97, 10 + 66]
-    assert load_tokenizer(tiktoken_spec(path)).encode("aB") == second.encode("aB")
+    assert load_tokenizer(tiktoken_config(path)).encode("aB") == second.encode("aB")
 
 
 @pytest.mark.parametrize(
@@ -237,22 +237,22 @@ def test_tiktoken_patterns_split_words_differently(tmp_path: Path) -> None:
 def test_tiktoken_options_that_contradict_are_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
     path = write_tiktoken(tmp_path / "tik.json", [])
     with pytest.raises(DataProblem, match=sentence):
-        load_tokenizer(tiktoken_spec(path, **changes))
+        load_tokenizer(tiktoken_config(path, **changes))
 
 
 def test_tiktoken_file_with_a_missing_rank_is_refused(tmp_path: Path) -> None:
     entries = tiktoken_entries([b"re", b"rea"])
     (tmp_path / "tik.json").write_text(json.dumps(entries[:200] + entries[201:]))
     with pytest.raises(DataProblem, match="ranks must be 0, 1, 2"):
-        load_tokenizer(tiktoken_spec(tmp_path / "tik.json"))
+        load_tokenizer(tiktoken_config(tmp_path / "tik.json"))
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"])
 def test_missing_model_is_named(tmp_path: Path, kind) -> None:
     with pytest.raises(DataProblem, match="absent.model does not exist"):
-        load_tokenizer(TokenizerSpec(kind=kind, model=tmp_path / "absent.model"))
+        load_tokenizer(TokenizerConfig(kind=kind, model=tmp_path / "absent.model"))
     with pytest.raises(DataProblem, match=f"{kind} needs --tokenizer-model"):
-        load_tokenizer(TokenizerSpec(kind=kind))
+        load_tokenizer(TokenizerConfig(kind=kind))
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"])
@@ -263,7 +263,7 @@ def test_foreign_model_is_refused_with_its_name(tmp_path: Path, kind, content: b
     path = tmp_path / "foreign.json"
     path.write_bytes(content)
     with pytest.raises(DataProblem, match=r"foreign\.json"):
-        load_tokenizer(TokenizerSpec(kind=kind, model=path, num_special_tokens=10))
+        load_tokenizer(TokenizerConfig(kind=kind, model=path, num_special_tokens=10))
 
 
 @pytest.mark.parametrize(
@@ -278,13 +278,13 @@ def test_foreign_model_is_refused_with_its_name(tmp_path: Path, kind, content: b
 def test_damaged_tokenizer_json_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataProblem, match=r"tokenizer\.json"):
-        load_tokenizer(huggingface_spec(tmp_path))
+        load_tokenizer(huggingface_config(tmp_path))
 
 
 def test_special_tokens_that_are_no_text_are_none(tmp_path: Path) -> None:
     train_huggingface(tmp_path / "tokenizer.json", ["</s>"])
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": 5, "pad_token": ["</s>"]}')
-    tokenizer = load_tokenizer(huggingface_spec(tmp_path))
+    tokenizer = load_tokenizer(huggingface_config(tmp_path))
     assert (tokenizer.eod, tokenizer.pad) == (0, -1)
 
 
@@ -299,21 +299,21 @@ def test_special_tokens_that_are_no_text_are_none(tmp_path: Path) -> None:
 def test_damaged_tiktoken_file_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tik.json").write_bytes(content)
     with pytest.raises(DataProblem, match=r"tik\.json"):
-        load_tokenizer(tiktoken_spec(tmp_path / "tik.json"))
+        load_tokenizer(tiktoken_config(tmp_path / "tik.json"))
 
 
 @pytest.mark.parametrize("number", [-1, 99_999_999_999])
 def test_ids_that_no_table_has_are_refused(tmp_path: Path, number: int) -> None:
-    spec = gpt2_spec(tmp_path)
+    config = gpt2_spec(tmp_path)
     vocab = json.loads((tmp_path / "vocab.json").read_text())
     (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"a": number}))
     with pytest.raises(DataProblem, match="check --vocab-file"):
-        load_tokenizer(spec)
+        load_tokenizer(config)
 
 
 def test_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataProblem, match="cannot read tokenizer model .*tokenizer.json: No such file"):
-        load_tokenizer(huggingface_spec(tmp_path))
+        load_tokenizer(huggingface_config(tmp_path))
 
 
 def test_a_repository_is_read_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,31 +321,31 @@ def test_a_repository_is_read_from_the_local_cache(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("HUGGINGFACE_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("socket.socket.connect", lambda *arguments: pytest.fail("a connection was opened"))
-    spec = huggingface_spec(Path("Qwen/Qwen3-30B-A3B"))
+    config = huggingface_config(Path("Qwen/Qwen3-30B-A3B"))
     repository = tmp_path / "home" / "hub" / "models--Qwen--Qwen3-30B-A3B"
     sentence = (
         f"Qwen/Qwen3-30B-A3B does not exist, and no tokenizer.json .* Hugging Face cache {tmp_path}/home/hub; "
         "nothing is downloaded: .* hf download Qwen/Qwen3-30B-A3B"
     )
     with pytest.raises(DataProblem, match=sentence):
-        load_tokenizer(spec)
+        load_tokenizer(config)
     (repository / "snapshots" / "only-weights").mkdir(parents=True)
     with pytest.raises(DataProblem, match=sentence):
-        load_tokenizer(spec)
+        load_tokenizer(config)
     expected = {}
     for revision, special in (("old", "<eod>"), ("new", "<eos>")):
         folder = repository / "snapshots" / revision
         folder.mkdir()
         train_huggingface(folder / "tokenizer.json", [special])
-        expected[revision] = load_tokenizer(huggingface_spec(folder)).fingerprint
+        expected[revision] = load_tokenizer(huggingface_config(folder)).fingerprint
     os.utime(repository / "snapshots" / "old" / "tokenizer.json", (1, 1))
-    assert load_tokenizer(spec).fingerprint == expected["new"], "the latest without a current revision"
+    assert load_tokenizer(config).fingerprint == expected["new"], "the latest without a current revision"
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("old")
-    assert load_tokenizer(spec).fingerprint == expected["old"]
+    assert load_tokenizer(config).fingerprint == expected["old"]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
     with pytest.raises(DataProblem, match=f"Hugging Face cache {tmp_path}/other; "):
-        load_tokenizer(spec)
+        load_tokenizer(config)
 
 
 def test_tokenizers_and_token_files_need_no_torch() -> None:
@@ -355,18 +355,20 @@ def test_tokenizers_and_token_files_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=300)
 
 
-def gpt2_spec(folder: Path, merges: str | None = None, specials: tuple[str, ...] = ("<|endoftext|>",)) -> TokenizerSpec:
+def gpt2_spec(
+    folder: Path, merges: str | None = None, specials: tuple[str, ...] = ("<|endoftext|>",)
+) -> TokenizerConfig:
     """The two files of GPT-2's tokenizer, written from one that was trained here."""
     model = json.loads(train_huggingface(folder / "tokenizer.json", list(specials)).to_str())["model"]
     lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) if merges is None else merges)
-    return TokenizerSpec(kind="GPT2BPETokenizer", vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt")
+    return TokenizerConfig(kind="GPT2BPETokenizer", vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt")
 
 
 def test_the_two_files_of_gpt2_give_the_ids_of_the_one_file(tmp_path: Path) -> None:
     two = load_tokenizer(gpt2_spec(tmp_path))
-    one = load_tokenizer(TokenizerSpec(kind="HuggingFaceTokenizer", model=tmp_path / "tokenizer.json"))
+    one = load_tokenizer(TokenizerConfig(kind="HuggingFaceTokenizer", model=tmp_path / "tokenizer.json"))
     assert (two.vocab_size, two.eod, two.pad) == (one.vocab_size, one.eod, -1)
     for text in TEXTS:
         assert two.encode(text) == one.encode(text)
@@ -383,13 +385,13 @@ def test_gpt2_files_without_an_end_of_document_or_at_all_are_refused(tmp_path: P
     with pytest.raises(DataProblem, match="no token that ends a document"):
         load_tokenizer(gpt2_spec(tmp_path, specials=()))
     with pytest.raises(DataProblem, match="needs --vocab-file and --merge-file"):
-        load_tokenizer(TokenizerSpec(kind="GPT2BPETokenizer"))
+        load_tokenizer(TokenizerConfig(kind="GPT2BPETokenizer"))
 
 
 def test_ids_of_a_null_tokenizer_can_be_chosen() -> None:
-    plain = load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=10))
-    chosen = load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=10, eod=3, pad=4))
+    plain = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10))
+    chosen = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, eod=3, pad=4))
     assert (plain.eod, plain.pad, chosen.eod, chosen.pad) == (9, -1, 3, 4)
     assert plain.fingerprint != chosen.fingerprint
     with pytest.raises(DataProblem, match="--null-tokenizer-pad-id 10 is no id below --vocab-size 10"):
-        load_tokenizer(TokenizerSpec(kind="NullTokenizer", vocab_size=10, pad=10))
+        load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, pad=10))

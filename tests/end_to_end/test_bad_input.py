@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments
-from tests.ranks import run_program
+from tests.helpers.ranks import run_program
 
 
 def refuse(argv, cwd, code, *words):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, records
-from tests.ranks import run_torchrun
-from tests.tolerances import FP64_LAYOUT
+from tests.helpers.ranks import run_torchrun
+from tests.helpers.tolerances import FP64_LAYOUT
 
 DOCUMENTS = (
     "--reset-position-ids --reset-attention-mask --eod-mask-loss --fp64 --train-iters 3 --eval-interval 3".split()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import MODEL, TRAINING, make_data, records
 

@@ -8,11 +8,16 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, records
-from tests.ranks import REPOSITORY, free_port, run_program, run_torchrun
-from tests.tolerances import FP64_LAYOUT
+from tests.helpers.ranks import (
+    REPOSITORY,
+    free_port,
+    run_program,
+    run_torchrun,
+)
+from tests.helpers.tolerances import FP64_LAYOUT
 
 
 def succeed(process):

@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 from tests.end_to_end.tiny_run import arguments, records
-from tests.ranks import REPOSITORY, run_program, run_torchrun
-from tests.tolerances import FP64_LAYOUT
+from tests.helpers.ranks import (
+    REPOSITORY,
+    run_program,
+    run_torchrun,
+)
+from tests.helpers.tolerances import FP64_LAYOUT
 
 EXACT_NUMBERS = ("--fp64", "--kernel-backend", "reference", "--lr-decay-iters", "6", "--eval-interval", "3")
 CHUNKS = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|t|t|L")

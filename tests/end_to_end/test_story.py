@@ -16,15 +16,20 @@ import arguments.read
 import pretrain_moe
 from megatron_moe.build import build_context
 from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.exit_codes import (
+    DataProblem,
+    EnvironmentProblem,
+    ExitCode,
+)
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.sampler import SampleOrder
 from megatron_moe.logs.reporter import Reporter
-from megatron_moe.specs.exitcodes import DataProblem, EnvironmentProblem, ExitCode
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import BatchSpec, CheckpointSpec
-from megatron_moe.watch import signals
+from megatron_moe.resilience import signals
 from pretrain_moe import main, pretrain
-from tests import tiny
+from tests.helpers import tiny
 
 
 def plan_of(tmp_path: Path) -> RunPlan:
@@ -113,7 +118,7 @@ def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: P
 class Part(NamedTuple):
     """One start of a run that is counted in samples."""
 
-    batch: BatchSpec
+    batch: BatchConfig
     exit_interval: int | None = None
 
 
@@ -122,28 +127,28 @@ class Part(NamedTuple):
     [
         (
             40,
-            (Part(BatchSpec(micro=2, global_size=4), 6), Part(BatchSpec(micro=2, global_size=8))),
+            (Part(BatchConfig(micro=2, global_size=4), 6), Part(BatchConfig(micro=2, global_size=8))),
             [4, 8, 12, 16, 20, 24, 32, 40],
             "ends at iteration 8, with the last whole batch of 40 samples; Megatron-LM would end at iteration 5,",
         ),
         (
             40,
-            (Part(BatchSpec(micro=2, global_size=8), 3), Part(BatchSpec(micro=2, global_size=4))),
+            (Part(BatchConfig(micro=2, global_size=8), 3), Part(BatchConfig(micro=2, global_size=4))),
             [8, 16, 24, 28, 32, 36, 40],
             "ends at iteration 7, with the last whole batch of 40 samples; Megatron-LM would end at iteration 10,",
         ),
-        (21, (Part(BatchSpec(micro=2, global_size=4)),), [4, 8, 12, 16, 20], ""),
+        (21, (Part(BatchConfig(micro=2, global_size=4)),), [4, 8, 12, 16, 20], ""),
         (
             70,
-            (Part(BatchSpec(micro=2, global_size=12, rampup=(4, 2, 100))),),
+            (Part(BatchConfig(micro=2, global_size=12, rampup=(4, 2, 100))),),
             [4, 8, 12, 16, 20, 24, 28, 34, 40, 46, 52, 60, 68],
             "ends at iteration 13, with the last whole batch of 70 samples; Megatron-LM would end at iteration 14,",
         ),
         (
             70,
             (
-                Part(BatchSpec(micro=2, global_size=16), 2),
-                Part(BatchSpec(micro=2, global_size=16, rampup=(4, 4, 60))),
+                Part(BatchConfig(micro=2, global_size=16), 2),
+                Part(BatchConfig(micro=2, global_size=16, rampup=(4, 4, 60))),
             ),
             [16, 32, 40, 52, 64],
             "ends at iteration 5, with the last whole batch of 70 samples; Megatron-LM would end at iteration 10,",
@@ -163,7 +168,7 @@ def test_a_run_of_samples_ends_with_its_last_whole_batch_whatever_the_batch_size
             plan,
             loop=loop,
             batch=batch,
-            checkpoint=CheckpointSpec(save=tmp_path / "checkpoints"),
+            checkpoint=CheckpointConfig(save=tmp_path / "checkpoints"),
             logging=replace(plan.logging, log_interval=1),
         )
         with ExitStack() as goodbye:
@@ -179,7 +184,7 @@ def test_a_folder_without_space_for_a_checkpoint_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Storage, "free_bytes", lambda storage, path: 1000)
-    plan = replace(plan_of(tmp_path), checkpoint=CheckpointSpec(save=tmp_path / "checkpoints"))
+    plan = replace(plan_of(tmp_path), checkpoint=CheckpointConfig(save=tmp_path / "checkpoints"))
     with ExitStack() as goodbye, pytest.raises(EnvironmentProblem, match="a checkpoint of this run takes"):
         pretrain(plan, goodbye)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, records
-from tests.ranks import run_torchrun
-from tests.tolerances import FP64_LAYOUT
+from tests.helpers.ranks import run_torchrun
+from tests.helpers.tolerances import FP64_LAYOUT
 
 FLAGS = "--fp64 --train-iters 4 --eval-interval 4 --save-interval 2 --padded-vocab-size 272 --qk-layernorm".split()
 RANKS = "--tensor-model-parallel-size 2 --sequence-parallel --moe-token-dispatcher-type alltoall".split()

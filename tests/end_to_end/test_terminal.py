@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.tiny_run import arguments
-from tests.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY
 
 STEP_LINE = re.compile(r"^ \[[^\]]+\] iteration +(\d+)/ +4 \| consumed samples:", re.MULTILINE)
 VALIDATION_LINE = " validation loss at iteration 4 on validation set | lm loss value: "

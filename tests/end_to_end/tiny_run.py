@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from tests.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY
 
 MODEL = """
 --num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention

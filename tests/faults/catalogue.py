@@ -13,18 +13,18 @@ NUM_PROMISES = 14
 
 _SAVE = "tests/checkpoint/test_save.py::"
 _INTERRUPTED = "tests/checkpoint/test_save_interrupted.py::"
-_BACKGROUND = "tests/checkpoint/test_background.py::"
+_BACKGROUND = "tests/checkpoint/test_async_save.py::"
 _LOAD = "tests/checkpoint/test_load.py::"
 _SOURCE = "tests/checkpoint/test_load_source.py::"
 _INJECTED = "tests/faults/test_injected.py::"
 _KILLS = "tests/faults/test_kills.py::"
 _NONFINITE = "tests/faults/test_nonfinite.py::"
 _PREEMPTION = "tests/faults/test_preemption.py::"
-_RESUME = "tests/train/test_checkpoints.py::"
+_RESUME = "tests/train/test_checkpointing.py::"
 _INDEXED = "tests/data/test_indexed.py::"
 _BAD_INPUT = "tests/end_to_end/test_bad_input.py::"
-_METRICS = "tests/logs/test_metrics.py::"
-_SINKS = "tests/logs/test_sinks.py::"
+_METRICS = "tests/logs/test_metrics_file.py::"
+_SINKS = "tests/logs/test_writers.py::"
 _REPORTER = "tests/logs/test_reporter.py::"
 _SOAK = "tests/faults/test_soak.py::test_a_run_under_random_faults_ends_with_the_bits_of_an_undisturbed_one"
 
@@ -40,7 +40,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         2: (_BACKGROUND + "test_a_kill_at_any_moment_of_the_thread_loses_no_committed_checkpoint",),
         3: (
             _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
-            "tests/watch/test_peers.py::test_a_rank_that_left_no_report_is_the_first",
+            "tests/resilience/test_peer_failure.py::test_a_rank_that_left_no_report_is_the_first",
         ),
         4: (
             _INTERRUPTED + "test_a_kill_at_any_moment_leaves_only_whole_checkpoints_and_loses_none",
@@ -73,7 +73,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/logs/test_reporter.py::"
             "test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is",
         ),
-        12: ("tests/train/test_leave.py::test_the_clock_of_the_slowest_rank_counts",),
+        12: ("tests/train/test_exit_conditions.py::test_the_clock_of_the_slowest_rank_counts",),
         13: (_INJECTED + "test_a_run_that_ends_while_it_saves_completes_the_checkpoint",),
         14: (_SAVE + "test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning",),
         15: (_SAVE + "test_a_mount_that_disappears_fails_the_save_and_may_come_back",),
@@ -91,7 +91,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/checkpoint/test_huggingface.py::test_pickled_weights_alone_are_refused",
         ),
         22: (
-            "tests/checkpoint/test_format.py::test_a_hostile_manifest_with_a_valid_seal_is_refused",
+            "tests/checkpoint/test_manifest.py::test_a_hostile_manifest_with_a_valid_seal_is_refused",
             _LOAD + "test_a_manifest_that_claims_a_terabyte_is_refused_before_anything_is_allocated",
         ),
         23: ("tests/train/test_pipeline_checkpoints.py::test_what_any_layout_writes_every_layout_goes_on_from",),
@@ -112,17 +112,17 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         28: (_PREEMPTION + "test_a_signal_to_one_rank_ends_both_with_a_checkpoint",),
         29: (
-            "tests/watch/test_signals.py::test_a_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not",
+            "tests/resilience/test_signals.py::test_a_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not",
             _PREEMPTION + "test_a_signal_before_the_first_step_has_nothing_to_save",
         ),
         30: (
             "tests/faults/test_hang.py::test_a_stopped_rank_is_named_by_its_peer",
-            "tests/watch/test_hang.py::test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks",
+            "tests/resilience/test_watchdog.py::test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks",
             _INJECTED + "test_a_save_that_stands_still_ends_with_code_10",
         ),
         31: (
             _INJECTED + "test_the_rank_that_failed_first_is_blamed_and_its_reason_told",
-            "tests/watch/test_peers.py::test_a_rank_that_told_why_it_failed_is_quoted",
+            "tests/resilience/test_peer_failure.py::test_a_rank_that_told_why_it_failed_is_quoted",
         ),
         32: (
             _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
@@ -130,12 +130,12 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         33: (
             _INJECTED + "test_a_rank_that_leaves_or_runs_out_of_memory_is_blamed",
-            "tests/train/test_step.py::test_running_out_of_memory_is_told_with_its_remedy",
+            "tests/train/test_trainer.py::test_running_out_of_memory_is_told_with_its_remedy",
         ),
         34: (
             "tests/parallel/test_rendezvous.py::"
             "test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do",
-            "tests/watch/test_hang.py::test_a_rank_that_waits_names_the_collective_and_its_group",
+            "tests/resilience/test_watchdog.py::test_a_rank_that_waits_names_the_collective_and_its_group",
         ),
         35: (
             _INJECTED + "test_ranks_with_other_flags_are_refused_with_the_flags",
@@ -150,7 +150,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/parallel/test_rendezvous.py::test_a_first_rank_that_never_comes_is_told_with_place_and_time",
             "tests/parallel/test_rendezvous.py::test_a_port_in_use_is_told",
         ),
-        38: ("tests/watch/test_requeue.py::test_three_ends_at_one_checkpoint_are_enough",),
+        38: ("tests/resilience/test_requeue.py::test_three_ends_at_one_checkpoint_are_enough",),
         # numbers
         40: (
             _NONFINITE + "test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples",
@@ -159,15 +159,15 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         41: (
             _NONFINITE + "test_a_spike_is_told_left_out_or_ends_the_run",
-            "tests/watch/test_numerics.py::test_a_limit_on_the_device_judges_as_the_host_does",
+            "tests/resilience/test_numerics_guard.py::test_a_limit_on_the_device_judges_as_the_host_does",
         ),
         42: (
             _INJECTED + "test_a_flipped_bit_of_a_weight_is_named_with_its_rank",
-            "tests/watch/test_drift.py::test_a_flipped_bit_in_one_replica_names_rank_and_parameter",
+            "tests/resilience/test_replica_check.py::test_a_flipped_bit_in_one_replica_names_rank_and_parameter",
         ),
         43: (
             _INJECTED + "test_a_result_that_does_not_come_again_ends_with_code_16_and_names_the_rank",
-            "tests/watch/test_rerun.py::test_a_result_that_changes_accuses_the_rank_whose_loss_changed",
+            "tests/resilience/test_rerun.py::test_a_result_that_changes_accuses_the_rank_whose_loss_changed",
         ),
         44: (
             "tests/moe/parallel/test_layer_over_ranks.py::test_all_tokens_to_one_expert",
@@ -175,7 +175,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         # fp8 is a format of files and of optimizer states here; no matrices are multiplied in it
         45: (
-            "tests/kernels/test_packed_state.py::test_an_error_is_half_a_unit_of_the_number_or_of_the_smallest_of_its_block",
+            "tests/kernels/test_low_precision_state.py::test_an_error_is_half_a_unit_of_the_number_or_of_the_smallest_of_its_block",
             "tests/checkpoint/test_hf_fp8.py::test_scales_that_do_not_fit_are_refused_by_name",
         ),
         # data and configuration
@@ -212,8 +212,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/data/test_tokenizer.py::test_foreign_model_is_refused_with_its_name",
         ),
         56: (
-            "tests/kernels/test_choose.py::test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives",
-            "tests/kernels/test_choose.py::test_a_backend_file_is_found_by_name_and_not_imported_while_its_package_is_missing",
+            "tests/kernels/test_registry.py::test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives",
+            "tests/kernels/test_registry.py::test_a_backend_file_is_found_by_name_and_not_imported_while_its_package_is_missing",
         ),
         # telemetry
         57: (

@@ -24,15 +24,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_moe.checkpoint.folder import list_checkpoints
+from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.load import find, load
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.checkpoint.verify import verify
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.train import CheckpointSpec
-from tests.checkpoint_files import FaultyStorage, disk_full
+from tests.helpers.checkpoint_files import FaultyStorage, disk_full
 
 NUM_RANKS = 4
 WIDTH = 1 << 14
@@ -82,7 +82,7 @@ def values(iteration: int) -> dict[str, torch.Tensor]:
 
 def part(state: dict[str, torch.Tensor], rank: int) -> dict[str, SavedTensor]:
     """Every rank holds one row, and all hold the number of the step."""
-    rows = {k: SavedTensor(tuple(t.shape), (Box((rank, 0), t[rank : rank + 1]),)) for k, t in state.items()}
+    rows = {k: SavedTensor(tuple(t.shape), (TensorBox((rank, 0), t[rank : rank + 1]),)) for k, t in state.items()}
     return rows | {"optimizer.step_count": SavedTensor.whole(torch.tensor(1))}
 
 
@@ -92,7 +92,7 @@ def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: in
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PEERS_LEAVE_SECONDS)
     )
-    context = ParallelContext.within(ParallelSpec(world_size=NUM_RANKS), rank, dtype=torch.float32)
+    context = ParallelContext.within(ParallelConfig(world_size=NUM_RANKS), rank, dtype=torch.float32)
     storage, said = Deadly(kill_at if rank == 0 else None), list[str]()
 
     def tell(word: str, iteration: int) -> None:
@@ -100,11 +100,11 @@ def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: in
             os.write(news, f"{word} {iteration}\n".encode())
 
     save_folder = folder / "save"
-    saver = Saver(save_folder, context, keep_last=2, stop_after=100, storage=storage, say=said.append)
+    saver = CheckpointSaver(save_folder, context, keep_last=2, stop_after=100, storage=storage, say=said.append)
     for line in said:
         tell("swept" if line.startswith("removed stale") else "said", 0)
     iteration = 0
-    source = find(CheckpointSpec(save=save_folder), context, say=said.append)
+    source = find(CheckpointConfig(save=save_folder), context, say=said.append)
     if source is not None:
         state = {key: torch.zeros_like(value) for key, value in values(0).items()}
         iteration = load(source, part(state, rank), context, say=said.append).iteration
@@ -120,7 +120,7 @@ def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: in
         tell("committed" if saved else "failed", iteration)
 
 
-def _save(saver: Saver, iteration: int, rank: int, *, in_background: bool) -> bool:
+def _save(saver: CheckpointSaver, iteration: int, rank: int, *, in_background: bool) -> bool:
     if not in_background:
         return saver.save(iteration, part(values(iteration), rank), {"iteration": iteration}) is not None
     ended = saver.start(iteration, part(values(iteration), rank), {"iteration": iteration})

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY
 
 TIMEOUT = 600
 

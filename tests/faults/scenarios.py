@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.end_to_end.tiny_run import arguments
-from tests.forked_ranks import Ranks
+from tests.helpers.forked_ranks import Ranks
 
 SCENARIOS = {
     "kill": ["--inject kill@1:3"],

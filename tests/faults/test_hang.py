@@ -4,10 +4,10 @@ import os
 import signal
 from pathlib import Path
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
-from tests.ranks import free_port
+from tests.helpers.ranks import free_port
 
 
 def test_a_stopped_rank_is_named_by_its_peer(data: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_moe.checkpoint.verify import verify
 from tests.faults.scenarios import NIGHTLY, NUM_RANKS, SCENARIOS
-from tests.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY
 
 VANISHED = "rank 1 vanished without a report: killed, or its node failed"
 

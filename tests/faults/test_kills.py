@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.killing import HARM, NUM_RANKS
-from tests.ranks import REPOSITORY
-from tests.stored import store
+from tests.helpers.ranks import REPOSITORY
+from tests.helpers.reports import store
 
 
 def kill(folder: Path, *, moments: int, chance: int) -> dict[str, int]:

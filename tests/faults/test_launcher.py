@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.watch.requeue import judge
-from megatron_moe.watch.status import STARTED
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.resilience.requeue import judge
+from megatron_moe.resilience.run_status import STARTED
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
-from tests.ranks import REPOSITORY, free_port
+from tests.helpers.ranks import REPOSITORY, free_port
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}
@@ -57,8 +57,9 @@ def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
     """As under nohup: without torchrun the parent is the user's shell."""
     code = "import time; print('ready', flush=True); time.sleep(3); print('done', flush=True)"
     watched = (
-        "from pathlib import Path; from megatron_moe.specs.parallel import Launch; "
-        "from megatron_moe.watch.launcher import LauncherWatch; from megatron_moe.watch.status import Status\n"
+        "from pathlib import Path; from megatron_moe.config.parallel import Launch; "
+        "from megatron_moe.resilience.launcher import LauncherWatch\n"
+        "from megatron_moe.resilience.run_status import RunStatus as Status\n"
         f"with LauncherWatch(Launch(), Status(Path({str(tmp_path)!r}))): exec({code!r})"
     )
     shell = subprocess.Popen(

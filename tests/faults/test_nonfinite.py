@@ -11,23 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.config.exit_codes import ExitCode, NumericsProblem
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.resilience import ResilienceConfig
+from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import ExitCode, NumericsProblem
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import LoggingSpec, OptimizerSpec, ResilienceSpec, StateOffloadSpec
-from megatron_moe.train.progress import Progress
-from megatron_moe.train.state import TrainState
-from megatron_moe.train.step import Trainer
-from megatron_moe.watch.numerics import SpikeLimit
-from tests import tiny
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
+from megatron_moe.resilience.numerics_guard import SpikeLimit
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+from megatron_moe.train.training_log import TrainingLog
+from tests.helpers import tiny
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 
 EXPERTS = "decoder.layers.2.mlp.experts.linear_fc1.weight"
-SKIP = ResilienceSpec(on_nonfinite="skip")
+SKIP = ResilienceConfig(on_nonfinite="skip")
 Spoil = Callable[[Trainer, int], None]
 
 
@@ -54,7 +56,7 @@ def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4)
     kernels = reference.bundle()
     trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
     loader, state, said = build_train_loader(plan, context, build_data(plan, context)), TrainState(), Notes()
-    progress = Progress(trainer, said, loader)
+    progress = TrainingLog(trainer, said, loader)
     for iteration in range(1, steps + 1):
         spoil(trainer, iteration)
         outcome = trainer.step(loader.next_step(), state)
@@ -86,7 +88,7 @@ def infinite_gradient(output: Tensor) -> Tensor:
 
 def test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples(tmp_path: Path) -> None:
     """P9, fault 40: in the loss, on one rank only, on a step that is not logged."""
-    plan = tiny.plan(logging=LoggingSpec(run_dir=tmp_path))
+    plan = tiny.plan(logging=LoggingConfig(run_dir=tmp_path))
 
     def main(context: ParallelContext) -> str:
         now, calls, before = [0], [0], {}
@@ -110,7 +112,7 @@ def test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples(tmp_path:
         EXACT.check_all(weights(trainers[0]), before, "the weights of iteration 1")
         return str(problem.value)
 
-    first, second = on_threads(ParallelSpec(world_size=2), main)
+    first, second = on_threads(ParallelConfig(world_size=2), main)
     assert first.partition("; details")[0] == second.partition("; see metrics")[0]
     assert "first not finite: the output of decoder.layers.1.self_attention.linear_proj, on rank 1" in first
     # iteration 2 takes samples 8 to 15; rank 1 takes every second pair
@@ -141,7 +143,7 @@ def test_an_infinite_gradient_is_named_where_it_arose() -> None:
 def test_the_expert_is_named_by_its_global_id(ranks: int) -> None:
     """P9, fault 40: one expert, which only one expert-parallel rank holds."""
 
-    plan = tiny.plan(model=tiny.model(moe_spec=replace(tiny.moe(), dispatcher="alltoall")))
+    plan = tiny.plan(model=tiny.model(moe_config=replace(tiny.moe(), dispatcher="alltoall")))
 
     def main(context: ParallelContext) -> str:
         def spoil(trainer: Trainer, iteration: int) -> None:
@@ -154,7 +156,7 @@ def test_the_expert_is_named_by_its_global_id(ranks: int) -> None:
             train(plan, context, spoil)
         return str(problem.value)
 
-    for said in on_threads(ParallelSpec(world_size=ranks, ep=ranks), main):
+    for said in on_threads(ParallelConfig(world_size=ranks, ep=ranks), main):
         assert f"first not finite: the weights of {EXPERTS} (expert 6), on rank {ranks - 1}" in said
 
 
@@ -196,9 +198,9 @@ def spoil_second_moment(trainer: Trainer, name: str, value: float = -1.0) -> Non
 
 
 STATES = {
-    "on the device": StateOffloadSpec(),
-    "stepped on the host": StateOffloadSpec(fraction=1.0, host_steps=True),
-    "parked on the host": StateOffloadSpec(fraction=1.0, host_steps=False),
+    "on the device": OptimizerOffloadConfig(),
+    "stepped on the host": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
+    "parked on the host": OptimizerOffloadConfig(fraction=1.0, host_steps=False),
 }
 
 
@@ -209,8 +211,8 @@ def test_an_update_that_stores_a_nonfinite_number_ends_the_run(
     where: str, value: float, found: str, steps: int, tmp_path: Path
 ) -> None:
     """Also where bad steps are skipped: the weights of the last good step are gone."""
-    optimizer = OptimizerSpec(clip_grad=0.5, offload=STATES[where])
-    plan = tiny.plan(resilience=SKIP, optimizer=optimizer, logging=LoggingSpec(run_dir=tmp_path))
+    optimizer = OptimizerConfig(clip_grad=0.5, offload=STATES[where])
+    plan = tiny.plan(resilience=SKIP, optimizer=optimizer, logging=LoggingConfig(run_dir=tmp_path))
     trainers: list[Trainer] = []
 
     def spoil(trainer: Trainer, iteration: int) -> None:
@@ -242,12 +244,12 @@ def test_all_ranks_stop_when_one_stores_nonfinite_weights(in_forward: bool) -> N
             if iteration == 2:
                 spoil_second_moment(trainer, "output_layer.weight")
 
-        plan = tiny.plan(data_parallel=DataParallelSpec(sharded_optimizer=True))
+        plan = tiny.plan(data_parallel=DataParallelConfig(sharded_optimizer=True))
         with pytest.raises(NumericsProblem) as problem:
             train(plan, context, spoil, steps=6)
         return str(problem.value), int(trainers[0].optimizer.step_count)
 
-    first, second = on_threads(ParallelSpec(world_size=2), main)
+    first, second = on_threads(ParallelConfig(world_size=2), main)
     assert first == second and "iteration 2: its update stored" in first[0] and first[1] == 2
 
 
@@ -263,8 +265,8 @@ def test_a_spike_is_told_left_out_or_ends_the_run(policy: Literal["report", "ski
             if policy != "report":
                 trainer._limits = (SpikeLimit(trainer.context.device, window=3), None)
 
-    spec = ResilienceSpec(report_spiky_loss=True, on_spike=policy, most_skips=3)
-    plan = tiny.plan(resilience=spec)
+    config = ResilienceConfig(report_spiky_loss=True, on_spike=policy, most_skips=3)
+    plan = tiny.plan(resilience=config)
     if policy == "stop":
         with pytest.raises(NumericsProblem, match="iteration 5: .*: a spike, .* computed again it is the same"):
             train(plan, ParallelContext.single(), spoil, steps=7)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY
 
 
 @pytest.mark.slow

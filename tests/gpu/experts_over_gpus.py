@@ -8,16 +8,23 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from megatron_moe.kernels.choose import choose
+from megatron_moe.config.model import InitConfig
+from megatron_moe.config.moe import CapacityConfig, MoEConfig
+from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.init import init_parameters
-from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.model import InitSpec
-from megatron_moe.specs.moe import CapacitySpec, MoESpec
-from megatron_moe.specs.parallel import Launch, ParallelSpec
-from megatron_moe.specs.run import KernelSpec
-from tests.moe.parallel.folded import HIDDEN, Data, folds, meta_of, moe_spec, on_this_rank
-from tests.ranks import free_port
+from tests.helpers.ranks import free_port
+from tests.moe.parallel.folded import (
+    HIDDEN,
+    Data,
+    folds,
+    meta_of,
+    moe_config,
+    on_this_rank,
+)
 
 BALANCED = {
     "score_function": "sigmoid",
@@ -26,42 +33,44 @@ BALANCED = {
     "aux_loss_coeffs": (0.3, 0.2),
     "z_loss_coeff": 0.1,
 }
-ContextOf = Callable[[ParallelSpec, torch.dtype], ParallelContext]
-CAPACITIES = (None, CapacitySpec(factor=0.75), CapacitySpec(factor=1.0, pad=True))
+ContextOf = Callable[[ParallelConfig, torch.dtype], ParallelContext]
+CAPACITIES = (None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.0, pad=True))
 
 
-def cases(num_ranks: int) -> list[tuple[ParallelSpec, MoESpec, Data]]:
+def cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
     """Every fold and dispatcher, with features in turn."""
     found = []
     for place, fold in enumerate(folds(num_ranks)):
         for dispatcher in ("allgather", "alltoall"):
             capacity = CAPACITIES[(place + (dispatcher == "alltoall")) % 3]
             router = BALANCED if capacity is None else {}
-            spec = moe_spec(
+            config = moe_config(
                 dispatcher=dispatcher, router=router, capacity=capacity, bias=True, shared=True, overlap=True
             )
-            found.append((fold, spec, Data.random(fold.dp, padded=True)))
+            found.append((fold, config, Data.random(fold.dp, padded=True)))
     return found
 
 
 def every_case(context_of: ContextOf, num_ranks: int) -> list[Any]:
     results = []
-    for fold, spec, data in cases(num_ranks):
+    for fold, config, data in cases(num_ranks):
         ctx = context_of(fold, torch.float64)
-        results.append(on_this_rank(ctx, spec, fold, data))
+        results.append(on_this_rank(ctx, config, fold, data))
     return results
 
 
 def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Two steps of what declares no host read; the second one fails if anything waits for the device."""
-    fold = ParallelSpec(world_size=num_ranks, ep=num_ranks)
+    fold = ParallelConfig(world_size=num_ranks, ep=num_ranks)
     ctx = context_of(fold, torch.bfloat16)
-    kernels = choose(KernelSpec(), ctx.device, ctx.dtype)
+    kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
     done = []
-    for dispatcher, capacity in (("allgather", None), ("alltoall", CapacitySpec(factor=1.0, pad=True))):
-        spec = moe_spec(dispatcher=dispatcher, router={"dtype": "fp32"}, capacity=capacity, shared=True, overlap=True)
-        layer = MoELayer(spec, 0, ctx, kernels)
-        init_parameters(layer, 5, InitSpec(method="unit_gain"))
+    for dispatcher, capacity in (("allgather", None), ("alltoall", CapacityConfig(factor=1.0, pad=True))):
+        config = moe_config(
+            dispatcher=dispatcher, router={"dtype": "fp32"}, capacity=capacity, shared=True, overlap=True
+        )
+        layer = MoELayer(config, 0, ctx, kernels)
+        init_parameters(layer, 5, InitConfig(method="unit_gain"))
         hidden = torch.randn(64, 2, HIDDEN, device=ctx.device).bfloat16()
         for mode in ("default", "error"):
             torch.cuda.synchronize()
@@ -75,10 +84,10 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 def rank_main(rank: int, num_ranks: int, port: int, job: Callable[..., list[Any]], folder: str) -> None:
     launch = Launch(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, master_port=port)
-    world = ParallelContext.start(ParallelSpec(world_size=num_ranks), launch, device="cuda")
+    world = ParallelContext.start(ParallelConfig(world_size=num_ranks), launch, device="cuda")
 
-    def context_of(spec: ParallelSpec, dtype: torch.dtype) -> ParallelContext:
-        return ParallelContext.within(spec, rank, device=world.device, dtype=dtype)
+    def context_of(config: ParallelConfig, dtype: torch.dtype) -> ParallelContext:
+        return ParallelContext.within(config, rank, device=world.device, dtype=dtype)
 
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(job(context_of, num_ranks)))
     world.stop()

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
-from megatron_moe.kernels.choose import choose
-from megatron_moe.kernels.ops import Span
-from megatron_moe.parallel.sequence_split import split_places
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.run import KernelSpec
-from tests.ring_on_one_rank import blocks_of_a_ring
-from tests.tolerances import BF16_BLOCKS, EXACT
+from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.parallel.context_parallel import split_places
+from tests.helpers.ring_on_one_rank import blocks_of_a_ring
+from tests.helpers.tolerances import BF16_BLOCKS, EXACT
 
 pytestmark = pytest.mark.gpu1
 
@@ -33,7 +33,7 @@ def tensors(seq: int, width: int, value_width: int) -> tuple[Tensor, Tensor, Ten
     return grad, q, k, v
 
 
-def exact(inputs: tuple[Tensor, ...], spec: CoreAttentionSpec, **given: Tensor) -> dict[str, Tensor]:
+def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tensor) -> dict[str, Tensor]:
     """Of the whole sequence in fp64. `given`: sinks_N, segments_BS."""
     grad, *wide = (x.double() for x in inputs)
     leaves = dict(zip(("grad q", "grad k", "grad v"), wide, strict=True))
@@ -42,7 +42,7 @@ def exact(inputs: tuple[Tensor, ...], spec: CoreAttentionSpec, **given: Tensor) 
         leaves["grad sinks"] = sinks_N.detach().double()
     tracked = [leaf.requires_grad_() for leaf in leaves.values()]
     q, k, v, *sinks = tracked
-    out = reference.attention(q, k, v, spec, sinks[0] if sinks else None, given.get("segments_BS"), None)
+    out = reference.attention(q, k, v, config, sinks[0] if sinks else None, given.get("segments_BS"), None)
     return {"out": out} | dict(zip(leaves, torch.autograd.grad(out, tracked, grad), strict=True))
 
 
@@ -57,10 +57,12 @@ def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @BACKENDS
 @pytest.mark.parametrize("causal", [True, False])
 def test_four_ranks_by_cudnn_are_one(backend: Any, split: Any, width: int, value_width: int, causal: bool) -> None:
-    inputs, spec = tensors(1024, width, value_width), CoreAttentionSpec(softmax_scale=width**-0.5, causal=causal)
+    inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal)
     grad, q, k, v = inputs
     assert cudnn.serves(q, k, v, causal=causal)
-    BF16_BLOCKS.check_all(blocks_of_a_ring(backend, inputs, spec, split_places(split, 1024, 4)), exact(inputs, spec))
+    BF16_BLOCKS.check_all(
+        blocks_of_a_ring(backend, inputs, config, split_places(split, 1024, 4)), exact(inputs, config)
+    )
 
 
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (192, 128)])
@@ -74,9 +76,9 @@ def test_four_ranks_by_our_kernels_are_one(
     """Chunks that are no multiple of a tile."""
     seq, causal = 8 * 77, window is None or window[1] == 0
     inputs = tensors(seq, width, value_width)
-    spec = CoreAttentionSpec(softmax_scale=width**-0.5, causal=causal, window=window)
+    config = CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal, window=window)
     BF16_BLOCKS.check_all(
-        blocks_of_a_ring(triton_kernels, inputs, spec, split_places(split, seq, 4)), exact(inputs, spec)
+        blocks_of_a_ring(triton_kernels, inputs, config, split_places(split, seq, 4)), exact(inputs, config)
     )
 
 
@@ -84,13 +86,13 @@ def test_four_ranks_by_our_kernels_are_one(
 @pytest.mark.parametrize("window", [None, (200, 0)])
 def test_documents_and_windows_go_round_a_ring(width: int, value_width: int, window: tuple[int, int] | None) -> None:
     """Rectangles that a window leaves whole are cuDNN's, the others ours."""
-    inputs, spec = tensors(1024, width, value_width), CoreAttentionSpec(softmax_scale=width**-0.5, window=window)
+    inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, window=window)
     parts = split_places("zigzag", 1024, 4)
     segments_BS = (torch.arange(1024, device="cuda") * 5 // 1024).expand(2, 1024)
     for documents in (None, segments_BS):
         given = {} if documents is None else {"segments_BS": documents}
-        ring = blocks_of_a_ring(triton_kernels, inputs, spec, parts, documents)
-        BF16_BLOCKS.check_all(ring, exact(inputs, spec, **given))
+        ring = blocks_of_a_ring(triton_kernels, inputs, config, parts, documents)
+        BF16_BLOCKS.check_all(ring, exact(inputs, config, **given))
 
 
 @WIDTHS
@@ -101,65 +103,65 @@ def test_sinks_by_cudnn_are_the_reference(
     backend: Any, learned: bool, causal: bool, width: int, value_width: int
 ) -> None:
     grad, *inputs = tensors(645, width, value_width)
-    spec = CoreAttentionSpec(softmax_scale=width**-0.5, causal=causal, off_by_one=not learned)
+    config = CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal, off_by_one=not learned)
     sinks = [torch.linspace(-1, 2, 8, device="cuda").to(BF16)] if learned else []
     leaves = [x.requires_grad_() for x in (*inputs, *sinks)]
     assert cudnn.serves(*leaves[:3], causal=causal)
-    out = backend.attention(*leaves[:3], spec, *(leaves[3:] or (None,)), None, None)
+    out = backend.attention(*leaves[:3], config, *(leaves[3:] or (None,)), None, None)
     names = ("grad q", "grad k", "grad v", "grad sinks")
     actual = {"out": out} | dict(zip(names, torch.autograd.grad(out, leaves, grad), strict=False))
     given = {"sinks_N": sinks[0]} if learned else {}
-    BF16_BLOCKS.check_all(actual, exact((grad, *inputs), spec, **given))
+    BF16_BLOCKS.check_all(actual, exact((grad, *inputs), config, **given))
 
 
 def test_a_plan_of_attention_without_sinks_serves_it_with_them_too() -> None:
     """Torch keeps cuDNN's plans by the layouts of q, k and v alone; a gradient may come in any."""
     grad, *inputs = tensors(512, 128, 128)
-    spec, none = CoreAttentionSpec(softmax_scale=0.1), torch.zeros(8, device="cuda", dtype=BF16)
+    config, none = CoreAttentionConfig(softmax_scale=0.1), torch.zeros(8, device="cuda", dtype=BF16)
     leaves = [x.requires_grad_() for x in inputs]
     turned = grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     for sinks, given in ((None, grad), (none, turned), (none, grad)):
-        out = triton_kernels.attention(*leaves, spec, sinks, None, None)
+        out = triton_kernels.attention(*leaves, config, sinks, None, None)
         grads = torch.autograd.grad(out, leaves, given)
         actual = {"out": out} | dict(zip(("grad q", "grad k", "grad v"), grads, strict=True))
-        expected = exact((grad, *inputs), spec, **({} if sinks is None else {"sinks_N": sinks}))
+        expected = exact((grad, *inputs), config, **({} if sinks is None else {"sinks_N": sinks}))
         BF16_BLOCKS.check_all(actual, {name: expected[name] for name in actual})
 
 
 def test_what_must_repeat_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    inputs, spec = tensors(1024, 128, 128), CoreAttentionSpec(softmax_scale=0.1)
+    inputs, config = tensors(1024, 128, 128), CoreAttentionConfig(softmax_scale=0.1)
     parts = split_places("zigzag", 1024, 2)
     torch.use_deterministic_algorithms(True)
     try:
         assert not cudnn.serves(*inputs[1:], causal=True)
-        once, again = (blocks_of_a_ring(triton_kernels, inputs, spec, parts) for _ in range(2))
+        once, again = (blocks_of_a_ring(triton_kernels, inputs, config, parts) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     for name in once:
         EXACT.check(once[name], again[name], name)
-    BF16_BLOCKS.check_all(once, exact(inputs, spec))
+    BF16_BLOCKS.check_all(once, exact(inputs, config))
 
 
 def test_blocks_and_sinks_never_wait_for_the_host() -> None:
-    kernels = choose(KernelSpec(), torch.device("cuda"), BF16)
+    kernels = select_kernels(KernelConfig(), torch.device("cuda"), BF16)
     grad, q, k, v = tensors(512, 128, 128)
     sinks = torch.zeros(8, device="cuda", dtype=BF16)
-    first, second = (Span(chunks=part) for part in split_places("zigzag", 1024, 2))
+    first, second = (PositionSpan(chunks=part) for part in split_places("zigzag", 1024, 2))
     segments = torch.zeros(2, 512, dtype=torch.int64, device="cuda")
-    spec = CoreAttentionSpec(softmax_scale=0.1)
+    config = CoreAttentionConfig(softmax_scale=0.1)
     out, lse = torch.zeros_like(grad, dtype=torch.float32), torch.zeros(2, 8, 512, device="cuda").permute(2, 0, 1)
     into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
 
     def everything() -> None:
         for key in (first, second):
             for documents in (None, segments):
-                query, keys = (Span(chunks=span.chunks, segments_BS=documents) for span in (second, key))
-                mask = spec, query, keys, None
+                query, keys = (PositionSpan(chunks=span.chunks, segments_BS=documents) for span in (second, key))
+                mask = config, query, keys, None
                 kernels.attention_block(q, k, v, *mask, out, lse)
                 kernels.attention_block_grad(grad, q, k, v, out.to(BF16), lse, lse, *mask, into)
         leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
-        kernels.attention(*leaves[:3], spec, leaves[3], None, None).backward(grad)
+        kernels.attention(*leaves[:3], config, leaves[3], None, None).backward(grad)
 
     everything()
     torch.cuda.synchronize()

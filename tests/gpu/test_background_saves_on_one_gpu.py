@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.checkpoint.background import HostCopies
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.async_save import HostCopies
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.parallel.context import ParallelContext
-from tests.tolerances import EXACT
+from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.gpu1
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu1
 def tensors(num_bytes: int) -> dict[str, SavedTensor]:
     base = torch.randn(num_bytes // 4 // 1024, 1024, device="cuda")
     half = torch.randn(1024, 2048, device="cuda").bfloat16()
-    boxes = (Box((0, 0), half[:512]), Box((512, 0), half[512:]))
+    boxes = (TensorBox((0, 0), half[:512]), TensorBox((512, 0), half[512:]))
     step = SavedTensor.whole(torch.tensor(3, device="cuda"))
     return {"master.a": SavedTensor.whole(base), "model.b": SavedTensor((1024, 2048), boxes), "optimizer.step": step}
 
@@ -44,7 +44,7 @@ def test_the_copy_is_page_locked_fast_and_of_the_moment() -> None:
 def test_its_files_are_those_of_a_plain_save(tmp_path: Path) -> None:
     context = ParallelContext.single(device="cuda")
     state = tensors(1 << 26)
-    plain, background = Saver(tmp_path / "a", context), Saver(tmp_path / "b", context)
+    plain, background = CheckpointSaver(tmp_path / "a", context), CheckpointSaver(tmp_path / "b", context)
     assert plain.save(1, state, {}) is not None
     assert background.start(1, state, {}) is None
     for tensor in state.values():

@@ -7,56 +7,56 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
-from megatron_moe.kernels.choose import choose
+from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.model import ModelSpec, MTPSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.run import KernelSpec
 from tests.gpu.experts_over_gpus import ContextOf, on_gpus
+from tests.helpers.tiny_models import microbatch
+from tests.helpers.tolerances import FP64_LAYOUT
 from tests.model.test_context_parallel_gpt import MIXERS, SEQ, documents, model, run
-from tests.tiny_models import microbatch
-from tests.tolerances import FP64_LAYOUT
 
 NUM_GPUS = pytest.mark.parametrize(
     "num_gpus", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
 
 
-def cases(num_ranks: int) -> list[tuple[str, ModelSpec, MicroBatch, ParallelSpec]]:
+def cases(num_ranks: int) -> list[tuple[str, ModelConfig, MicroBatch, ParallelConfig]]:
     """Every exchange and kind of attention, over all ranks and over a degree of each microbatch."""
-    plain = ParallelSpec(world_size=num_ranks, cp=num_ranks)
+    plain = ParallelConfig(world_size=num_ranks, cp=num_ranks)
     levels = replace(plain, cp_sub_axes=(2, num_ranks // 2))
     dynamic = replace(plain, max_seqlen_per_rank=7)
     batch, packed = microbatch(4, SEQ), microbatch(2, SEQ, max_seqlen=13, **documents())
     found = []
     for mixer in MIXERS:
         for exchange, parallel in (("p2p", plain), ("allgather", plain), ("a2a", plain), ("a2a+p2p", levels)):
-            spec = model(MIXERS[mixer], exchange, mtp=MTPSpec(num_layers=1))
-            found.append((f"{exchange} {mixer}", spec, batch, parallel))
-            found.append((f"{exchange} {mixer} documents", spec, packed, parallel))
+            config = model(MIXERS[mixer], exchange, mtp=MTPConfig(num_layers=1))
+            found.append((f"{exchange} {mixer}", config, batch, parallel))
+            found.append((f"{exchange} {mixer} documents", config, packed, parallel))
         found.append((f"dynamic {mixer}", model(MIXERS[mixer], "p2p"), packed, dynamic))
     return found
 
 
 def every_case(context_of: ContextOf, num_ranks: int) -> list[Any]:
     results = []
-    for _, spec, batch, parallel in cases(num_ranks):
-        result = run(spec, batch, context_of(parallel, torch.float64))
+    for _, config, batch, parallel in cases(num_ranks):
+        result = run(config, batch, context_of(parallel, torch.float64))
         results.append({name: value.cpu() for name, value in result.gradients.items()} | {"loss": result.scalar.cpu()})
     return results
 
 
 def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Two steps of a bf16 model; the second one fails if anything waits for the device."""
-    ctx = context_of(ParallelSpec(world_size=num_ranks, cp=num_ranks), torch.bfloat16)
-    kernels, done = choose(KernelSpec(), ctx.device, ctx.dtype), []
+    ctx = context_of(ParallelConfig(world_size=num_ranks, cp=num_ranks), torch.bfloat16)
+    kernels, done = select_kernels(KernelConfig(), ctx.device, ctx.dtype), []
     for exchange in ("p2p", "allgather", "a2a"):
-        spec = model(MIXERS["gqa"], exchange)
-        gpt = GPT(spec, ctx, kernels)
-        init_parameters(gpt, 7, spec.init)
+        config = model(MIXERS["gqa"], exchange)
+        gpt = GPT(config, ctx, kernels)
+        init_parameters(gpt, 7, config.init)
         whole = to_device(microbatch(2, 64), ctx.device)
         for mode in ("default", "error"):
             torch.cuda.synchronize()
@@ -72,8 +72,8 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
 @NUM_GPUS
 def test_every_exchange_gives_the_numbers_of_one_rank(num_gpus: int, tmp_path: Path) -> None:
     by_rank = on_gpus(num_gpus, every_case, tmp_path)
-    for place, (name, spec, batch, _) in enumerate(cases(num_gpus)):
-        one = run(spec, batch, ParallelContext.single())
+    for place, (name, config, batch, _) in enumerate(cases(num_gpus)):
+        one = run(config, batch, ParallelContext.single())
         for results in by_rank:
             FP64_LAYOUT.check_all(results[place], one.gradients | {"loss": one.scalar}, name)
 

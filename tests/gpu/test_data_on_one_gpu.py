@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe.data.batch import MaskSpec, make_microbatch, to_device
+from megatron_moe.data.batch import (
+    MaskConfig,
+    make_microbatch,
+    to_device,
+)
 from megatron_moe.data.mock import MockTokens
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
 
@@ -14,7 +18,7 @@ pytestmark = pytest.mark.gpu1
 def test_batch_arrives_whole_without_a_synchronisation() -> None:
     source = MockTokens(vocab_size=1000, eod=999, num_documents=100_000)
     wanted = SampleRequest(documents=range(2000), split="train", seq_length=1024, num_samples=None, seed=1)
-    masks = MaskSpec(vocab_size=1000, eod=999, pad=998, reset_position_ids=True, reset_attention_mask=True)
+    masks = MaskConfig(vocab_size=1000, eod=999, pad=998, reset_position_ids=True, reset_attention_mask=True)
     made = make_microbatch(DocumentSamples(source, "mock", wanted, None), np.arange(8), masks, torch.float32)
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_sync_debug_mode("error")

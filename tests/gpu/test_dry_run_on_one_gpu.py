@@ -10,7 +10,7 @@ import pytest
 
 from arguments.errors import Finished
 from arguments.read import read_plan
-from tests.tolerances import PREDICTED_PEAK
+from tests.helpers.tolerances import PREDICTED_PEAK
 
 pytestmark = pytest.mark.gpu1
 

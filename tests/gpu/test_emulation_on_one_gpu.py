@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tolerances import PREDICTED_PEAK
+from tests.helpers.tolerances import PREDICTED_PEAK
 
 pytestmark = pytest.mark.gpu1
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.experts_over_gpus import cases, every_case, on_gpus, without_waiting
+from tests.helpers.tolerances import FP64_LAYOUT
 from tests.moe.parallel.folded import gathered, name_of, on_one_rank
-from tests.tolerances import FP64_LAYOUT
 
 NUM_GPUS = pytest.mark.parametrize(
     "num_gpus", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
@@ -16,11 +16,11 @@ NUM_GPUS = pytest.mark.parametrize(
 @NUM_GPUS
 def test_every_fold_and_dispatcher_gives_the_numbers_of_one_rank(num_gpus: int, tmp_path: Path) -> None:
     by_rank = on_gpus(num_gpus, every_case, tmp_path)
-    for place, (fold, spec, data) in enumerate(cases(num_gpus)):
+    for place, (fold, config, data) in enumerate(cases(num_gpus)):
         actual = gathered([results[place] for results in by_rank], fold)
-        partition = None if spec.capacity is None else fold
-        expected = on_one_rank(spec, data, partition)
-        FP64_LAYOUT.check_all(actual.tensors, expected.tensors, f"{name_of(fold)} {spec.dispatcher}")
+        partition = None if config.capacity is None else fold
+        expected = on_one_rank(config, data, partition)
+        FP64_LAYOUT.check_all(actual.tensors, expected.tensors, f"{name_of(fold)} {config.dispatcher}")
 
 
 @NUM_GPUS

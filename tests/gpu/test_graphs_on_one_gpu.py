@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from arguments.read import read_plan
+from benchmarks.harness.timed_run import Run
+from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.memory.recorder import CudaRecorder
-from megatron_moe.specs.memory import GraphSpec
+from megatron_moe.memory.cuda_graphs.capture import CudaGraphRecorder
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
-from tests.tolerances import EXACT
-from tools.timed_run import Run
+from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.gpu1
 
@@ -44,10 +44,12 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Losses and weights after a few steps, in which the routing changes with the weights and the data."""
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
-    graphs = GraphSpec(modules=() if modules == WHOLE else modules, whole_step=modules == WHOLE, warmup_steps=2)
+    graphs = CudaGraphConfig(
+        modules=() if modules == WHOLE else modules, full_iteration=modules == WHOLE, warmup_steps=2
+    )
     run = Run(replace(plan, graphs=graphs))
     figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
-    recorded = run.trainer.whole_step or run.trainer.pipeline.flights
+    recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
     assert (recorded is not None) == bool(modules)
     if recorded is not None:
         assert recorded.has_recorded
@@ -83,7 +85,7 @@ def eager_collector() -> Iterator[None]:
 
 def test_garbage_does_not_die_in_a_recording(eager_collector: None) -> None:
     """A forgotten recording that is freed meanwhile would end the one that is being made."""
-    recorder = CudaRecorder(torch.device("cuda"))
+    recorder = CudaGraphRecorder(torch.device("cuda"))
     source = torch.ones(4, device="cuda")
 
     def work() -> list[Tensor]:

@@ -8,7 +8,11 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends import hopper_kernels
 from megatron_moe.kernels.ops import GroupedPart, Operand
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    EXACT,
+    FP32_REF,
+)
 
 pytestmark = pytest.mark.gpu1
 

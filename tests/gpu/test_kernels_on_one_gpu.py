@@ -8,35 +8,46 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    CapacityConfig,
+    ExpertsConfig,
+    MLPConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
+)
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.backends import triton_kernels
-from megatron_moe.kernels.choose import choose
 from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
 from megatron_moe.kernels.reference_routing import count_tokens
+from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import _bias_of_rows
-from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import (
-    ActivationSpec,
-    CapacitySpec,
-    ExpertsSpec,
-    MLPSpec,
-    MoESpec,
-    RouterSpec,
-    SharedExpertsSpec,
+from tests.helpers.kernel_comparison import (
+    adamw_step,
+    differentiable,
+    route_and_pull,
 )
-from megatron_moe.specs.run import KernelSpec
-from tests.kernel_comparison import adamw_step, differentiable, route_and_pull
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, FP64_REF, Tolerance
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    EXACT,
+    FP32_MODEL,
+    FP32_REF,
+    FP64_REF,
+    Tolerance,
+)
 
 pytestmark = pytest.mark.gpu1
 
 REFERENCE = reference.bundle()
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-SWIGLU = ActivationSpec(kind="silu", gated=True)
+SWIGLU = ActivationConfig(kind="silu", gated=True)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -44,7 +55,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def bundles(dtype: torch.dtype) -> tuple[Kernels, Kernels]:
-    return choose(KernelSpec(), torch.device("cuda"), dtype), REFERENCE
+    return select_kernels(KernelConfig(), torch.device("cuda"), dtype), REFERENCE
 
 
 def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -100,7 +111,7 @@ def test_norms_agree_with_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "sinks"])
 def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> None:
-    spec = CoreAttentionSpec(
+    config = CoreAttentionConfig(
         softmax_scale=qk_dim**-0.5, causal=kind != "full", window=(20, 0) if kind == "window" else None
     )
     seq = 65
@@ -111,7 +122,7 @@ def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: t
     def op(kernels: Kernels) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             here = None if segments is None else segments.to(q.device)
-            return kernels.attention(q, k, v, spec, sinks, here, None)
+            return kernels.attention(q, k, v, config, sinks, here, None)
 
         return call
 
@@ -126,7 +137,7 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
     documents: bool, window: tuple[int, int] | None, sinks: bool, qk_dim: int, v_dim: int
 ) -> None:
     seq = 645
-    spec = CoreAttentionSpec(softmax_scale=qk_dim**-0.5, window=window)
+    config = CoreAttentionConfig(softmax_scale=qk_dim**-0.5, window=window)
     segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if documents else None
     inputs = [draw(seq, 2, 4, qk_dim), draw(seq, 2, 2, qk_dim, seed=1), draw(seq, 2, 2, v_dim, seed=2)]
     inputs += [draw(4, seed=3)] if sinks else []
@@ -134,7 +145,7 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
     def op(kernels: Kernels) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             here = None if segments is None else segments.to(q.device)
-            return kernels.attention(q, k, v, spec, sinks, here, None)
+            return kernels.attention(q, k, v, config, sinks, here, None)
 
         return call
 
@@ -143,14 +154,14 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
 
 @pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (192, 128)])
 def test_attention_that_must_repeat_does_and_agrees_with_fp64(qk_dim: int, v_dim: int, repeating: None) -> None:
-    spec = CoreAttentionSpec(softmax_scale=qk_dim**-0.5)
+    config = CoreAttentionConfig(softmax_scale=qk_dim**-0.5)
     inputs = [draw(645, 2, 4, qk_dim), draw(645, 2, 2, qk_dim, seed=1), draw(645, 2, 2, v_dim, seed=2)]
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, spec, None, None, None), inputs, BF16)
+    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs, BF16)
     kernels, _ = bundles(BF16)
 
     def gradients() -> list[Tensor]:
         leaves = [each.to(BF16).cuda().requires_grad_() for each in inputs]
-        kernels.attention(*leaves, spec, None, None, None).square().sum().backward()
+        kernels.attention(*leaves, config, None, None, None).square().sum().backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     for once, again in zip(gradients(), gradients(), strict=True):
@@ -169,9 +180,9 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @DTYPES
 def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> None:
     for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"):
-        spec = ActivationSpec(kind=kind, gated=True, clamp=1.5, linear_offset=1.0)
+        config = ActivationConfig(kind=kind, gated=True, clamp=1.5, linear_offset=1.0)
         compare(
-            lambda k, s=spec: lambda x, p: k.activation(x, p, s), (draw(33, 24), draw(33, seed=1).abs() + 0.1), dtype
+            lambda k, s=config: lambda x, p: k.activation(x, p, s), (draw(33, 24), draw(33, seed=1).abs() + 0.1), dtype
         )
     labels = torch.arange(19) % 50
     compare(lambda k: lambda x: k.cross_entropy(x, labels.to(x.device)), [draw(19, 50) * 4], dtype)
@@ -278,7 +289,7 @@ def test_routers_choose_count_and_sum_as_on_the_cpu(
 ) -> None:
     """More tokens than the programs hold at a time; two launches agree to the bit."""
     num_groups, group_topk = groups
-    spec = RouterSpec(
+    config = RouterConfig(
         hidden_size=8, num_experts=experts, topk=topk, score_function=score, num_groups=num_groups,
         group_topk=group_topk, scaling_factor=1.7,
     )  # fmt: skip
@@ -289,19 +300,19 @@ def test_routers_choose_count_and_sum_as_on_the_cpu(
 
     fields = {"valid_T": valid.cuda(), "balance_sets": 3, "z": True}
     on_device = logits.to(dtype).cuda()
-    routed, grad = route_and_pull(triton_kernels, on_device, bias.cuda(), spec, **fields)
-    again, grad_again = route_and_pull(triton_kernels, on_device, bias.cuda(), spec, **fields)
+    routed, grad = route_and_pull(triton_kernels, on_device, bias.cuda(), config, **fields)
+    again, grad_again = route_and_pull(triton_kernels, on_device, bias.cuda(), config, **fields)
     for first, second in zip((*differentiable(routed), grad), (*differentiable(again), grad_again), strict=True):
         assert torch.equal(first, second), "two launches differ"
 
     fields["valid_T"] = valid
-    expected = REFERENCE.route(logits.to(dtype), bias, spec, **fields)
+    expected = REFERENCE.route(logits.to(dtype), bias, config, **fields)
     ids_TK = routed.ids_TK.cpu()
     # a last bit may turn the order of two scores; all the rest follows from the choices that were made
     assert (ids_TK == expected.ids_TK).all(dim=1).double().mean() > (0.99 if dtype is FP32 else 0.9999)
     EXACT.check(ids_TK[7:9], expected.ids_TK[7:9], "ties")
     EXACT.check(routed.counts_E.cpu(), count_tokens(ids_TK, experts), "counts")
-    exact, exact_grad = route_and_pull(REFERENCE, logits, bias, spec, given_ids_TK=ids_TK, **fields)
+    exact, exact_grad = route_and_pull(REFERENCE, logits, bias, config, given_ids_TK=ids_TK, **fields)
     bar = FP32_REF if dtype is FP32 else FP64_REF
     for mine, theirs in zip((*differentiable(routed), grad), (*differentiable(exact), exact_grad), strict=True):
         bar.check(mine.double().cpu(), theirs, "weights, sums or gradient")
@@ -449,25 +460,25 @@ class Buffer:
 
 
 def make_layer(device: str, dtype: torch.dtype, kernels: Kernels, **fields: Any) -> MoELayer:
-    spec = MoESpec(
-        router=RouterSpec(
+    config = MoEConfig(
+        router=RouterConfig(
             hidden_size=64, num_experts=8, topk=2, dtype="fp32", score_function="sigmoid", expert_bias=True,
             balancing=("aux_loss",), aux_loss_coeffs=(1e-2,), z_loss_coeff=1e-3,
         ),
-        experts=ExpertsSpec(num_experts=8, hidden_size=32, ffn_hidden_size=48, activation=SWIGLU, bias=True),
-        shared=SharedExpertsSpec(mlp=MLPSpec(hidden_size=64, ffn_hidden_size=40, activation=SWIGLU), gate=True),
+        experts=ExpertsConfig(num_experts=8, hidden_size=32, ffn_hidden_size=48, activation=SWIGLU, bias=True),
+        shared=SharedExpertsConfig(mlp=MLPConfig(hidden_size=64, ffn_hidden_size=40, activation=SWIGLU), gate=True),
         latent_size=32,
         **fields,
     )  # fmt: skip
-    layer = MoELayer(spec, 0, ParallelContext.single(dtype=dtype, device=device), kernels)
+    layer = MoELayer(config, 0, ParallelContext.single(dtype=dtype, device=device), kernels)
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
             parameter.copy_(draw(*parameter.shape, seed=number).to(BF16) * parameter.meta.fan_in**-0.5)
     return layer
 
 
-@pytest.mark.parametrize("capacity", [None, CapacitySpec(factor=0.75), CapacitySpec(factor=1.25, pad=True)])
-def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capacity: CapacitySpec | None) -> None:
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.25, pad=True)])
+def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capacity: CapacityConfig | None) -> None:
     kernels, _ = bundles(BF16)
     layer, exact = (
         make_layer("cuda", BF16, kernels, capacity=capacity),
@@ -514,9 +525,9 @@ def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> No
     def everything() -> None:
         normed = kernels.layer_norm(kernels.rms_norm(x, weight, 1e-5, False), weight, weight, 1e-5, True)
         turned = kernels.rope(normed, cos, cos, False)
-        spec = CoreAttentionSpec(softmax_scale=0.1)
-        out = kernels.attention(turned, turned[:, :, :2], turned[:, :, :2], spec, None, None, None)
-        out = out + kernels.attention(turned, turned, turned, spec, weight[:4], segments, None)
+        config = CoreAttentionConfig(softmax_scale=0.1)
+        out = kernels.attention(turned, turned[:, :, :2], turned[:, :, :2], config, None, None, None)
+        out = out + kernels.attention(turned, turned, turned, config, weight[:4], segments, None)
         kernels.cross_entropy(out.reshape(512, 64), labels).sum().backward()
         kernels.sum_of_squares(flat[1])
         kernels.adamw_(*flat, move)

@@ -7,32 +7,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import RopeConfig
+from megatron_moe.config.memory import ActivationOffloadConfig, RecomputeConfig
+from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.moe import ExpertsConfig, MoEConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicroBatch, to_device
-from megatron_moe.kernels.bundle import Bundle
-from megatron_moe.kernels.choose import choose
-from megatron_moe.memory.keeping import Keeping
-from megatron_moe.memory.offload import Offload
+from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.memory.activation_offload import ActivationOffload
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.memory.transfers import transfers_of
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import RopeSpec
-from megatron_moe.specs.memory import OffloadSpec, RecomputeSpec
-from megatron_moe.specs.model import LayerSpec
-from megatron_moe.specs.moe import ExpertsSpec, MoESpec
-from megatron_moe.specs.run import KernelSpec
-from tests import tiny, tiny_models
-from tests.tolerances import EXACT
+from tests.helpers import tiny, tiny_models
+from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.gpu1
 
 BATCH, SEQ, HIDDEN = 4, 2048, 512
-SMALL = RecomputeSpec(granularity="selective", modules=("core_attn", "moe_act", "layernorm", "mlp", "shared_experts"))
-MOVED = OffloadSpec(modules=("attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"))
+SMALL = RecomputeConfig(granularity="selective", modules=("core_attn", "moe_act", "layernorm", "mlp", "shared_experts"))
+MOVED = ActivationOffloadConfig(modules=("attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"))
 WAYS = {
     "small modules": (SMALL, None),
-    "the MoE block": (RecomputeSpec(granularity="selective", modules=("moe",)), None),
-    "whole layers": (RecomputeSpec(granularity="full", method="uniform", num_layers=1), None),
-    "on the host": (RecomputeSpec(), MOVED),
+    "the MoE block": (RecomputeConfig(granularity="selective", modules=("moe",)), None),
+    "whole layers": (RecomputeConfig(granularity="full", method="uniform", num_layers=1), None),
+    "on the host": (RecomputeConfig(), MOVED),
     "both": (SMALL, MOVED),
 }
 
@@ -47,22 +47,24 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @cache
-def kernels() -> tuple[ParallelContext, Bundle]:
+def kernels() -> tuple[ParallelContext, KernelSet]:
     context = ParallelContext.single(dtype=torch.bfloat16, device="cuda")
-    return context, choose(KernelSpec(), context.device, context.dtype)
+    return context, select_kernels(KernelConfig(), context.device, context.dtype)
 
 
-def gradients_and_peak(recompute: RecomputeSpec, offload: OffloadSpec | None) -> tuple[dict[str, Tensor], int]:
+def gradients_and_peak(
+    recompute: RecomputeConfig, offload: ActivationOffloadConfig | None
+) -> tuple[dict[str, Tensor], int]:
     """Of the last of three microbatches; the memory above that of the weights, in bytes."""
     context, bundle = kernels()
-    moving = None if offload is None else Offload(offload, transfers_of(context.device))
-    mixer = tiny.attention(hidden_size=HIDDEN, num_heads=8, num_query_groups=2, head_dim=64, rope=RopeSpec(dim=64))
+    moving = None if offload is None else ActivationOffload(offload, transfers_of(context.device))
+    mixer = tiny.attention(hidden_size=HIDDEN, num_heads=8, num_query_groups=2, head_dim=64, rope=RopeConfig(dim=64))
     router = tiny.router(hidden_size=HIDDEN)
-    experts = ExpertsSpec(num_experts=8, hidden_size=HIDDEN, ffn_hidden_size=512, activation=tiny.SWIGLU)
-    moe = MoESpec(router=router, experts=experts)
-    layers = tuple(LayerSpec(mixer=mixer, feed_forward=moe, norm=tiny.NORM) for _ in range(4))
-    spec = tiny.model(layers=layers, hidden_size=HIDDEN, max_positions=SEQ, vocab_size=256)
-    model = GPT(spec, context, bundle, keeping=Keeping(recompute, offload=moving))
+    experts = ExpertsConfig(num_experts=8, hidden_size=HIDDEN, ffn_hidden_size=512, activation=tiny.SWIGLU)
+    moe = MoEConfig(router=router, experts=experts)
+    layers = tuple(LayerConfig(mixer=mixer, feed_forward=moe, norm=tiny.NORM) for _ in range(4))
+    config = tiny.model(layers=layers, hidden_size=HIDDEN, max_positions=SEQ, vocab_size=256)
+    model = GPT(config, context, bundle, saved_tensors=SavedTensorPolicy(recompute, offload=moving))
     generator = torch.Generator("cuda").manual_seed(3)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.03, generator=generator)
@@ -87,7 +89,7 @@ def on_gpu(number: int) -> MicroBatch:
 
 @cache
 def plain() -> tuple[dict[str, Tensor], int]:
-    return gradients_and_peak(RecomputeSpec(), None)
+    return gradients_and_peak(RecomputeConfig(), None)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,18 +7,32 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.kernels.backends import torch_native, triton_kernels
-from megatron_moe.kernels.packed import Packed
-from megatron_moe.optim.adamw import Optimizer
-from megatron_moe.optim.clip import clip_coefficient, count_zeros, gradient_norms
-from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.kernels.low_precision_state import PackedState
+from megatron_moe.optim.clip_grads import (
+    clip_coefficient,
+    count_zeros,
+    gradient_norms,
+)
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.finish_grads import finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.train import CheckpointSpec
-from tests.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
-from tests.optim_parameters import BF16, FP64, make_buffers, make_gradients, make_parameters
-from tests.tolerances import EXACT, FP64_REF
+from tests.helpers.kernel_comparison import (
+    OVERFLOWS,
+    adamw_step,
+    check_nonfinite_flag,
+)
+from tests.helpers.optim_parameters import (
+    BF16,
+    FP64,
+    make_buffers,
+    make_gradients,
+    make_parameters,
+)
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 pytestmark = pytest.mark.gpu1
 
@@ -47,7 +61,7 @@ def _train(
                 for name, parameter in parameters.items():
                     parameter.grad = gradients[2 * step + microbatch][name].to(dtype)
                 buffers.collect()
-            finish_gradients(buffers, context, token_count=tokens)
+            finish_grads(buffers, context, token_count=tokens)
             norms = gradient_norms(buffers, context)
             scale = clip_coefficient(norms["all"], 0.5)
             optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale, proceed=proceed & torch.isfinite(norms["all"]))
@@ -71,10 +85,10 @@ def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path)
     expected = {key: tensor.clone() for key, tensor in tensors.items()}
     context = ParallelContext.single(device="cuda")
     saved = {key: SavedTensor.whole(tensor) for key, tensor in tensors.items()}
-    Saver(tmp_path, context, say=lambda line: None).save(3, saved, {})
+    CheckpointSaver(tmp_path, context, say=lambda line: None).save(3, saved, {})
     for tensor in tensors.values():
         tensor.zero_()
-    load(find(CheckpointSpec(save=tmp_path), context), saved, context)
+    load(find(CheckpointConfig(save=tmp_path), context), saved, context)
     EXACT.check_all({k: t.cpu() for k, t in tensors.items()}, {k: t.cpu() for k, t in expected.items()}, "tensors")
 
 
@@ -92,7 +106,7 @@ def test_a_captured_step_flags_numbers_that_are_not_finite(formats: tuple[str, s
     size, device = 5000, torch.device("cuda")
     roots = (False, False, True)
     states = [
-        Packed.zeros(size, name, torch.float32, device, root=root and name != "plain")
+        PackedState.zeros(size, name, torch.float32, device, root=root and name != "plain")
         for name, root in zip(formats, roots, strict=True)
     ]
     weights, grad = torch.ones(size, device=device).bfloat16(), torch.ones(size, device=device)

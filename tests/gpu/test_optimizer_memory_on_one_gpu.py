@@ -6,24 +6,29 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
-from megatron_moe.kernels.packed import Packed, unpack
-from tests.kernel_comparison import adamw_step
+from megatron_moe.kernels.low_precision_state import PackedState, unpack
+from tests.helpers.kernel_comparison import adamw_step
+from tests.helpers.optim_parameters import (
+    BF16,
+    FP32,
+    give,
+    make_gradients,
+)
+from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.test_triton_packed import FORMATS, make
 from tests.optim.test_state_formats import AWAY, NARROW, REMAINDERS, Rig
-from tests.optim_parameters import BF16, FP32, give, make_gradients
-from tests.tolerances import EXACT, FP32_REF
 
 pytestmark = pytest.mark.gpu1
 SIZE = 100_003
-State = dict[str, Packed | Tensor]
+State = dict[str, PackedState | Tensor]
 
 
 def on_gpu(state: State) -> State:
-    def moved(each: Packed | Tensor) -> Packed | Tensor:
+    def moved(each: PackedState | Tensor) -> PackedState | Tensor:
         if isinstance(each, Tensor):
             return each.cuda()
         exponents = None if each.exponents is None else each.exponents.cuda()
-        return Packed(each.format, each.data.cuda(), exponents, each.root)
+        return PackedState(each.format, each.data.cuda(), exponents, each.root)
 
     return {name: moved(each) for name, each in state.items()}
 
@@ -37,7 +42,7 @@ def step(ops, state: State, number: int, *, proceed: bool = True) -> None:
 
 def numbers(state: State) -> dict[str, Tensor]:
     weights = state["weights"]
-    found = {name: unpack(each, weights) if isinstance(each, Packed) else each for name, each in state.items()}
+    found = {name: unpack(each, weights) if isinstance(each, PackedState) else each for name, each in state.items()}
     return {name: each.cpu() for name, each in found.items()}
 
 
@@ -65,7 +70,9 @@ def test_remainders_and_whole_masters_move_alike_bit_for_bit() -> None:
         step(triton_kernels, packed, number)
         step(triton_kernels, plain, number)
     EXACT.check_all(numbers(packed), numbers(plain), "state")
-    before = {name: [part.clone() for part in each.parts] for name, each in packed.items() if isinstance(each, Packed)}
+    before = {
+        name: [part.clone() for part in each.parts] for name, each in packed.items() if isinstance(each, PackedState)
+    }
     step(triton_kernels, packed, 21, proceed=False)
     for name, parts in before.items():
         for part, old in zip(packed[name].parts, parts, strict=True):

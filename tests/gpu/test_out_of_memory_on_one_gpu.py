@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pretrain_moe
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 
 pytestmark = pytest.mark.gpu1
 

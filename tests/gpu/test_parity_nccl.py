@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron_moe.compare.record import RankRecord
-from megatron_moe.compare.table import Comparison, compare_runs
+from megatron_moe.layout_check.record import RankRecord
+from megatron_moe.layout_check.table import Comparison, compare_runs
+from tests.helpers.ranks import on_gpus
+from tests.helpers.tolerances import FP32_LAYOUT, FP64_LAYOUT
 from tests.parity.cells import oracle_of, plan_of, run_rank, run_rank_in_fp32
 from tests.parity.cover import GOLDEN_OF_RANKS
 from tests.parity.dimensions import cell_of
 from tests.parity.test_parity import names
-from tests.ranks import on_gpus
-from tests.tolerances import FP32_LAYOUT, FP64_LAYOUT
 
 CELLS = [
     pytest.param(name, id=name, marks=getattr(pytest.mark, f"gpu{num_gpus}"))

@@ -7,22 +7,26 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from megatron_moe.config.model import MTPConfig
+from megatron_moe.config.parallel import Launch
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.model import MTPSpec
-from megatron_moe.specs.parallel import Launch
-from megatron_moe.specs.train import BatchSpec
-from tests import tiny
-from tests.pipelines import laid_out, together, train
-from tests.ranks import free_port
-from tests.tolerances import FP64_LAYOUT
+from tests.helpers import tiny
+from tests.helpers.pipelines import (
+    laid_out,
+    together,
+    train,
+)
+from tests.helpers.ranks import free_port
+from tests.helpers.tolerances import FP64_LAYOUT
 
 pytestmark = pytest.mark.gpu2
 
 BIASED = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.01)
 MODEL = tiny.model(
-    num_layers=4, moe_spec=tiny.moe(BIASED), tied_embeddings=True, embedding_dropout=0.1, mtp=MTPSpec(num_layers=1)
+    num_layers=4, moe_config=tiny.moe(BIASED), tied_embeddings=True, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)
 )
-PLAN = tiny.plan(model=MODEL, batch=BatchSpec(micro=1, global_size=4))
+PLAN = tiny.plan(model=MODEL, batch=BatchConfig(micro=1, global_size=4))
 PLANS = {
     "1F1B": laid_out(PLAN, "Ett|ttmL", 2),
     "chunks": laid_out(PLAN, "Et|t|t|tmL", 2),

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.kernels.backends import triton_kernels
-from megatron_moe.kernels.bundle import OPS, Bundle
-from megatron_moe.logs.tally import Tally
-from megatron_moe.moe.balance import update_routers
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.moe.balancing import update_routers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import CapacitySpec
+from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routers import make_hidden, make_meta, make_router
-from tests.tolerances import EXACT, FP64_REF
 
 pytestmark = pytest.mark.gpu1
 
@@ -23,27 +23,27 @@ BIASED = {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4, "gr
 CASES = [
     ({**LOSSES}, None),
     ({**LOSSES, **BIASED}, None),
-    ({**LOSSES, "linear_bias": True}, CapacitySpec(factor=0.75)),
-    ({**LOSSES}, CapacitySpec(factor=0.75, policy="position", pad=True)),
+    ({**LOSSES, "linear_bias": True}, CapacityConfig(factor=0.75)),
+    ({**LOSSES}, CapacityConfig(factor=0.75, policy="position", pad=True)),
     ({"balancing": ("sinkhorn",)}, None),
     ({"balancing": ("quantile_balancing",)}, None),
     ({"balancing": ("expert_choice",)}, None),
 ]
 
 
-def _step(device: str, fields: dict, capacity: CapacitySpec | None, *, ours: bool = False):
+def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: bool = False):
     """One microbatch with padding, and the update: routing, tally, router and input gradient. `ours`: by our kernels,
     which take fp64 too, although no run asks them to."""
     ctx = ParallelContext.single(device=device)
     router = make_router(ctx=ctx, capacity=capacity, **fields)
     if ours:
         plain = {op: getattr(router.kernels, op) for op in OPS}
-        router.kernels = Bundle.of({**plain, "route": triton_kernels.route}, ())
+        router.kernels = KernelSet.of({**plain, "route": triton_kernels.route}, ())
     hidden = make_hidden(64, 2).detach().to(device).requires_grad_()
     valid = torch.arange(128, device=device).view(2, 64) % 5 > 0
     scale = torch.full((), 0.5, device=device)
     proceed = torch.ones((), dtype=torch.bool, device=device)
-    meta = make_meta(hidden, valid_BS=valid, tally=Tally(), aux_scale=scale)
+    meta = make_meta(hidden, valid_BS=valid, metrics=MetricAccumulator(), aux_scale=scale)
     if device != "cpu":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -54,13 +54,13 @@ def _step(device: str, fields: dict, capacity: CapacitySpec | None, *, ours: boo
     finally:
         if device != "cpu":
             torch.cuda.set_sync_debug_mode("default")
-    return routing, meta.tally, router, hidden.grad
+    return routing, meta.metrics, router, hidden.grad
 
 
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize(("fields", "capacity"), CASES)
 def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity, ours):
-    routing, tally, router, gradient = _step("cuda", fields, capacity, ours=ours)
+    routing, metrics, router, gradient = _step("cuda", fields, capacity, ours=ours)
     expected, expected_tally, expected_router, expected_gradient = _step("cpu", fields, capacity)
     for name in ("ids_TK", "map_TE", "counts_E", "chosen_TK"):
         if getattr(expected, name) is not None:
@@ -68,7 +68,7 @@ def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity, ours):
     FP64_REF.check(gradient, expected_gradient, "input gradient")
     FP64_REF.check(router.weight.grad, expected_router.weight.grad, "gate gradient")
     for key, entry in expected_tally.entries.items():
-        FP64_REF.check(tally.entries[key].value, entry.value, str(key))
+        FP64_REF.check(metrics.entries[key].value, entry.value, str(key))
     for name, buffer in expected_router.named_buffers():
         FP64_REF.check(dict(router.named_buffers())[name], buffer, name)
 

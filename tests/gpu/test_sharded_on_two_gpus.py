@@ -8,34 +8,43 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from megatron_moe.config.parallel import (
+    DataParallelConfig,
+    Launch,
+    ParallelConfig,
+)
 from megatron_moe.kernels import reference
-from megatron_moe.optim.adamw import Optimizer
-from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.clip import clip_coefficient, gradient_norms
-from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import DataParallelSpec, Launch, ParallelSpec
-from tests.optim_parameters import FP64
-from tests.optim_ranks import SPEC, make_parameters, my_gradient, run_alone
-from tests.ranks import free_port
-from tests.tolerances import EXACT, FP64_LAYOUT
+from tests.helpers.optim_parameters import FP64
+from tests.helpers.optim_ranks import (
+    SPEC,
+    make_parameters,
+    my_gradient,
+    run_alone,
+)
+from tests.helpers.ranks import free_port
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 pytestmark = pytest.mark.gpu2
 
 NUM_RANKS = 2
 NUM_STEPS = 4
 MODES = {
-    "plain": DataParallelSpec(bucket_size=100),
-    "zero": DataParallelSpec(sharded_optimizer=True, bucket_size=100),
-    "zero-padded": DataParallelSpec(sharded_optimizer=True, pad_buckets=True),
-    "zero-early": DataParallelSpec(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=100),
-    "plain-early": DataParallelSpec(overlap_grad_reduce=True, bucket_size=100),
-    "zero-mean": DataParallelSpec(sharded_optimizer=True, average_in_collective=True, bucket_size=100),
-    "zero-fp32-sums": DataParallelSpec(sharded_optimizer=True, fp32_sums=True, bucket_size=100),
+    "plain": DataParallelConfig(bucket_size=100),
+    "zero": DataParallelConfig(sharded_optimizer=True, bucket_size=100),
+    "zero-padded": DataParallelConfig(sharded_optimizer=True, pad_buckets=True),
+    "zero-early": DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=100),
+    "plain-early": DataParallelConfig(overlap_grad_reduce=True, bucket_size=100),
+    "zero-mean": DataParallelConfig(sharded_optimizer=True, average_in_collective=True, bucket_size=100),
+    "zero-fp32-sums": DataParallelConfig(sharded_optimizer=True, fp32_sums=True, bucket_size=100),
 }
 
 
-def train(context: ParallelContext, mode: DataParallelSpec) -> dict[str, Tensor]:
+def train(context: ParallelContext, mode: DataParallelConfig) -> dict[str, Tensor]:
     """Clipped steps; after the first ones, in which NCCL and the allocator warm up, nothing waits for the device."""
     parameters = make_parameters(context)
     buffers = GradBuffers(parameters.items(), FP64, context, reference.bundle(), optimizer=SPEC, data_parallel=mode)
@@ -54,7 +63,7 @@ def train(context: ParallelContext, mode: DataParallelSpec) -> dict[str, Tensor]
         buffers.collect()
         if mode.overlap_grad_reduce and step:
             assert buffers.reducer.num_started == len(buffers.reducer.buckets), "nothing began early"
-        finish_gradients(buffers, context)
+        finish_grads(buffers, context)
         norms = gradient_norms(buffers, context)
         optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=clip_coefficient(norms["all"], 1.0), proceed=yes)
         torch.cuda.set_sync_debug_mode("default")
@@ -63,7 +72,7 @@ def train(context: ParallelContext, mode: DataParallelSpec) -> dict[str, Tensor]
 
 def rank_main(rank: int, port: int, folder: str) -> None:
     launch = Launch(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
-    context = ParallelContext.start(ParallelSpec(world_size=NUM_RANKS), launch, device="cuda", dtype="fp64")
+    context = ParallelContext.start(ParallelConfig(world_size=NUM_RANKS), launch, device="cuda", dtype="fp64")
     found = {name: train(context, mode) for name, mode in MODES.items()}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     context.stop()
@@ -71,7 +80,7 @@ def rank_main(rank: int, port: int, folder: str) -> None:
 
 def test_every_way_to_reduce_and_gather_gives_the_weights_of_one_rank(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=NUM_RANKS)
-    alone = run_alone(ParallelSpec(world_size=NUM_RANKS), num_steps=NUM_STEPS)
+    alone = run_alone(ParallelConfig(world_size=NUM_RANKS), num_steps=NUM_STEPS)
     expected = {name: data for name, (data, _) in alone.weights.items()} | {"norm": alone.norms[-1]["all"]}
     for rank in range(NUM_RANKS):
         found = pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes())

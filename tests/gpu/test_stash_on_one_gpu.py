@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.pages import Pages, make_pages
-from tests.tolerances import EXACT
+from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.gpu1
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from arguments.read import read_plan
+from benchmarks.harness.timed_run import Run
 from megatron_moe.data.tokenizer import vocab_size_of
-from tests.tolerances import EXACT, FP32_MODEL
-from tools.timed_run import Run
+from tests.helpers.tolerances import EXACT, FP32_MODEL
 
 pytestmark = pytest.mark.gpu1
 

@@ -8,34 +8,42 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from megatron_moe.config.parallel import Launch
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import to_device
-from megatron_moe.kernels.choose import choose
+from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
-from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.clip import gradient_norms
-from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.optim.clip_grads import gradient_norms
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.specs.parallel import Launch
-from megatron_moe.specs.run import KernelSpec
-from tests.optim_parameters import BF16
-from tests.ranks import free_port
-from tests.sharded import LAYOUTS, check_equal, train
-from tests.sharded_models import DENSE, SPARSE, batches
+from tests.helpers.optim_parameters import BF16
+from tests.helpers.ranks import free_port
+from tests.helpers.sharded import (
+    LAYOUTS,
+    check_equal,
+    train,
+)
+from tests.helpers.sharded_models import (
+    DENSE,
+    SPARSE,
+    batches,
+)
 
 pytestmark = pytest.mark.gpu2
 
 NUM_RANKS = 2
-CASES = {"tp2": DENSE, "tp2-sp": DENSE | {f"sparse {name}": spec for name, spec in SPARSE.items()}}
+CASES = {"tp2": DENSE, "tp2-sp": DENSE | {f"sparse {name}": config for name, config in SPARSE.items()}}
 """Models by layout."""
 
 
 def step_without_waiting(ctx: ParallelContext) -> bool:
     """Forward, backward and finished gradients of a bf16 model; the last round fails if anything waits."""
-    spec, kernels = SPARSE["shared"], choose(KernelSpec(), ctx.device, ctx.dtype)
-    model = GPT(spec, ctx, kernels)
-    init_parameters(model, 7, spec.init)
+    config, kernels = SPARSE["shared"], select_kernels(KernelConfig(), ctx.device, ctx.dtype)
+    model = GPT(config, ctx, kernels)
+    init_parameters(model, 7, config.init)
     buffers = GradBuffers(named_parameters(model), BF16, ctx, kernels)
     batch = to_device(batches(1)[0][0], ctx.device)
     for number in range(3):
@@ -44,7 +52,7 @@ def step_without_waiting(ctx: ParallelContext) -> bool:
         buffers.begin_step()
         objective(model(batch), batch, mtp=None, per_token=False)[0].backward()
         buffers.collect()
-        finish_gradients(buffers, ctx)
+        finish_grads(buffers, ctx)
         norm = gradient_norms(buffers, ctx)["all"]
         torch.cuda.set_sync_debug_mode("default")
     return bool(torch.isfinite(norm))
@@ -52,16 +60,16 @@ def step_without_waiting(ctx: ParallelContext) -> bool:
 
 def rank_main(rank: int, ports: list[int], folder: str) -> None:
     found: dict[str, Any] = {}
-    for (layout, specs), port in zip(CASES.items(), ports, strict=False):
+    for (layout, configs), port in zip(CASES.items(), ports, strict=False):
         ctx = start(rank, layout, port, "fp64")
-        found[layout] = {name: train(spec, batches(2), ctx) for name, spec in specs.items()}
+        found[layout] = {name: train(config, batches(2), ctx) for name, config in configs.items()}
         ctx.stop()
     ctx = start(rank, "tp2-sp", ports[-1], "bf16")
     found["finite"] = step_without_waiting(ctx)
     ctx.stop()
     if rank == 0:
         alone = ParallelContext.single(device="cuda:0")
-        found["alone"] = {name: train(spec, batches(2), alone) for name, spec in CASES["tp2-sp"].items()}
+        found["alone"] = {name: train(config, batches(2), alone) for name, config in CASES["tp2-sp"].items()}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
@@ -74,7 +82,7 @@ def test_every_kind_of_layer_trains_as_on_one_gpu_and_nothing_waits(tmp_path: Pa
     ports = [free_port() for _ in range(len(CASES) + 1)]
     mp.spawn(rank_main, args=(ports, str(tmp_path)), nprocs=NUM_RANKS)
     ranks = [pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes()) for rank in range(NUM_RANKS)]
-    for layout, specs in CASES.items():
-        for name in specs:
+    for layout, configs in CASES.items():
+        for name in configs:
             check_equal([found[layout][name] for found in ranks], ranks[0]["alone"][name])
     assert all(found["finite"] for found in ranks)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from arguments.read import read_plan
+from benchmarks.harness.timed_run import Run
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.choose import choose
 from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import ActivationSpec
-from megatron_moe.specs.run import KernelSpec
+from megatron_moe.kernels.registry import select_kernels
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
-from tests.tolerances import BF16_KERNEL, Tolerance
-from tools.timed_run import Run
+from tests.helpers.tolerances import BF16_KERNEL, Tolerance
 
 pytestmark = pytest.mark.gpu1
 
@@ -38,7 +38,7 @@ def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tenso
 
 def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor]) -> None:
     """Transformer Engine in bf16 on the GPU against fp64; it may be off by twice what plain torch is off in bf16."""
-    kernels = choose(KernelSpec(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
     rounded = [x.bfloat16() for x in inputs]
     exact = run(op(REFERENCE), [x.double() for x in rounded])
     theirs, plain = (run(op(k), [x.cuda() for x in rounded]) for k in (kernels, REFERENCE))
@@ -56,13 +56,13 @@ def test_norms_are_as_near_to_fp64_as_plain_torch(zero_centered: bool) -> None:
 
 @pytest.mark.parametrize("q_width, v_width, groups", [(128, 128, 2), (192, 128, 8)])
 def test_attention_is_as_near_to_fp64_as_plain_torch(q_width: int, v_width: int, groups: int) -> None:
-    spec = CoreAttentionSpec(softmax_scale=q_width**-0.5)
+    config = CoreAttentionConfig(softmax_scale=q_width**-0.5)
     inputs = (draw(256, 2, 8, q_width), draw(256, 2, groups, q_width, seed=1), draw(256, 2, groups, v_width, seed=2))
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, spec, None, None, None), inputs)
+    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs)
 
 
 def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
-    swiglu = ActivationSpec(kind="silu", gated=True)
+    swiglu = ActivationConfig(kind="silu", gated=True)
     compare(lambda k: lambda x, p: k.activation(x, p, swiglu), (draw(100, 512), draw(100, seed=1).abs()))
     compare(lambda k: lambda x: k.activation(x, None, swiglu), (draw(100, 512),))
     labels = torch.arange(64) % 1000
@@ -75,7 +75,7 @@ def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
-    kernels = choose(KernelSpec(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
     compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
     offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)
 

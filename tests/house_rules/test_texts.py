@@ -71,7 +71,7 @@ def test_no_file_names_a_path_of_one_machine():
 
 
 def test_every_kind_of_run_error_is_raised_somewhere():
-    (table,) = [file for file in sources("megatron_moe/specs") if file.path.endswith("exitcodes.py")]
+    (table,) = [file for file in sources("megatron_moe/config") if file.path.endswith("exit_codes.py")]
     kinds = {node.name for node in table.tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Problem")}
     raised = {
         name.id
@@ -80,7 +80,7 @@ def test_every_kind_of_run_error_is_raised_somewhere():
         for node in ast.walk(file.tree)
         if isinstance(node, ast.Call) and isinstance(name := node.func, ast.Name)
     }
-    report(sorted(kinds - raised), "every RunError subclass of specs/exitcodes.py is raised")
+    report(sorted(kinds - raised), "every RunError subclass of config/exit_codes.py is raised")
 
 
 def test_every_test_file_holds_tests_and_every_test_is_named_as_a_claim():

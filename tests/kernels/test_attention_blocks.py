@@ -6,24 +6,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton.attention.tiles import serves
-from megatron_moe.kernels.ops import Span
-from megatron_moe.parallel.sequence_split import Chunks, split_places, take_places
-from megatron_moe.specs.attention import CoreAttentionSpec
-from tests.kernel_comparison import draw
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
+from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.parallel.context_parallel import (
+    Chunks,
+    split_places,
+    take_places,
+)
+from tests.helpers.kernel_comparison import draw
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    EXACT,
+    FP32_REF,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 
 SEQ, BATCH, HEADS, GROUPS = 160, 2, 2, 1
 FIRST, SECOND, THIRD, _ = split_places("zigzag", SEQ, 4)
 MASKS = {
-    "causal": CoreAttentionSpec(softmax_scale=0.3),
-    "all": CoreAttentionSpec(softmax_scale=0.3, causal=False),
-    "window": CoreAttentionSpec(softmax_scale=0.3, window=(30, 0)),
-    "both sides": CoreAttentionSpec(softmax_scale=0.3, window=(50, 12), causal=False),
+    "causal": CoreAttentionConfig(softmax_scale=0.3),
+    "all": CoreAttentionConfig(softmax_scale=0.3, causal=False),
+    "window": CoreAttentionConfig(softmax_scale=0.3, window=(30, 0)),
+    "both sides": CoreAttentionConfig(softmax_scale=0.3, window=(50, 12), causal=False),
 }
 PARTS = {
     "own": (FIRST, FIRST),
@@ -34,7 +42,8 @@ PARTS = {
 
 
 def block(
-    kernels: Any, query: Chunks, key: Chunks, spec: CoreAttentionSpec, dtype: torch.dtype, width: int, value_width: int,
+    kernels: Any, query: Chunks, key: Chunks, config: CoreAttentionConfig, dtype: torch.dtype, width: int,
+    value_width: int,
     documents: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Output, log-sum-exp and gradients, all on top of what was there."""
@@ -47,9 +56,10 @@ def block(
     )
     segments_BS = (torch.arange(SEQ) * 3 // SEQ).expand(BATCH, SEQ) if documents else None
     of_both = (
-        Span(chunks=c, segments_BS=None if segments_BS is None else take_places(segments_BS, c)) for c in (query, key)
+        PositionSpan(chunks=c, segments_BS=None if segments_BS is None else take_places(segments_BS, c))
+        for c in (query, key)
     )
-    mask = (spec, *of_both, None)
+    mask = (config, *of_both, None)
     out, lse = draw(rows, BATCH, HEADS, value_width, seed=5).to(wide), draw(rows, BATCH, HEADS, seed=6).to(wide)
     out[:2], lse[:2] = 0.0, -torch.inf  # these have found nothing yet
     kernels.attention_block(q, k, v, *mask, out, lse)
@@ -73,9 +83,9 @@ def test_a_block_of_documents_is_the_reference(parts: str, mask: str) -> None:
     check(*PARTS[parts], MASKS[mask], documents=True)
 
 
-def check(query: Chunks, key: Chunks, spec: CoreAttentionSpec, *, documents: bool = False) -> None:
-    ours = block(triton_kernels, query, key, spec, torch.float32, 24, 12, documents)
-    exact = block(reference.bundle(), query, key, spec, torch.float64, 24, 12, documents)
+def check(query: Chunks, key: Chunks, config: CoreAttentionConfig, *, documents: bool = False) -> None:
+    ours = block(triton_kernels, query, key, config, torch.float32, 24, 12, documents)
+    exact = block(reference.bundle(), query, key, config, torch.float64, 24, 12, documents)
     FP32_REF.check_all(ours, exact)
 
 
@@ -88,11 +98,11 @@ def test_a_block_in_bf16_keeps_what_it_adds_to_in_fp32() -> None:
 
 
 def test_what_sees_nothing_stays_as_it_was() -> None:
-    spec, query, key = MASKS["causal"], Span(chunks=(range(4),)), Span(chunks=(range(8, 12),))
+    config, query, key = MASKS["causal"], PositionSpan(chunks=(range(4),)), PositionSpan(chunks=(range(8, 12),))
     q = k = v = draw(4, BATCH, HEADS, 8).float()
     out, lse = draw(4, BATCH, HEADS, 8, seed=1).float(), draw(4, BATCH, HEADS, seed=2).float()
     before = out.clone(), lse.clone()
-    triton_kernels.attention_block(q, k, v, spec, query, key, None, out, lse)
+    triton_kernels.attention_block(q, k, v, config, query, key, None, out, lse)
     EXACT.check(out, before[0])
     EXACT.check(lse, before[1])
 

@@ -6,16 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
 from megatron_moe.kernels.backends.triton.attention import blocks
-from megatron_moe.kernels.ops import Span
-from megatron_moe.parallel.sequence_split import split_places
-from megatron_moe.specs.attention import CoreAttentionSpec
-from tests.kernel_comparison import compare, draw, with_gradients
-from tests.ring_on_one_rank import blocks_of_a_ring
-from tests.tolerances import BF16_BLOCKS, FP32_REF
+from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.parallel.context_parallel import split_places
+from tests.helpers.kernel_comparison import (
+    compare,
+    draw,
+    with_gradients,
+)
+from tests.helpers.ring_on_one_rank import blocks_of_a_ring
+from tests.helpers.tolerances import BF16_BLOCKS, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array:DeprecationWarning"
@@ -72,12 +76,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sinks", ["learned", "of zero"])
 def test_attention_with_sinks_is_the_reference(backend: Any, sinks: str, causal: bool, dtype: torch.dtype) -> None:
-    spec = CoreAttentionSpec(softmax_scale=0.3, causal=causal, off_by_one=sinks == "of zero")
+    config = CoreAttentionConfig(softmax_scale=0.3, causal=causal, off_by_one=sinks == "of zero")
     inputs = [draw(30, 2, 4, 24), draw(30, 2, 2, 24, seed=1), draw(30, 2, 2, 12, seed=2)]
     inputs += [draw(4, seed=3)] if sinks == "learned" else []
 
     def op(kernels: Any) -> Any:
-        return lambda q, k, v, *given: kernels.attention(q, k, v, spec, *(given or (None,)), None, None)
+        return lambda q, k, v, *given: kernels.attention(q, k, v, config, *(given or (None,)), None, None)
 
     compare(backend, op, inputs, dtype)
 
@@ -90,18 +94,18 @@ def test_sinks_are_not_given_to_it_with_a_window_or_documents(
     monkeypatch.setattr(cudnn, "_attend", None)
     inputs = [draw(20, 2, 2, 8, seed=seed) for seed in range(3)] + [draw(2, seed=3)]
     segments = (torch.arange(20) * 3 // 20).expand(2, 20) if documents else None
-    spec = CoreAttentionSpec(softmax_scale=0.3, window=None if documents else (5, 0))
-    with_gradients(lambda *x: backend.attention(*x[:3], spec, x[3], segments, None), inputs, torch.float32)
+    config = CoreAttentionConfig(softmax_scale=0.3, window=None if documents else (5, 0))
+    with_gradients(lambda *x: backend.attention(*x[:3], config, x[3], segments, None), inputs, torch.float32)
 
 
 @BACKENDS
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, FP32_REF), (torch.bfloat16, BF16_BLOCKS)])
 def test_blocks_of_a_ring_add_up_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
-    spec, shapes = CoreAttentionSpec(softmax_scale=0.3), [(4, 12), (4, 24), (2, 24), (2, 12)]
+    config, shapes = CoreAttentionConfig(softmax_scale=0.3), [(4, 12), (4, 24), (2, 24), (2, 12)]
     grad, *inputs = (draw(48, 2, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
-    actual = blocks_of_a_ring(backend, (grad, *inputs), spec, split_places("zigzag", 48, 3))
+    actual = blocks_of_a_ring(backend, (grad, *inputs), config, split_places("zigzag", 48, 3))
     leaves = [x.double().requires_grad_() for x in inputs]
-    out = reference.attention(*leaves, spec, None, None, None)
+    out = reference.attention(*leaves, config, None, None, None)
     exact = (out, *torch.autograd.grad(out, leaves, grad.double()))
     bar.check_all(actual, dict(zip(actual, exact, strict=True)))
 
@@ -112,9 +116,9 @@ def test_documents_and_dropout_are_not_given_to_it(backend: Any, what: str, monk
     monkeypatch.setattr(cudnn, "_attend", None)
     monkeypatch.setattr(cudnn, "_differentiate", None)
     segments = torch.tensor([[0] * 5 + [1] * 3] * 2) if what == "documents" else None
-    spec = CoreAttentionSpec(softmax_scale=0.3, dropout=0.5 if what == "dropout" else 0.0)
-    span = Span(chunks=(range(8),), segments_BS=segments)
-    mask = spec, span, span, ("a key",)
+    config = CoreAttentionConfig(softmax_scale=0.3, dropout=0.5 if what == "dropout" else 0.0)
+    span = PositionSpan(chunks=(range(8),), segments_BS=segments)
+    mask = config, span, span, ("a key",)
     grad, q, k, v = (draw(8, 2, 2, 4, seed=seed).float() for seed in range(4))
 
     def found_by(kernels: Any) -> list[Tensor]:
@@ -139,8 +143,8 @@ def test_blocks_too_large_for_our_offsets_are_its_own_or_plain_torchs(
     monkeypatch.setattr(reference, "attention_block", lambda *known: by_torch.append("out"))
     monkeypatch.setattr(reference, "attention_block_grad", lambda *known: by_torch.append("gradients"))
     far = torch.empty(2**17, 1, 64, 256, device="meta", dtype=torch.bfloat16)
-    span = Span(chunks=(range(2**17),))
-    mask = CoreAttentionSpec(softmax_scale=0.3, causal=False, window=window), span, span, None
+    span = PositionSpan(chunks=(range(2**17),))
+    mask = CoreAttentionConfig(softmax_scale=0.3, causal=False, window=window), span, span, None
     lse = far[..., 0].float()
     triton_kernels.attention_block(far, far, far, *mask, far.float(), lse)
     triton_kernels.attention_block_grad(far, far, far, far, far, lse, lse, *mask, (far, far, far))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
-from megatron_moe.specs.moe import ActivationSpec
-from tests.tolerances import EXACT, FP64_REF
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
 
@@ -34,14 +34,14 @@ def table(rows: list[list[float]]) -> Tensor:
 def test_plain_activation_is_its_formula(kind: str) -> None:
     x = draw(3, 4)
     expected = table([[FORMULAS[kind](float(v)) for v in row] for row in x])
-    FP64_REF.check(KERNELS.activation(x, None, ActivationSpec(kind=kind)), expected)
+    FP64_REF.check(KERNELS.activation(x, None, ActivationConfig(kind=kind)), expected)
 
 
 @pytest.mark.parametrize("clamp", [None, 0.5])
 @pytest.mark.parametrize("kind", FORMULAS)
 def test_gated_activation_clamps_then_multiplies_then_weighs(kind: str, clamp: float | None) -> None:
     x, probs = draw(3, 8), draw(3, seed=1).abs()
-    spec = ActivationSpec(kind=kind, gated=True, clamp=clamp, linear_offset=1.0)
+    config = ActivationConfig(kind=kind, gated=True, clamp=clamp, linear_offset=1.0)
     limit = math.inf if clamp is None else clamp
     expected = [
         [
@@ -52,15 +52,15 @@ def test_gated_activation_clamps_then_multiplies_then_weighs(kind: str, clamp: f
         ]
         for r in range(3)
     ]
-    FP64_REF.check(KERNELS.activation(x, probs, spec), table(expected))
+    FP64_REF.check(KERNELS.activation(x, probs, config), table(expected))
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_activation_has_the_gradients_of_finite_differences(kind: str, gated: bool) -> None:
-    spec = ActivationSpec(kind=kind, gated=gated, clamp=0.9 if gated else None)
+    config = ActivationConfig(kind=kind, gated=gated, clamp=0.9 if gated else None)
     x, probs = draw(3, 4).requires_grad_(), draw(3, seed=1).abs().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, p: KERNELS.activation(x, p, spec), (x, probs))
+    assert torch.autograd.gradcheck(lambda x, p: KERNELS.activation(x, p, config), (x, probs))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -68,7 +68,7 @@ def test_rows_without_probability_give_and_get_zero_even_if_nan(gated: bool) -> 
     x, probs = draw(4, 6), torch.tensor([0.5, 0.0, 2.0, 0.0], dtype=torch.float64)
     x[1], x[3] = torch.nan, torch.inf
     x.requires_grad_(), probs.requires_grad_()
-    out = KERNELS.activation(x, probs, ActivationSpec(kind="silu", gated=gated, linear_offset=1.0 if gated else 0.0))
+    out = KERNELS.activation(x, probs, ActivationConfig(kind="silu", gated=gated, linear_offset=1.0 if gated else 0.0))
     grad_x, grad_probs = torch.autograd.grad(out.sum(), (x, probs))
     empty = [1, 3]
     for what, value in (("result", out[empty]), ("grad of x", grad_x[empty]), ("grad of probs", grad_probs[empty])):

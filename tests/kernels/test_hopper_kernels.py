@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.kernels.backends import hopper_kernels
 from megatron_moe.kernels.backends.hopper.tiles import aligned, rows_by_slice
-from megatron_moe.kernels.bundle import Fit
-from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.kernels.kernel_set import Priority
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """
@@ -82,15 +82,19 @@ def test_sizes_that_tma_cannot_read_are_refused_and_other_places_copied() -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_machine_without_such_a_gpu_is_not_served(dtype: torch.dtype) -> None:
     for op in hopper_kernels.PROVIDES:
-        assert hopper_kernels.judge(op, torch.device("cpu"), dtype).fit is Fit.NO
+        assert hopper_kernels.judge(op, torch.device("cpu"), dtype).fit is Priority.NO
 
 
-@pytest.mark.parametrize(("version", "fit"), [("3.6.0", Fit.TAILORED), ("3.6.1+git", Fit.TAILORED), ("3.9.0", Fit.NO)])
-def test_the_gluon_of_another_triton_is_not_served(version: str, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "fit"), [("3.6.0", Priority.TAILORED), ("3.6.1+git", Priority.TAILORED), ("3.9.0", Priority.NO)]
+)
+def test_the_gluon_of_another_triton_is_not_served(
+    version: str, fit: Priority, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its kernels would not compile, in the middle of the first step."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper_kernels.triton, "__version__", version)
     for op in hopper_kernels.PROVIDES:
         judged = hopper_kernels.judge(op, torch.device("cuda"), torch.bfloat16)
-        assert judged.fit is fit and (fit is Fit.TAILORED or "Triton 3.6, and here is 3.9.0" in judged.reason)
+        assert judged.fit is fit and (fit is Priority.TAILORED or "Triton 3.6, and here is 3.9.0" in judged.reason)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
-from megatron_moe.specs.attention import CoreAttentionSpec
-from tests.tolerances import EXACT, FP64_REF
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
 
@@ -81,27 +81,27 @@ def test_rope_may_turn_every_sequence_by_its_own_angles() -> None:
 
 
 def attend_by_hand(
-    q: Tensor, k: Tensor, v: Tensor, spec: CoreAttentionSpec, sinks: Tensor | None, segments: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, config: CoreAttentionConfig, sinks: Tensor | None, segments: Tensor | None
 ) -> Tensor:
     """One query, one key at a time."""
     seq, batch, heads, _ = q.shape
     heads_per_group = heads // k.shape[2]
     out = torch.zeros(seq, batch, heads, v.shape[3], dtype=torch.float64)
-    left, right = spec.window or (-1, -1)
+    left, right = config.window or (-1, -1)
     for b in range(batch):
         for n in range(heads):
             group = n // heads_per_group
             for i in range(seq):
                 weights = {}
                 for j in range(seq):
-                    if spec.causal and j > i or left >= 0 and j < i - left or right >= 0 and j > i + right:
+                    if config.causal and j > i or left >= 0 and j < i - left or right >= 0 and j > i + right:
                         continue
                     if segments is not None and segments[b, i] != segments[b, j]:
                         continue
-                    weights[j] = math.exp(spec.softmax_scale * float(q[i, b, n] @ k[j, b, group]))
+                    weights[j] = math.exp(config.softmax_scale * float(q[i, b, n] @ k[j, b, group]))
                 total = sum(weights.values())
                 total += 0 if sinks is None else math.exp(float(sinks[n]))
-                total += 1 if spec.off_by_one else 0
+                total += 1 if config.off_by_one else 0
                 for j, weight in weights.items():
                     out[i, b, n] += weight / total * v[j, b, group]
     return out
@@ -116,27 +116,27 @@ SEGMENTS = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]])
     "causal, window", [(True, None), (True, (1, 0)), (False, None), (False, (1, 2)), (False, (-1, 1))]
 )
 def test_attention_is_softmax_over_the_visible_keys(causal, window, extra, segments) -> None:
-    spec = CoreAttentionSpec(softmax_scale=0.7, causal=causal, window=window, off_by_one=extra == "off_by_one")
+    config = CoreAttentionConfig(softmax_scale=0.7, causal=causal, window=window, off_by_one=extra == "off_by_one")
     sinks = draw(4, seed=3) if extra == "sinks" else None
     q, k, v = draw(5, 2, 4, 3), draw(5, 2, 2, 3, seed=1), draw(5, 2, 2, 2, seed=2)
-    actual = KERNELS.attention(q, k, v, spec, sinks, segments, None)
-    FP64_REF.check(actual, attend_by_hand(q, k, v, spec, sinks, segments))
+    actual = KERNELS.attention(q, k, v, config, sinks, segments, None)
+    FP64_REF.check(actual, attend_by_hand(q, k, v, config, sinks, segments))
 
 
 def test_attention_has_the_gradients_of_finite_differences() -> None:
-    spec = CoreAttentionSpec(softmax_scale=0.7, window=(2, 0), sinks=True)
+    config = CoreAttentionConfig(softmax_scale=0.7, window=(2, 0), sinks=True)
     inputs = [
         t.requires_grad_() for t in (draw(4, 1, 2, 3), draw(4, 1, 1, 3, seed=1), draw(4, 1, 1, 2, seed=2), draw(2))
     ]
-    assert torch.autograd.gradcheck(lambda q, k, v, s: KERNELS.attention(q, k, v, spec, s, None, None), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v, s: KERNELS.attention(q, k, v, config, s, None, None), inputs)
 
 
 def test_attention_dropout_depends_on_its_key_alone_and_keeps_the_mean() -> None:
-    spec = CoreAttentionSpec(softmax_scale=0.0, causal=False, dropout=0.4)
+    config = CoreAttentionConfig(softmax_scale=0.0, causal=False, dropout=0.4)
     q = torch.zeros(200, 2, 2, 1, dtype=torch.float64)
     ones = torch.ones(200, 2, 2, 1, dtype=torch.float64)
-    first = KERNELS.attention(q, q, ones, spec, None, None, (1, "layer 0"))
-    EXACT.check(KERNELS.attention(q, q, ones, spec, None, None, (1, "layer 0")), first, "same key")
-    assert (KERNELS.attention(q, q, ones, spec, None, None, (1, "layer 1")) != first).any(), "another key"
+    first = KERNELS.attention(q, q, ones, config, None, None, (1, "layer 0"))
+    EXACT.check(KERNELS.attention(q, q, ones, config, None, None, (1, "layer 0")), first, "same key")
+    assert (KERNELS.attention(q, q, ones, config, None, None, (1, "layer 1")) != first).any(), "another key"
     assert float(first.mean()) == pytest.approx(1.0, abs=0.01)
-    EXACT.check(KERNELS.attention(q, q, ones, spec, None, None, None).round(decimals=12), ones, "evaluation")
+    EXACT.check(KERNELS.attention(q, q, ones, config, None, None, None).round(decimals=12), ones, "evaluation")

@@ -13,21 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import autograd, choose
-from megatron_moe.kernels.bundle import Fit
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels import autograd, registry
+from megatron_moe.kernels.kernel_set import Priority
 from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.moe import ActivationSpec
-from megatron_moe.specs.run import KernelSpec
-from tests import kernel_comparison
-from tests.kernel_comparison import BARS, REFERENCE, draw
-from tests.tolerances import BF16_KERNEL
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import (
+    BARS,
+    REFERENCE,
+    draw,
+)
+from tests.helpers.tolerances import BF16_KERNEL
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 BACKENDS = ("transformer_engine", "grouped_gemm", "apex")
 CUDA = torch.device("cuda")
-SWIGLU = ActivationSpec(kind="silu", gated=True)
+SWIGLU = ActivationConfig(kind="silu", gated=True)
 
 
 @pytest.fixture
@@ -52,17 +56,17 @@ def bundle(name: str) -> Kernels:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_optional_backend_is_taken_by_wish_only_and_refused_where_it_is_missing(name: str) -> None:
-    found = {each.name: each for each in choose.discover(choose.BACKENDS)}[name]
+    found = {each.name: each for each in registry.discover(registry.BACKENDS)}[name]
     assert found.by_wish and found.missing() == found.needs
     with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it needs .*{name}.*, not installed here"):
-        choose.choose(KernelSpec(per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16)
+        registry.select_kernels(KernelConfig(per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_automatic_choice_leaves_an_installed_optional_backend_alone(name: str, stand_ins: None) -> None:
-    found = choose.discover(choose.BACKENDS)
+    found = registry.discover(registry.BACKENDS)
     assert all(not each.missing() for each in found if each.by_wish)
-    chosen = choose.choose(KernelSpec(), torch.device("cpu"), torch.float32).choices
+    chosen = registry.select_kernels(KernelConfig(), torch.device("cpu"), torch.float32).choices
     assert name not in {choice.backend for choice in chosen}
     assert f"megatron_moe.kernels.backends.{name}" not in sys.modules, "imported without being asked for"
 
@@ -71,11 +75,11 @@ def test_automatic_choice_leaves_an_installed_optional_backend_alone(name: str, 
 def test_an_optional_backend_judges_devices_and_dtypes(name: str, stand_ins: None) -> None:
     module = backend(name)
     for op in module.PROVIDES:
-        assert module.judge(op, torch.device("cpu"), torch.bfloat16).fit is Fit.NO
-        assert module.judge(op, CUDA, torch.float64).fit is Fit.NO
-        assert module.judge(op, CUDA, torch.bfloat16).fit is Fit.YES
-    wishes = KernelSpec(backend=name)
-    assert {c.op for c in choose.choose(wishes, CUDA, torch.bfloat16).choices if c.backend == name} == set(
+        assert module.judge(op, torch.device("cpu"), torch.bfloat16).fit is Priority.NO
+        assert module.judge(op, CUDA, torch.float64).fit is Priority.NO
+        assert module.judge(op, CUDA, torch.bfloat16).fit is Priority.YES
+    wishes = KernelConfig(backend=name)
+    assert {c.op for c in registry.select_kernels(wishes, CUDA, torch.bfloat16).choices if c.backend == name} == set(
         module.PROVIDES
     )
 
@@ -153,30 +157,30 @@ def test_grouped_products_are_those_of_the_reference(
 def test_attention_is_that_of_the_reference(
     stand_ins: None, extra: str, causal: bool, window: tuple[int, int] | None
 ) -> None:
-    spec = CoreAttentionSpec(softmax_scale=0.6, causal=causal, window=window)
+    config = CoreAttentionConfig(softmax_scale=0.6, causal=causal, window=window)
     segments = (torch.arange(7) // 3).expand(2, 7) if extra == "documents" else None
     inputs = [draw(7, 2, 4, 6), draw(7, 2, 2, 6, seed=1), draw(7, 2, 2, 3, seed=2)]
     if extra == "sinks":
         inputs.append(draw(4, seed=3))
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, spec, sinks, segments, None)
+        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, config, sinks, segments, None)
 
     kernel_comparison.compare(bundle("transformer_engine"), op, inputs, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    "spec", [SWIGLU, ActivationSpec(kind="gelu"), ActivationSpec(kind="silu", gated=True, clamp=0.5)]
+    "config", [SWIGLU, ActivationConfig(kind="gelu"), ActivationConfig(kind="silu", gated=True, clamp=0.5)]
 )
 @pytest.mark.parametrize("rows", [0, 1, 5])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_activations_are_those_of_the_reference(
-    stand_ins: None, weighted: bool, rows: int, spec: ActivationSpec
+    stand_ins: None, weighted: bool, rows: int, config: ActivationConfig
 ) -> None:
-    inputs = [draw(rows, 3 * spec.fan)] + ([draw(rows, seed=1).abs()] if weighted else [])
+    inputs = [draw(rows, 3 * config.fan)] + ([draw(rows, seed=1).abs()] if weighted else [])
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
-        return lambda x, probs=None: kernels.activation(x, probs, spec)
+        return lambda x, probs=None: kernels.activation(x, probs, config)
 
     kernel_comparison.compare(bundle("transformer_engine"), op, inputs, torch.bfloat16)
 

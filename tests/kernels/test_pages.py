@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages, make_pages
-from tests.kernel_comparison import draw
-from tests.tolerances import EXACT
+from tests.helpers.kernel_comparison import draw
+from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 ROWS, WIDTH, PAGE = 22, 5, 4

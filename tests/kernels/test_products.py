@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.looped import looped
 from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.specs.params import ParamMeta
-from tests.tolerances import EXACT, FP64_REF
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
 OFFSETS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
@@ -82,7 +82,7 @@ def test_weight_gradients_accumulate_in_the_dtype_of_the_buffer() -> None:
     EXACT.check(out, torch.tensor([[1.0 + 4 * 2.0**-10]]))
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, looped(KERNELS)], ids=["reference", "looped"])
+@pytest.mark.parametrize("kernels", [KERNELS, sequential(KERNELS)], ids=["reference", "looped"])
 @pytest.mark.parametrize("offsets", OFFSETS)
 class TestGroupedProducts:
     def test_forward_multiplies_each_row_by_its_experts_matrix(self, kernels, offsets) -> None:
@@ -161,9 +161,9 @@ def test_a_sink_gets_the_weight_gradient_instead_of_autograd_and_may_compute_it_
 def test_what_is_saved_for_the_backward_goes_through_the_saver_by_name() -> None:
     seen = []
 
-    def halve(name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> autograd.Saved:
+    def halve(name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> autograd.SavedForBackward:
         seen.append((name, tuple(tensor.shape), None if valid_rows is None else int(valid_rows)))
-        return autograd.Saved((tensor / 2,), lambda kept: kept * 2)
+        return autograd.SavedForBackward((tensor / 2,), lambda kept: kept * 2)
 
     x, weight, stack = draw(6, 5).requires_grad_(), draw(4, 5).requires_grad_(), draw(2, 3, 4).requires_grad_()
     hidden = autograd.linear(KERNELS, x, weight, saver=halve, name="fc1.input")

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.ops import RowIndex
-from tests.tolerances import EXACT, FP64_REF
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
 

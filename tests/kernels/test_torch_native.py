@@ -7,18 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import autograd, choose
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.ops import GroupedPart, Operand
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.moe import ActivationSpec
-from megatron_moe.specs.run import KernelSpec
-from tests import kernel_comparison
-from tests.kernel_comparison import BARS, REFERENCE, draw
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import (
+    BARS,
+    REFERENCE,
+    draw,
+)
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    EXACT,
+    FP32_REF,
+)
 
-NATIVE = choose.choose(KernelSpec(backend="torch_native"), torch.device("cpu"), torch.float32)
+NATIVE = registry.select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
 DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
 KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 
@@ -44,7 +52,7 @@ def test_norms_agree_with_the_reference(shape: tuple[int, ...], zero_centered: b
 def test_attention_agrees_with_the_reference(
     seq, heads, groups, qk_dim, v_dim, causal, window, documents, extra, dtype
 ) -> None:
-    spec = CoreAttentionSpec(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
+    config = CoreAttentionConfig(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
     segments = (torch.arange(seq) * 2 // seq).expand(2, seq) if documents else None
     inputs = [
         draw(seq, 2, heads, qk_dim),
@@ -55,16 +63,17 @@ def test_attention_agrees_with_the_reference(
         inputs.append(draw(heads, seed=3))
 
     def op(kernels) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, spec, sinks, segments, None)
+        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, config, sinks, segments, None)
 
     compare(op, inputs, dtype)
 
 
 def test_attention_dropout_is_that_of_the_reference() -> None:
-    spec = CoreAttentionSpec(softmax_scale=0.5, dropout=0.5)
+    config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
     q, k, v = draw(6, 1, 2, 4).float(), draw(6, 1, 1, 4, seed=1).float(), draw(6, 1, 1, 4, seed=2).float()
     EXACT.check(
-        NATIVE.attention(q, k, v, spec, None, None, (7, "x")), REFERENCE.attention(q, k, v, spec, None, None, (7, "x"))
+        NATIVE.attention(q, k, v, config, None, None, (7, "x")),
+        REFERENCE.attention(q, k, v, config, None, None, (7, "x")),
     )
 
 
@@ -73,20 +82,20 @@ def test_attention_dropout_is_that_of_the_reference() -> None:
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 37])
 def test_activations_agree_with_the_reference(kind: str, weighed: bool, rows: int, dtype: torch.dtype) -> None:
-    for spec in (
-        ActivationSpec(kind=kind),
-        ActivationSpec(kind=kind, gated=True),
-        ActivationSpec(kind=kind, gated=True, clamp=0.7, linear_offset=1.0),
+    for config in (
+        ActivationConfig(kind=kind),
+        ActivationConfig(kind=kind, gated=True),
+        ActivationConfig(kind=kind, gated=True, clamp=0.7, linear_offset=1.0),
     ):
         inputs = [draw(rows, 6)] + ([draw(rows, seed=1).abs() + 0.1] if weighed else [])
-        compare(lambda k, spec=spec: lambda x, p=None: k.activation(x, p, spec), inputs, dtype)
+        compare(lambda k, config=config: lambda x, p=None: k.activation(x, p, config), inputs, dtype)
 
 
 def test_activation_gives_and_gets_zero_where_there_is_no_probability_even_if_nan() -> None:
     x, probs = draw(4, 6).float(), torch.tensor([0.5, 0.0, 2.0, 0.0], requires_grad=True)
     x[1], x[3] = torch.nan, torch.inf
     x.requires_grad_()
-    out = NATIVE.activation(x, probs, ActivationSpec(kind="silu", gated=True, linear_offset=1.0))
+    out = NATIVE.activation(x, probs, ActivationConfig(kind="silu", gated=True, linear_offset=1.0))
     out.sum().backward()
     empty = [1, 3]
     for what, value in (("result", out[empty]), ("grad of x", x.grad[empty]), ("grad of probs", probs.grad[empty])):

@@ -8,9 +8,13 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton import gate
-from tests.kernel_comparison import REFERENCE, draw
+from tests.helpers.kernel_comparison import REFERENCE, draw
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    EXACT,
+    FP32_REF,
+)
 from tests.kernels.compiled import SHARED_MEMORY, compiled
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -8,14 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import GroupedPart, Operand
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import ActivationSpec
-from tests import kernel_comparison
-from tests.kernel_comparison import BARS, REFERENCE, adamw_step, draw
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import (
+    BARS,
+    REFERENCE,
+    adamw_step,
+    draw,
+)
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    EXACT,
+    FP32_REF,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
@@ -159,13 +168,13 @@ def test_latent_keys_and_values_are_the_reference(
 
 
 WINDOWS = {
-    "sinks": (CoreAttentionSpec(softmax_scale=0.3), True, False),
-    "window": (CoreAttentionSpec(softmax_scale=0.3, window=(20, 0)), False, False),
-    "far window": (CoreAttentionSpec(softmax_scale=0.3, window=(150, 0)), True, False),
-    "both sides": (CoreAttentionSpec(softmax_scale=0.3, window=(90, 140), causal=False), False, False),
-    "off by one": (CoreAttentionSpec(softmax_scale=0.3, off_by_one=True, causal=False), False, False),
-    "documents": (CoreAttentionSpec(softmax_scale=0.3), False, True),
-    "everything": (CoreAttentionSpec(softmax_scale=0.3, window=(30, 0)), True, True),
+    "sinks": (CoreAttentionConfig(softmax_scale=0.3), True, False),
+    "window": (CoreAttentionConfig(softmax_scale=0.3, window=(20, 0)), False, False),
+    "far window": (CoreAttentionConfig(softmax_scale=0.3, window=(150, 0)), True, False),
+    "both sides": (CoreAttentionConfig(softmax_scale=0.3, window=(90, 140), causal=False), False, False),
+    "off by one": (CoreAttentionConfig(softmax_scale=0.3, off_by_one=True, causal=False), False, False),
+    "documents": (CoreAttentionConfig(softmax_scale=0.3), False, True),
+    "everything": (CoreAttentionConfig(softmax_scale=0.3, window=(30, 0)), True, True),
 }
 
 
@@ -176,13 +185,13 @@ WINDOWS = {
 def test_attention_with_windows_sinks_and_documents_is_the_reference(
     kind: str, seq: int, groups: int, per_group: int, width: int, value: int
 ) -> None:
-    spec, sinks, documents = WINDOWS[kind]
+    config, sinks, documents = WINDOWS[kind]
     segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if documents else None
     heads = groups * per_group
     inputs = [draw(seq, 2, heads, width), draw(seq, 2, groups, width, seed=1), draw(seq, 2, groups, value, seed=2)]
     inputs += [draw(heads, seed=3)] if sinks else []
     compare(
-        lambda k: lambda q, key, v, *s: k.attention(q, key, v, spec, *(s or (None,)), segments, None),
+        lambda k: lambda q, key, v, *s: k.attention(q, key, v, config, *(s or (None,)), segments, None),
         inputs,
         torch.float32,
     )
@@ -199,9 +208,9 @@ def repeating() -> Iterator[None]:
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.attention")
-    spec = CoreAttentionSpec(softmax_scale=0.3, causal=causal)
+    config = CoreAttentionConfig(softmax_scale=0.3, causal=causal)
     inputs = [draw(65, 2, 2, 24), draw(65, 2, 1, 24, seed=1), draw(65, 2, 1, 12, seed=2)]
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, spec, None, None, None), inputs, torch.float32)
+    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs, torch.float32)
 
 
 @DTYPES
@@ -209,24 +218,24 @@ def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monke
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_is_the_reference(kind: Any, gated: bool, weighted: bool, dtype: torch.dtype) -> None:
-    spec = ActivationSpec(kind=kind, gated=gated)
-    inputs = [2 * draw(9, 20 * spec.fan)] + ([draw(9, seed=1).abs()] if weighted else [])
-    compare(lambda k: lambda x, *p: k.activation(x, *(p or (None,)), spec), inputs, dtype)
+    config = ActivationConfig(kind=kind, gated=gated)
+    inputs = [2 * draw(9, 20 * config.fan)] + ([draw(9, seed=1).abs()] if weighted else [])
+    compare(lambda k: lambda x, *p: k.activation(x, *(p or (None,)), config), inputs, dtype)
 
 
 def test_activation_may_be_clamped_and_shifted_over_several_tiles() -> None:
-    spec = ActivationSpec(kind="quick_gelu", gated=True, clamp=1.0, linear_offset=1.0)
+    config = ActivationConfig(kind="quick_gelu", gated=True, clamp=1.0, linear_offset=1.0)
     inputs = [2 * draw(3, 2, 2 * 1100), draw(3, 2, seed=1).abs()]
-    compare(lambda k: lambda x, p: k.activation(x, p, spec), inputs, torch.float32)
+    compare(lambda k: lambda x, p: k.activation(x, p, config), inputs, torch.float32)
 
 
 @DTYPES
 def test_rows_without_a_token_leave_nothing_behind_in_the_activation(dtype: torch.dtype) -> None:
-    spec = ActivationSpec(kind="silu", gated=True)
+    config = ActivationConfig(kind="silu", gated=True)
     x, probs = draw(4, 16).to(dtype), torch.tensor([0.5, 0.0, 0.25, 0.0]).to(dtype)
     x[1], x[3] = torch.nan, torch.inf
     x.requires_grad_(), probs.requires_grad_()
-    out = triton_kernels.activation(x, probs, spec)
+    out = triton_kernels.activation(x, probs, config)
     grad = torch.ones_like(out)
     grad[3] = torch.nan  # rows past the last offset are undefined
     grad_x, grad_probs = torch.autograd.grad(out, [x, probs], grad)

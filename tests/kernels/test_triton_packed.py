@@ -8,20 +8,29 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends import triton_kernels
-from megatron_moe.kernels.packed import Packed, pack, unpack
-from tests.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag, draw
-from tests.tolerances import EXACT, FP32_REF
+from megatron_moe.kernels.low_precision_state import (
+    PackedState,
+    pack,
+    unpack,
+)
+from tests.helpers.kernel_comparison import (
+    OVERFLOWS,
+    adamw_step,
+    check_nonfinite_flag,
+    draw,
+)
+from tests.helpers.tolerances import EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 CPU = torch.device("cpu")
 FORMATS = list(product(("plain", "remainder", "fp16"), ("plain", "fp16", "fp8"), ("plain", "fp16", "fp8")))
 
 
-def make(formats: tuple[str, str, str], size: int) -> dict[str, Packed | Tensor]:
+def make(formats: tuple[str, str, str], size: int) -> dict[str, PackedState | Tensor]:
     """State after some steps."""
     weights = draw(size).bfloat16()
     states = [
-        Packed.zeros(size, name, torch.float32, CPU, root=root and name != "plain")
+        PackedState.zeros(size, name, torch.float32, CPU, root=root and name != "plain")
         for name, root in zip(formats, (False, False, True), strict=True)
     ]
     numbers = (weights.float() + 1e-3 * draw(size, seed=1).float() * weights, draw(size, seed=2).float())
@@ -31,16 +40,16 @@ def make(formats: tuple[str, str, str], size: int) -> dict[str, Packed | Tensor]
     return {"master": states[0], "exp_avg": states[1], "exp_avg_sq": states[2], "weights": weights}
 
 
-def step(ops, state: dict[str, Packed | Tensor], size: int, *, proceed: bool = True) -> None:
+def step(ops, state: dict[str, PackedState | Tensor], size: int, *, proceed: bool = True) -> None:
     grad = draw(size, seed=4).float()
     if not proceed:
         grad[0] = torch.nan
     ops.adamw_packed_(**state, grad=grad, move=adamw_step(7, proceed=proceed, beta2=0.99), first=300)
 
 
-def numbers(state: dict[str, Packed | Tensor]) -> dict[str, Tensor]:
+def numbers(state: dict[str, PackedState | Tensor]) -> dict[str, Tensor]:
     weights = state["weights"]
-    return {name: unpack(each, weights) if isinstance(each, Packed) else each for name, each in state.items()}
+    return {name: unpack(each, weights) if isinstance(each, PackedState) else each for name, each in state.items()}
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
@@ -68,7 +77,7 @@ def test_a_refused_step_keeps_every_bit(formats: tuple[str, str, str]) -> None:
     step(triton_kernels, state, 700, proceed=False)
     for name, each in state.items():
         old = before[name]
-        parts = zip(each.parts, old.parts, strict=True) if isinstance(each, Packed) else [(each, old)]
+        parts = zip(each.parts, old.parts, strict=True) if isinstance(each, PackedState) else [(each, old)]
         for part, old_part in parts:
             EXACT.check(part, old_part, name)
 

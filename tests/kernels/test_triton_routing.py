@@ -9,16 +9,26 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton.routing import forward, op
-from megatron_moe.kernels.bundle import OPS, Bundle
-from megatron_moe.kernels.ops import Routed
-from megatron_moe.logs.tally import Tally
-from megatron_moe.specs.moe import RouterSpec
-from tests.kernel_comparison import REFERENCE, differentiable, draw, route_and_pull
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.ops import RoutedTokens
+from megatron_moe.logs.metrics import MetricAccumulator
+from tests.helpers.kernel_comparison import (
+    REFERENCE,
+    differentiable,
+    draw,
+    route_and_pull,
+)
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    EXACT,
+    FP32_REF,
+    FP64_REF,
+)
 from tests.kernels.compiled import NO_SPILLS, compiled
 from tests.moe.routers import make_hidden, make_meta, make_router
-from tests.tolerances import BF16_KERNEL, EXACT, FP32_REF, FP64_REF
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
@@ -40,15 +50,15 @@ ALL_SUMS: dict[str, Any] = {"balance_sets": 1, "z": True}
 KINDS = pytest.mark.parametrize("kind", ROUTERS)
 
 
-def router(**fields: Any) -> RouterSpec:
-    return RouterSpec(**{"hidden_size": 8, "num_experts": 11, "topk": 3, **fields})
+def router(**fields: Any) -> RouterConfig:
+    return RouterConfig(**{"hidden_size": 8, "num_experts": 11, "topk": 3, **fields})
 
 
-def check(logits: Tensor, bias: Tensor | None, spec: RouterSpec, **fields: Any) -> tuple[Routed, Tensor]:
+def check(logits: Tensor, bias: Tensor | None, config: RouterConfig, **fields: Any) -> tuple[RoutedTokens, Tensor]:
     """Results and gradient are those of plain torch in fp64; choices and counts to the bit."""
-    actual, grad = route_and_pull(triton_kernels, logits, bias, spec, **fields)
-    plain, _ = route_and_pull(REFERENCE, logits, bias, spec, **fields)
-    exact, exact_grad = route_and_pull(REFERENCE, logits.double(), bias, spec, **fields)
+    actual, grad = route_and_pull(triton_kernels, logits, bias, config, **fields)
+    plain, _ = route_and_pull(REFERENCE, logits, bias, config, **fields)
+    exact, exact_grad = route_and_pull(REFERENCE, logits.double(), bias, config, **fields)
     assert actual.ids_TK.dtype is actual.counts_E.dtype is torch.int64
     EXACT.check(actual.ids_TK, plain.ids_TK, "choices")
     EXACT.check(actual.counts_E, plain.counts_E, "counts")
@@ -68,11 +78,11 @@ def check(logits: Tensor, bias: Tensor | None, spec: RouterSpec, **fields: Any) 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_routers_choose_weigh_count_and_sum_as_plain_torch(kind: str, biased: bool, dtype: torch.dtype) -> None:
-    spec = router(**ROUTERS[kind])
-    bias = draw(spec.num_experts, seed=1).float() if biased else None
-    logits = 2 * draw(40, spec.num_experts).to(dtype)
+    config = router(**ROUTERS[kind])
+    bias = draw(config.num_experts, seed=1).float() if biased else None
+    logits = 2 * draw(40, config.num_experts).to(dtype)
     logits[5], logits[6, 3:] = 0.5, logits[6, 3]  # ties
-    check(logits, bias, spec, **ALL_SUMS)
+    check(logits, bias, config, **ALL_SUMS)
 
 
 class Launches:
@@ -140,28 +150,28 @@ def test_small_scores_keep_their_digits() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_tokens_are_summed_in_their_set_and_padding_nowhere(sets: int, padded: bool) -> None:
     """More tiles than programs, and the last of a set is not full."""
-    spec = router(num_experts=40, topk=2, score_function="sigmoid", num_groups=2, group_topk=1)
+    config = router(num_experts=40, topk=2, score_function="sigmoid", num_groups=2, group_topk=1)
     valid = torch.arange(198) % 5 > 0 if padded else None
-    actual, grad = check(draw(198, 40), None, spec, valid_T=valid, balance_sets=sets, z=True)
+    actual, grad = check(draw(198, 40), None, config, valid_T=valid, balance_sets=sets, z=True)
     if valid is not None:
         assert (actual.ids_TK[~valid] == -1).all() and not actual.probs_TK[~valid].any() and not grad[~valid].any()
 
 
 def test_what_padding_holds_is_never_seen() -> None:
-    spec, logits, valid = router(), draw(20, 11), torch.arange(20) != 3
+    config, logits, valid = router(), draw(20, 11), torch.arange(20) != 3
     logits[3] = torch.nan
-    actual, grad = check(logits, None, spec, valid_T=valid, **ALL_SUMS)
+    actual, grad = check(logits, None, config, valid_T=valid, **ALL_SUMS)
     assert all(result.isfinite().all() for result in (*differentiable(actual), grad))
 
 
 @KINDS
 def test_a_replay_keeps_the_choice_alone(kind: str) -> None:
-    spec = router(**ROUTERS[kind])
-    given = REFERENCE.route(draw(12, spec.num_experts, seed=5), None, spec).ids_TK
+    config = router(**ROUTERS[kind])
+    given = REFERENCE.route(draw(12, config.num_experts, seed=5), None, config).ids_TK
     given[3, :1], given[4] = -1, -1
     valid = torch.arange(12) > 1
-    check(draw(12, spec.num_experts), None, spec, given_ids_TK=given, valid_T=valid, **ALL_SUMS)
-    check(draw(12, spec.num_experts), None, spec, given_ids_TK=given)
+    check(draw(12, config.num_experts), None, config, given_ids_TK=given, valid_T=valid, **ALL_SUMS)
+    check(draw(12, config.num_experts), None, config, given_ids_TK=given)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17])
@@ -213,8 +223,8 @@ def test_not_a_number_is_chosen_as_an_expert_that_exists() -> None:
 
 
 def test_two_launches_agree_to_the_bit() -> None:
-    logits, spec = draw(200, 40).float(), router(num_experts=40, topk=6, score_function="sigmoid")
-    runs = [route_and_pull(triton_kernels, logits, None, spec, balance_sets=2, z=True) for _ in range(2)]
+    logits, config = draw(200, 40).float(), router(num_experts=40, topk=6, score_function="sigmoid")
+    runs = [route_and_pull(triton_kernels, logits, None, config, balance_sets=2, z=True) for _ in range(2)]
     for first, second in zip(*[(*differentiable(routed), grad) for routed, grad in runs], strict=True):
         assert torch.equal(first, second)
 
@@ -229,11 +239,11 @@ def test_a_whole_router_has_the_losses_and_gradients_of_plain_torch(kinds: Any, 
     found = []
     for route in (REFERENCE.route, triton_kernels.route):
         module = make_router(balancing=kinds, aux_loss_coeffs=coeffs, z_loss_coeff=0.05, **groups)
-        module.kernels = Bundle.of({name: getattr(REFERENCE, name) for name in OPS} | {"route": route}, ())
-        hidden, tally = make_hidden(10, 3), Tally()
-        routing = module(hidden, make_meta(hidden, valid_BS=valid, tally=tally))
+        module.kernels = KernelSet.of({name: getattr(REFERENCE, name) for name in OPS} | {"route": route}, ())
+        hidden, metrics = make_hidden(10, 3), MetricAccumulator()
+        routing = module(hidden, make_meta(hidden, valid_BS=valid, metrics=metrics))
         routing.probs_TK.square().sum().backward()
-        losses = {str(key): entry.value for key, entry in tally.entries.items()}
+        losses = {str(key): entry.value for key, entry in metrics.entries.items()}
         found.append({**losses, "hidden": hidden.grad, "gate": module.weight.grad, "counts": routing.counts_E})
     assert sum("loss" in key for key in found[0]) == len(kinds) + 1
     FP64_REF.check_all(found[1], found[0])
@@ -241,11 +251,11 @@ def test_a_whole_router_has_the_losses_and_gradients_of_plain_torch(kinds: Any, 
 
 LAUNCHES = """
 from megatron_moe.kernels.backends.triton.routing import op
-from megatron_moe.specs.moe import RouterSpec
+from megatron_moe.config.moe import RouterConfig
 
 op.route_forward, op.route_backward = Compiled(op.route_forward), Compiled(op.route_backward)
 for experts, groups in ((128, {}), (256, dict(num_groups=8, group_topk=4)), (512, {})):
-    spec = RouterSpec(hidden_size=1, num_experts=experts, topk=8, score_function="sigmoid", **groups)
+    spec = RouterConfig(hidden_size=1, num_experts=experts, topk=8, score_function="sigmoid", **groups)
     logits = torch.zeros(8192, experts, requires_grad=True)
     routed = op.route(logits, torch.zeros(experts), spec, balance_sets=2, z=True)
     results = [routed.probs_TK, routed.balance.scores_GE, routed.z_sum]

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from megatron_moe.logs.line import StepReport
-from megatron_moe.logs.tally import Metric
+from megatron_moe.logs.log_line import StepReport
+from megatron_moe.logs.metrics import Metric
 
 METRICS = {
     "load_balancing_loss": Metric(1.25, {1: 1.0, 2: 1.5}),

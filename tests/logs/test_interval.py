@@ -5,8 +5,8 @@ import math
 import pytest
 
 from megatron_moe.logs.interval import Interval
+from tests.helpers.tolerances import EXACT
 from tests.logs.reports import METRICS, Reading
-from tests.tolerances import EXACT
 
 
 def interval() -> Interval:

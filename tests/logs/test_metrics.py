@@ -1,64 +1,161 @@
-"""metrics.jsonl survives kills, resumes and any JSON reader."""
-
-import json
+"""Metrics are reduced over microbatches, ranks and layers as their kind says."""
 
 import pytest
+import torch
 
-from megatron_moe.logs.metrics import encode, read_metrics, truncate_metrics
-from megatron_moe.specs.exitcodes import DataProblem
-
-RECORDS = [{"iteration": i, "lm loss": 3.5 - i} for i in (1, 2, 3)]
-
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"".join(map(encode, RECORDS)))
-    return path
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.logs.metrics import Metric, MetricAccumulator
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 
-def test_records_come_back_as_they_were(path):
-    assert read_metrics(path) == RECORDS
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
-def test_a_torn_last_line_is_skipped(path):
-    path.write_bytes(path.read_bytes()[:-5])
-    assert read_metrics(path) == RECORDS[:2]
+def test_mean_divides_the_sum_of_values_by_the_number_of_calls():
+    metrics = MetricAccumulator()
+    for value in (1.0, 2.0, 6.0):
+        metrics.record("loss", scalar(value))
+    assert metrics.take(ParallelContext.single())["loss"].value == 3.0
 
 
-def test_a_last_record_without_its_newline_counts(path):
-    path.write_bytes(path.read_bytes()[:-1])
-    assert read_metrics(path) == RECORDS
+def test_mean_with_counts_weighs_by_them():
+    metrics = MetricAccumulator()
+    metrics.record("entropy", scalar(10.0), count=torch.tensor(4))
+    metrics.record("entropy", scalar(2.0), count=torch.tensor(2))
+    assert metrics.take(ParallelContext.single())["entropy"].value == 2.0
 
 
-@pytest.mark.parametrize("line", [b'{"iteration": 1', b"[1]", b"nonsense", b""])
-def test_a_broken_line_elsewhere_is_refused_with_its_number(path, line):
-    first, *rest = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([first, line, *rest]))
-    with pytest.raises(DataProblem, match="metrics.jsonl: line 2 is not a JSON object"):
-        read_metrics(path)
+def test_sum_and_max_keep_the_sum_and_the_largest_value():
+    metrics = MetricAccumulator()
+    for value in (3.0, 5.0, 4.0):
+        metrics.record("dropped", scalar(value), reduction="sum")
+        metrics.record("violation", scalar(value), reduction="max")
+    metrics = metrics.take(ParallelContext.single())
+    assert (metrics["dropped"].value, metrics["violation"].value) == (12.0, 5.0)
 
 
-def test_a_resumed_run_drops_later_records_and_the_torn_line(path):
-    with open(path, "ab") as file:
-        file.write(b'{"iteration": 4, "lm')
-    truncate_metrics(path, 2)
-    assert path.read_bytes() == b"".join(map(encode, RECORDS[:2]))
-    assert [each.name for each in path.parent.iterdir()] == ["metrics.jsonl"]
+def test_the_value_is_the_mean_over_the_layers_that_recorded_it_and_the_largest_for_max():
+    metrics = MetricAccumulator()
+    for layer, value in ((7, 1.0), (1, 4.0)):
+        metrics.record("aux", scalar(value), layer=layer)
+        metrics.record("violation", scalar(value), layer=layer, reduction="max")
+    metrics = metrics.take(ParallelContext.single())
+    assert metrics["aux"].value == 2.5
+    assert metrics["violation"].value == 4.0
+    assert list(metrics["aux"].layers.items()) == [(1, 4.0), (7, 1.0)]
 
 
-def test_truncating_what_is_not_there_makes_nothing(tmp_path):
-    truncate_metrics(tmp_path / "metrics.jsonl", 5)
-    assert list(tmp_path.iterdir()) == []
+def test_vectors_stay_vectors():
+    metrics = MetricAccumulator()
+    for layer in (0, 1):
+        metrics.record("load", torch.tensor([1, 2, 3]) * (layer + 1), layer=layer, reduction="sum")
+    metric = metrics.take(ParallelContext.single())["load"]
+    assert metric.layers[1] == [2.0, 4.0, 6.0]
+    assert metric.value == [1.5, 3.0, 4.5]
 
 
-def test_numbers_that_are_not_finite_become_null_and_vectors_are_rounded():
-    line = encode({"lm loss": float("nan"), "load": [1.0, float("inf"), 0.12345678], "count": 3.0, "time": "now"})
-    assert line.endswith(b"\n")
-    text = line.decode()
-    assert "NaN" not in text and "Infinity" not in text
-    assert json.loads(text) == {"lm loss": None, "load": [1, None, 0.123457], "count": 3, "time": "now"}
+def test_take_clears_and_an_empty_tally_gives_nothing():
+    metrics = MetricAccumulator()
+    metrics.record("loss", scalar(1.0))
+    metrics.take(ParallelContext.single())
+    assert metrics.take(ParallelContext.single()) == {}
 
 
-def test_scalars_keep_all_their_digits():
-    assert json.loads(encode({"lm loss": 0.1 + 0.2}))["lm loss"] == 0.1 + 0.2
+def test_recording_keeps_no_graph_and_does_not_change_with_the_recorded_tensor():
+    metrics = MetricAccumulator()
+    value = torch.ones((), dtype=torch.float64, requires_grad=True)
+    metrics.record("loss", value)
+    with torch.no_grad():
+        value.fill_(9.0)
+    assert not metrics.entries["loss", None].value.requires_grad
+    assert metrics.take(ParallelContext.single())["loss"].value == 1.0
+
+
+def test_half_precision_values_are_added_in_single_precision():
+    metrics = MetricAccumulator()
+    for _ in range(300):
+        metrics.record("tokens", torch.ones((), dtype=torch.bfloat16), reduction="sum")
+    assert metrics.take(ParallelContext.single())["tokens"].value == 300.0
+
+
+def test_a_mean_over_nothing_is_not_a_number():
+    metrics = MetricAccumulator()
+    metrics.record("loss", scalar(0.0), count=torch.tensor(0))
+    value = metrics.take(ParallelContext.single())["loss"].value
+    assert value != value
+
+
+def test_changing_the_reduction_or_the_shape_of_a_metric_is_a_bug():
+    metrics = MetricAccumulator()
+    metrics.record("loss", scalar(0.0))
+    with pytest.raises(AssertionError, match="recorded as mean, now as max"):
+        metrics.record("loss", scalar(0.0), reduction="max")
+    with pytest.raises(AssertionError, match="shape"):
+        metrics.record("loss", torch.zeros(2))
+
+
+def test_ranks_are_reduced_with_their_counts_whatever_the_order_of_recording():
+    def rank(context: ParallelContext) -> dict[str, object]:
+        r = context.group("dp").rank
+        metrics = MetricAccumulator()
+        names = ["mean", "worst", "total"] if r == 0 else ["total", "worst", "mean"]
+        for name in names:
+            reduction = {"mean": "mean", "worst": "max", "total": "sum"}[name]
+            metrics.record(name, scalar(float(r + 1)), count=torch.tensor(r + 1), reduction=reduction)
+        return {name: metric.value for name, metric in metrics.take(context).items()}
+
+    for result in on_threads(ParallelConfig(world_size=4), rank):
+        FP64_REF.check(result["mean"], 1.0, "mean")
+        EXACT.check(result["total"], 10.0, "sum")
+        EXACT.check(result["worst"], 4.0, "max")
+
+
+def test_every_rank_gets_the_layers_of_all_stages():
+    def rank(context: ParallelContext) -> dict[str, Metric]:
+        metrics, stage = MetricAccumulator(), context.group("pp").rank
+        metrics.record("loss", scalar(2.0 * stage + context.group("dp").rank), layer=stage)
+        metrics.record("worst", scalar(float(stage)), layer=stage, reduction="max")
+        if stage == 1:
+            metrics.record("mtp_1 loss", scalar(5.0))
+        return metrics.take(context)
+
+    for metrics in on_threads(ParallelConfig(world_size=4, pp=2), rank):
+        assert metrics["loss"] == Metric(1.5, {0: 0.5, 1: 2.5})
+        assert metrics["worst"] == Metric(1.0, {0: 0.0, 1: 1.0})
+        assert metrics["mtp_1 loss"] == Metric(5.0)
+
+
+def test_a_layer_that_two_stages_report_is_a_bug():
+    def rank(context: ParallelContext) -> None:
+        metrics = MetricAccumulator()
+        metrics.record("loss", scalar(1.0), layer=3)
+        metrics.take(context)
+
+    with pytest.raises(AssertionError, match="recorded on several stages"):
+        on_threads(ParallelConfig(world_size=2, pp=2), rank)
+
+
+def test_rows_are_folded_layer_by_layer_when_they_are_read() -> None:
+    metrics, seen = MetricAccumulator(), []
+
+    def fold(metrics: MetricAccumulator, numbers: dict[int, int], rows: torch.Tensor) -> None:
+        seen.append((numbers, rows.tolist()))
+        metrics.record("sum", rows.sum())
+
+    for layer, row in ((3, 1.0), (5, 2.0), (3, 4.0)):
+        metrics.collect("rows", layer, torch.tensor([row]), fold)
+    assert not seen
+    figures = metrics.cut().take(ParallelContext.single())
+    assert seen == [({3: 2, 5: 1}, [[1.0], [4.0], [2.0]])] and figures["sum"].value == 7.0
+    assert not metrics.cut().entries, "a row is folded once"
+
+
+def test_rows_do_not_pile_up_until_they_are_read() -> None:
+    metrics = MetricAccumulator()
+    for _ in range(300):
+        metrics.collect("rows", 0, torch.ones(1), lambda metrics, numbers, rows: metrics.record("rows", rows.sum()))
+    assert metrics.entries["rows", None].value == 256
+    assert metrics.take(ParallelContext.single())["rows"].value == 100.0

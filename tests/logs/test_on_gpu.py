@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megatron_moe.logs.memory import MB, memory_line, memory_tags
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.reporter import Reporter
-from megatron_moe.logs.tally import Tally
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
-from tests import tiny
+from tests.helpers import tiny
 from tests.logs.reports import Reading
 
 pytestmark = pytest.mark.gpu1
@@ -39,15 +39,15 @@ def test_a_span_is_timed_on_the_stream_without_waiting(context):
 
 
 def test_recording_a_metric_does_not_wait(context):
-    tally, value = Tally(), torch.ones(8, device=context.device)
+    metrics, value = MetricAccumulator(), torch.ones(8, device=context.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            tally.record("load", value, layer=1, reduction="sum")
-            tally.record("loss", value.sum())
+            metrics.record("load", value, layer=1, reduction="sum")
+            metrics.record("loss", value.sum())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    metrics = tally.take(context)
+    metrics = metrics.take(context)
     assert (metrics["load"].layers[1], metrics["loss"].value) == ([3.0] * 8, 8.0)
 
 

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from megatron_moe.logs.metrics import encode, read_metrics
+from megatron_moe.logs.metrics_file import encode, read_metrics
 from megatron_moe.logs.plots import draw_plots, latest_loads
 
 PNG = b"\x89PNG\r\n\x1a\n"

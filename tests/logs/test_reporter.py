@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.logs.line import ValidationReport
-from megatron_moe.logs.metrics import read_metrics
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.cost_model.flops import flops_per_step
+from megatron_moe.logs.log_line import ValidationReport
+from megatron_moe.logs.metrics_file import read_metrics
 from megatron_moe.logs.reporter import Reporter
-from megatron_moe.logs.sinks import Entry
+from megatron_moe.logs.writers import Entry
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.count_flops import flops_per_step
-from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.train import LoggingSpec
-from tests import tiny
+from tests.helpers import tiny
+from tests.helpers.ranks import REPOSITORY, on_threads
 from tests.logs.reports import METRICS, Reading
-from tests.ranks import REPOSITORY, on_threads
 
 
 class Listener:
@@ -53,7 +53,7 @@ class Broken(Listener):
         raise RuntimeError("quota exceeded")
 
 
-def plan(logging: LoggingSpec, **changes):
+def plan(logging: LoggingConfig, **changes):
     return replace(tiny.plan(), logging=logging, **changes)
 
 
@@ -73,8 +73,8 @@ def context():
 
 def test_a_run_leaves_its_folder(tmp_path, context):
     folder = tmp_path / "runs" / "one"
-    spec = LoggingSpec(run_dir=folder, log_interval=2, style="short")
-    reporter = Reporter(plan(spec, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
+    config = LoggingConfig(run_dir=folder, log_interval=2, style="short")
+    reporter = Reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
     reporter.note("hello")
     run(reporter, range(1, 5))
     reporter.validation(ValidationReport(iteration=4, consumed_samples=32, losses={"lm loss": 2.0}))
@@ -105,7 +105,7 @@ def test_a_run_leaves_its_folder(tmp_path, context):
 
 def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    reporter = Reporter(plan(LoggingSpec(log_interval=1)), context)
+    reporter = Reporter(plan(LoggingConfig(log_interval=1)), context)
     run(reporter, range(1, 3))
     reporter.close()
     assert list(tmp_path.iterdir()) == []
@@ -113,13 +113,13 @@ def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch,
 
 
 def test_reports_are_due_every_interval_and_at_both_ends_of_a_run(context):
-    reporter = Reporter(plan(LoggingSpec(log_interval=30)), context)
+    reporter = Reporter(plan(LoggingConfig(log_interval=30)), context)
     assert [iteration for iteration in range(1, 101) if reporter.due(iteration)] == [1, 30, 60, 90, 100]
 
 
 def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
     listener = Listener()
-    reporter = Reporter(plan(LoggingSpec(log_interval=2)), context, sinks=[listener])
+    reporter = Reporter(plan(LoggingConfig(log_interval=2)), context, sinks=[listener])
     run(reporter, range(1, 5))
     reporter.close()
     steps = [each for each in listener.entries if each.record is None]
@@ -133,7 +133,7 @@ def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
 
 def test_dashboards_are_thinned_by_their_interval(context):
     listener = Listener()
-    reporter = Reporter(plan(LoggingSpec(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
+    reporter = Reporter(plan(LoggingConfig(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
     run(reporter, range(1, 5))
     assert [each.iteration for each in listener.entries if each.record is None] == [2, 4]
     (third,) = [each for each in listener.entries if each.iteration == 3]
@@ -143,7 +143,7 @@ def test_dashboards_are_thinned_by_their_interval(context):
 def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
     for wanted in (False, True):
         listener = Listener()
-        reporter = Reporter(plan(LoggingSpec(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
+        reporter = Reporter(plan(LoggingConfig(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
         run(reporter, range(1, 2))
         report = listener.entries[-1]
         assert ("moe/max_violation_layer_1" in report.tags) == wanted
@@ -153,7 +153,7 @@ def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
 
 def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsys):
     listener = Listener()
-    reporter = Reporter(plan(LoggingSpec(log_interval=1)), context, sinks=[Broken(), listener])
+    reporter = Reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[Broken(), listener])
     run(reporter, range(1, 6))
     reporter.close()
     assert capsys.readouterr().err.count("telemetry: broken failed (RuntimeError: quota exceeded)") == 1
@@ -162,7 +162,7 @@ def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsy
 
 def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, capsys):
     folder = tmp_path / "run"
-    reporter = Reporter(plan(LoggingSpec(run_dir=folder, log_interval=1)), context)
+    reporter = Reporter(plan(LoggingConfig(run_dir=folder, log_interval=1)), context)
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -177,7 +177,7 @@ def test_a_closed_terminal_does_not_stop_training():
     program = (
         "import sys; sys.path.insert(0, '.')\n"
         "from megatron_moe.logs.console import PlainConsole\n"
-        "from megatron_moe.logs.sinks import Guard\n"
+        "from megatron_moe.logs.writers import Guard\n"
         "from functools import partial\n"
         "guard, console = Guard(lambda text: print(text, file=sys.stderr)), PlainConsole()\n"
         "sys.stdin.readline()\n"
@@ -202,20 +202,20 @@ def test_a_closed_terminal_does_not_stop_training():
 def test_a_run_folder_that_cannot_be_written_is_refused_before_training(tmp_path, context):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match=r"run folder .*file/run cannot be written: .*--run-dir"):
-        Reporter(plan(LoggingSpec(run_dir=tmp_path / "file" / "run")), context)
+        Reporter(plan(LoggingConfig(run_dir=tmp_path / "file" / "run")), context)
 
 
 def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is(tmp_path, context):
-    spec = LoggingSpec(run_dir=tmp_path, plots=False)
-    first = Reporter(plan(spec, resolved_yaml="lr: 0.1\n", command_line="first"), context)
+    config = LoggingConfig(run_dir=tmp_path, plots=False)
+    first = Reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="first"), context)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
     def second(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as caught:
-            Reporter(plan(spec, resolved_yaml="lr: 0.2\n", command_line="second"), context)
+            Reporter(plan(config, resolved_yaml="lr: 0.2\n", command_line="second"), context)
         return str(caught.value)
 
-    sentences = on_threads(ParallelSpec(world_size=3), second)
+    sentences = on_threads(ParallelConfig(world_size=3), second)
     assert re.fullmatch(
         rf"another job writes into the run folder {tmp_path}: process {os.getpid()} on \S+, started 20[^;]*; "
         "stop it or give another --run-dir folder",
@@ -224,7 +224,7 @@ def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left
     assert sentences == [sentences[0]] * 3
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     first.close()
-    Reporter(plan(spec), context).close()
+    Reporter(plan(config), context).close()
 
 
 class WithoutWandB(Reporter):
@@ -240,10 +240,10 @@ def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
 
     def main(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as caught:
-            WithoutWandB(plan(LoggingSpec(run_dir=tmp_path)), context)
+            WithoutWandB(plan(LoggingConfig(run_dir=tmp_path)), context)
         return str(caught.value)
 
-    assert on_threads(ParallelSpec(world_size=3), main) == ["on rank 1: wandb is not installed"] * 3
+    assert on_threads(ParallelConfig(world_size=3), main) == ["on rank 1: wandb is not installed"] * 3
 
 
 def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch, capsys):
@@ -251,7 +251,7 @@ def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch,
         raise OSError("no locks")
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    reporter = Reporter(plan(LoggingSpec(run_dir=tmp_path, plots=False)), context)
+    reporter = Reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
     reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
     reporter.close()
     assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
@@ -259,18 +259,18 @@ def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch,
 
 def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):
     with pytest.raises(EnvironmentProblem, match="--wandb-exp-name"):
-        Reporter(plan(LoggingSpec(wandb_project="moe")), context)
+        Reporter(plan(LoggingConfig(wandb_project="moe")), context)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="not installed; run: pip install wandb"):
-        Reporter(plan(LoggingSpec(wandb_project="moe", wandb_exp_name="one")), context)
+        Reporter(plan(LoggingConfig(wandb_project="moe", wandb_exp_name="one")), context)
 
 
 def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, context):
-    spec = LoggingSpec(run_dir=tmp_path, log_interval=1, plots=False)
-    first = Reporter(plan(spec, command_line="first"), context)
+    config = LoggingConfig(run_dir=tmp_path, log_interval=1, plots=False)
+    first = Reporter(plan(config, command_line="first"), context)
     run(first, range(1, 6))
     first.close()
-    second = Reporter(plan(spec, command_line="second"), context)
+    second = Reporter(plan(config, command_line="second"), context)
     run(second, range(4, 7), consumed_samples=24)
     second.close()
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -284,7 +284,7 @@ def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context)
     def losses(*parts: range) -> list:
         listener = Listener()
         for part in parts:
-            reporter = Reporter(plan(LoggingSpec(log_interval=3)), context, sinks=[listener])
+            reporter = Reporter(plan(LoggingConfig(log_interval=3)), context, sinks=[listener])
             run(reporter, part, consumed_samples=8 * (part.start - 1))
         records = [each.record for each in listener.entries if each.record is not None]
         return [(record["iteration"], record["samples"], record["lm loss"]) for record in records]
@@ -293,18 +293,18 @@ def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context)
 
 
 def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
-    spec = plan(LoggingSpec())
-    reporter = Reporter(spec, context, sinks=[])
+    config = plan(LoggingConfig())
+    reporter = Reporter(config, context, sinks=[])
     reporter.observe(Reading(1, num_samples=6))
-    assert reporter.summary({}).flops_per_step == flops_per_step(spec.model, 6, tiny.SEQ)
+    assert reporter.summary({}).flops_per_step == flops_per_step(config.model, 6, tiny.SEQ)
 
 
 def test_the_first_rank_notes_and_the_last_reports(tmp_path):
-    spec = plan(LoggingSpec(run_dir=tmp_path, log_interval=1, timing_level=1, plots=False))
+    config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_level=1, plots=False))
 
     def rank(context: ParallelContext) -> int:
         listener = Listener()
-        reporter = Reporter(spec, context, sinks=[listener] if context.is_last else [])
+        reporter = Reporter(config, context, sinks=[listener] if context.is_last else [])
         reporter.note("from the first")
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         with reporter.timers.span("forward-backward", level=1):
@@ -314,7 +314,7 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
         reporter.close()
         return len(listener.entries)
 
-    assert on_threads(ParallelSpec(world_size=3), rank) == [0, 0, 2]
+    assert on_threads(ParallelConfig(world_size=3), rank) == [0, 0, 2]
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert lines.count("from the first") == 1
     assert sum("iteration        1/     100" in line for line in lines) == 1
@@ -324,8 +324,8 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
 
 
 def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, context):
-    spec = plan(LoggingSpec(run_dir=tmp_path), resolved_yaml="moe:\n  num-experts: 8\nlr: 0.1\n")
-    reporter = Reporter(spec, context)
+    config = plan(LoggingConfig(run_dir=tmp_path), resolved_yaml="moe:\n  num-experts: 8\nlr: 0.1\n")
+    reporter = Reporter(config, context)
     reporter.arguments()
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["lr", "num_experts"]
@@ -333,7 +333,7 @@ def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, conte
 
 def test_training_does_not_wait_for_a_report(context):
     """What is observed must be host numbers already: a tensor would make the reporter wait for the device."""
-    reporter = Reporter(plan(LoggingSpec(log_interval=1)), context, sinks=[listener := Listener()])
+    reporter = Reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[listener := Listener()])
     run(reporter, range(1, 2))
     values = [value for each in listener.entries for value in each.tags.values()]
     assert values and not any(isinstance(value, torch.Tensor) for value in values)
@@ -341,7 +341,7 @@ def test_training_does_not_wait_for_a_report(context):
 
 def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
     program = (
-        "from megatron_moe.logs.sinks import Entry, TensorBoard\n"
+        "from megatron_moe.logs.writers import Entry, TensorBoard\n"
         "from pathlib import Path\n"
         "TensorBoard(Path('tb'), 0).log(Entry(iteration=1, samples=1, tags={'lm loss': 1.0}))\n"
     )
@@ -351,17 +351,17 @@ def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
 
 
 def test_memory_lines_come_as_often_as_asked_for(tmp_path):
-    spec = plan(LoggingSpec(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
+    config = plan(LoggingConfig(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
 
     def rank(context: ParallelContext) -> None:
-        reporter = Reporter(spec, context, sinks=[])
+        reporter = Reporter(config, context, sinks=[])
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         for iteration in (1, 2, 3, 4):
             reporter.observe(Reading(iteration))
         reporter.step(reporter.summary(METRICS))
         reporter.close()
 
-    on_threads(ParallelSpec(world_size=2), rank)
+    on_threads(ParallelConfig(world_size=2), rank)
     lines = [line for line in (tmp_path / "log.txt").read_text().splitlines() if "memory (MB)" in line]
     assert [line.split(" iterations")[0] for line in lines] == ["[Rank 0] (after 2", "[Rank 0] (after 4"]
     assert all("| used on the device: " in line for line in lines)

@@ -1,6 +1,7 @@
 """Names of scalars are Megatron's; flags decide what dashboards show."""
 
-from megatron_moe.logs.line import ValidationReport
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.logs.log_line import ValidationReport
 from megatron_moe.logs.tags import (
     has_samples_variant,
     layer_tags,
@@ -10,7 +11,6 @@ from megatron_moe.logs.tags import (
     validation_tags,
     wanted_tags,
 )
-from megatron_moe.specs.train import LoggingSpec
 from tests.logs.reports import METRICS, step_report
 
 
@@ -52,13 +52,13 @@ def test_layers_stand_under_moe_counted_from_zero_with_vectors_as_lists():
 
 def test_flags_decide_what_dashboards_show():
     tags = {**step_tags(step_report(peak_flops=1e14)), "mem-reserved-bytes": 1.0, "forward-backward-time": 0.1}
-    plain = wanted_tags(tags, LoggingSpec())
+    plain = wanted_tags(tags, LoggingConfig())
     hidden = {"iteration-time", "throughput", "mfu", "world-size", "mem-reserved-bytes", "forward-backward-time"}
     assert not hidden & plain.keys()
     assert "lm loss" in plain
-    timed = wanted_tags(tags, LoggingSpec(log_timers=True))
+    timed = wanted_tags(tags, LoggingConfig(log_timers=True))
     assert "iteration-time" in timed and "forward-backward-time" in timed and "throughput" not in timed
-    everything = LoggingSpec(log_timers=True, log_throughput=True, log_world_size=True, log_memory=True)
+    everything = LoggingConfig(log_timers=True, log_throughput=True, log_world_size=True, log_memory=True)
     assert wanted_tags(tags, everything) == tags
 
 
@@ -78,8 +78,8 @@ def test_the_record_keeps_everything():
 def test_validation_tags_are_megatrons_and_name_the_data_set_among_several():
     report = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0})
     assert validation_tags(report) == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
-    assert wanted_tags(validation_tags(report), LoggingSpec()) == {"lm loss validation": 0.0}
-    assert "lm loss validation ppl" in wanted_tags(validation_tags(report), LoggingSpec(log_validation_ppl=True))
+    assert wanted_tags(validation_tags(report), LoggingConfig()) == {"lm loss validation": 0.0}
+    assert "lm loss validation ppl" in wanted_tags(validation_tags(report), LoggingConfig(log_validation_ppl=True))
     several = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0}, data_set="code")
     assert "lm loss validation-code" in validation_tags(several)
     assert validation_record(report)["samples"] == 400

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.logs.timers import Timers, timer_lines
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_threads
+from tests.helpers.ranks import on_threads
 
 CPU = torch.device("cpu")
 TIMINGS = {"forward-backward": [0.1, 0.3], "optimizer": [0.01, 0.02]}
@@ -59,7 +59,7 @@ def test_every_rank_learns_the_times_of_all_and_a_missing_span_is_zero(clock):
                 pass
         return timers.take(context, num_steps=1)
 
-    results = on_threads(ParallelSpec(world_size=2), rank)
+    results = on_threads(ParallelConfig(world_size=2), rank)
     assert all(list(result) == ["send"] and result["send"][0] == 0.0 < result["send"][1] for result in results)
 
 

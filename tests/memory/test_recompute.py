@@ -8,38 +8,50 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
+from megatron_moe.config.model import (
+    LayerConfig,
+    ModelConfig,
+    MTPConfig,
+)
+from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.choose import choose
-from megatron_moe.logs.tally import Tally
-from megatron_moe.memory.keeping import Keeping
-from megatron_moe.memory.recompute import run_twice
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.memory.recompute import checkpoint
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import AttentionSpec, MLASpec
-from megatron_moe.specs.memory import MemorySpec, RecomputeSpec
-from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
-from megatron_moe.specs.moe import MoESpec, SharedExpertsSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.run import KernelSpec
-from tests import tiny
+from tests.helpers import tiny
+from tests.helpers.pipelines import train
+from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    build,
+    gradients,
+    microbatch,
+    mla_config,
+    mlp_config,
+    randn,
+)
+from tests.helpers.tolerances import EXACT
 from tests.memory.alive import Alive
-from tests.pipelines import train
-from tests.ranks import on_threads
-from tests.tiny_models import HIDDEN, build, gradients, microbatch, mla_spec, mlp_spec, randn
-from tests.tolerances import EXACT
 
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 BATCH, SEQ = 2, 9
 
 
-def selective(*modules: str) -> RecomputeSpec:
-    return RecomputeSpec(granularity="selective", modules=modules)
+def selective(*modules: str) -> RecomputeConfig:
+    return RecomputeConfig(granularity="selective", modules=modules)
 
 
-def full(method: str, num_layers: int) -> RecomputeSpec:
-    return RecomputeSpec(granularity="full", method=method, num_layers=num_layers)
+def full(method: str, num_layers: int) -> RecomputeConfig:
+    return RecomputeConfig(granularity="full", method=method, num_layers=num_layers)
 
 
 WAYS = {
@@ -53,7 +65,7 @@ WAYS = {
 }
 
 
-def moe() -> MoESpec:
+def moe() -> MoEConfig:
     """Everything that a second forward could do twice: losses, counts, jitter, and a gated shared expert."""
     router = tiny.router(
         balancing=("aux_loss", "seq_aux_loss", "global_aux_loss"),
@@ -63,53 +75,53 @@ def moe() -> MoESpec:
         expert_bias=True,
         input_jitter_eps=0.1,
     )
-    return tiny.moe(router, shared=SharedExpertsSpec(mlp=mlp_spec(ffn_hidden_size=16), gate=True))
+    return tiny.moe(router, shared=SharedExpertsConfig(mlp=mlp_config(ffn_hidden_size=16), gate=True))
 
 
 def layers(
-    mixer: AttentionSpec | MLASpec, *, hidden_dropout: float = 0.0, dropout: float = 0.1, sinks: bool = True
-) -> tuple[LayerSpec, ...]:
+    mixer: AttentionConfig | MLAConfig, *, hidden_dropout: float = 0.0, dropout: float = 0.1, sinks: bool = True
+) -> tuple[LayerConfig, ...]:
     """A dense one and two with experts."""
     mixer = replace(mixer, core=replace(mixer.core, dropout=dropout, sinks=sinks))
-    kinds = (mlp_spec(), moe(), moe())
+    kinds = (mlp_config(), moe(), moe())
     return tuple(
-        LayerSpec(mixer=mixer, feed_forward=kind, norm=tiny.NORM, hidden_dropout=hidden_dropout) for kind in kinds
+        LayerConfig(mixer=mixer, feed_forward=kind, norm=tiny.NORM, hidden_dropout=hidden_dropout) for kind in kinds
     )
 
 
 @cache
-def models() -> dict[str, ModelSpec]:
-    gqa, mla = tiny.attention(qk_norm="per_head", output_gate=True), mla_spec()
+def models() -> dict[str, ModelConfig]:
+    gqa, mla = tiny.attention(qk_norm="per_head", output_gate=True), mla_config()
     return {
         "GQA": tiny.model(layers=layers(gqa, hidden_dropout=0.1), embedding_dropout=0.1),
-        "MLA": tiny.model(layers=layers(mla), mtp=MTPSpec(num_layers=2, loss_scaling_factor=0.3)),
-        "MLA without latent queries": tiny.model(layers=layers(mla_spec(q_lora_rank=None), hidden_dropout=0.1)),
+        "MLA": tiny.model(layers=layers(mla), mtp=MTPConfig(num_layers=2, loss_scaling_factor=0.3)),
+        "MLA without latent queries": tiny.model(layers=layers(mla_config(q_lora_rank=None), hidden_dropout=0.1)),
         "repeated MTP": tiny.model(
-            layers=layers(gqa), mtp=MTPSpec(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
+            layers=layers(gqa), mtp=MTPConfig(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
         ),
     }
 
 
-def figures(spec: ModelSpec, recompute: RecomputeSpec) -> dict[str, Tensor]:
+def figures(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor]:
     """Losses, what was recorded, gradients and statistics of the routers, of two microbatches."""
-    net, tally = build(spec, keeping=Keeping(recompute)), Tally()
+    net, metrics = build(config, saved_tensors=SavedTensorPolicy(recompute)), MetricAccumulator()
     found: dict[str, Tensor] = {}
     for number in range(2):
-        given = microbatch(BATCH, SEQ, seed=number, random_key=(1, 2, number), tally=tally)
-        scalar, _ = objective(losses_of(net, given), given, mtp=spec.mtp, per_token=False)
+        given = microbatch(BATCH, SEQ, seed=number, random_key=(1, 2, number), metrics=metrics)
+        scalar, _ = objective(losses_of(net, given), given, mtp=config.mtp, per_token=False)
         scalar.backward()
         found[f"loss {number}"] = scalar.detach()
         # As in a step: what autograd leaves is taken away after every backward.
         found |= {f"gradient {number} of {name}": gradient for name, gradient in gradients(net).items()}
         net.zero_grad()
-    for (name, layer), entry in tally.cut().entries.items():
+    for (name, layer), entry in metrics.cut().entries.items():
         found |= {f"metric {name} {layer}": entry.value, f"count of {name} {layer}": entry.count}
     return found | {f"buffer {name}": buffer for name, buffer in net.named_buffers()}
 
 
 @cache
 def kept_whole(name: str) -> dict[str, Tensor]:
-    found = figures(models()[name], RecomputeSpec())
+    found = figures(models()[name], RecomputeConfig())
     assert any("tokens_since_update" in name and value.any() for name, value in found.items())
     assert any("load_balancing_loss" in name for name in found)
     return found
@@ -126,7 +138,7 @@ def test_losses_metrics_gradients_and_statistics_are_the_same_bits(way, name):
 def test_whole_steps_are_the_same_bits(way):
     """With gradients in buffers, the optimizer and the routers' update."""
     plain = tiny.plan(model=models()["MLA"])
-    again = replace(plain, memory=MemorySpec(recompute=WAYS[way]))
+    again = replace(plain, memory=MemoryConfig(recompute=WAYS[way]))
     alone = ParallelContext.single()
     EXACT.check_all(train(again, alone, steps=2), train(plain, alone, steps=2), way)
 
@@ -134,14 +146,14 @@ def test_whole_steps_are_the_same_bits(way):
 def test_weight_gradients_are_computed_once(monkeypatch):
     """Sinks are given every product once a microbatch, whatever runs twice."""
 
-    def num_products(recompute: RecomputeSpec) -> dict[str, int]:
-        net, calls = build(models()["GQA"], keeping=Keeping(recompute)), dict.fromkeys((), 0)
+    def num_products(recompute: RecomputeConfig) -> dict[str, int]:
+        net, calls = build(models()["GQA"], saved_tensors=SavedTensorPolicy(recompute)), dict.fromkeys((), 0)
         for name, parameter in net.named_parameters():
             parameter.sink = _Counting(name, parameter, calls)
         losses_of(net, batch()).loss_BS.sum().backward()
         return calls
 
-    plain = num_products(RecomputeSpec())
+    plain = num_products(RecomputeConfig())
     assert len(plain) > 10 and set(plain.values()) == {1}
     for way in ("all together", "uniform, two at a time"):
         assert num_products(WAYS[way]) == plain, way
@@ -166,11 +178,11 @@ def losses_of(net: GPT, given: MicroBatch) -> LossOutput:
     return output
 
 
-def kept_bytes(spec: ModelSpec, recompute: RecomputeSpec) -> int:
+def kept_bytes(config: ModelConfig, recompute: RecomputeConfig) -> int:
     """What exists between forward and backward, and nothing must exist of it afterwards but gradients."""
     context = ParallelContext.single(dtype=torch.float32)
-    kernels = choose(KernelSpec(backend="torch_native"), context.device, context.dtype)
-    net = GPT(spec, context, kernels, keeping=Keeping(recompute))
+    kernels = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+    net = GPT(config, context, kernels, saved_tensors=SavedTensorPolicy(recompute))
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     with Alive() as alive:
@@ -200,24 +212,24 @@ NUMBER, TOKENS, NUM_ROWS = 4, BATCH * SEQ, BATCH * SEQ * 2
 )
 def test_forgotten_outputs_are_gone_until_the_backward(module, numbers):
     # attention on the CPU keeps copies where values have another width than keys
-    spec = tiny.model(layers=layers(mla_spec(v_head_dim=9), dropout=0.0, sinks=False))
-    saved = kept_bytes(spec, RecomputeSpec()) - kept_bytes(spec, selective(module))
+    config = tiny.model(layers=layers(mla_config(v_head_dim=9), dropout=0.0, sinks=False))
+    saved = kept_bytes(config, RecomputeConfig()) - kept_bytes(config, selective(module))
     rotations = TOKENS * 4 * NUMBER  # the way up holds those of the microbatch
     assert 0 <= numbers * NUMBER - saved <= rotations
 
 
 @pytest.mark.parametrize("module", ["core_attn", "mlp", "moe", "shared_experts"])
 def test_modules_that_run_again_keep_their_inputs_alone(module):
-    spec = tiny.model(layers=layers(tiny.attention()))
-    assert kept_bytes(spec, selective(module)) < kept_bytes(spec, RecomputeSpec())
+    config = tiny.model(layers=layers(tiny.attention()))
+    assert kept_bytes(config, selective(module)) < kept_bytes(config, RecomputeConfig())
 
 
 def test_whole_layers_keep_one_hidden_state_for_every_chunk():
-    spec = tiny.model(layers=layers(tiny.attention()) * 2)
-    one_by_one, in_threes = (kept_bytes(spec, full("uniform", number)) for number in (1, 3))
+    config = tiny.model(layers=layers(tiny.attention()) * 2)
+    one_by_one, in_threes = (kept_bytes(config, full("uniform", number)) for number in (1, 3))
     assert one_by_one - in_threes == (6 - 2) * TOKENS * HIDDEN * NUMBER
-    first_two = kept_bytes(spec, full("block", 2))
-    assert in_threes < one_by_one < first_two < kept_bytes(spec, RecomputeSpec())
+    first_two = kept_bytes(config, full("block", 2))
+    assert in_threes < one_by_one < first_two < kept_bytes(config, RecomputeConfig())
 
 
 def test_what_somebody_else_holds_is_not_freed_and_not_made_again():
@@ -227,9 +239,9 @@ def test_what_somebody_else_holds_is_not_freed_and_not_made_again():
         calls.append(given)
         return given.exp()
 
-    keeping = Keeping(selective("layernorm"))
+    saved_tensors = SavedTensorPolicy(selective("layernorm"))
     y = x.exp()
-    with keeping.forget("layernorm", make, (x,), y):
+    with saved_tensors.discard_output("layernorm", make, (x,), y):
         out = (y * y).sum() + (y.t()[1:] * 2.0 * y.t()[1:]).sum()
     elsewhere = y[2].clone()
     out.backward()
@@ -249,13 +261,13 @@ def test_without_gradients_nothing_runs_twice():
         return x * 2
 
     with torch.no_grad():
-        assert run_twice(run, run, randn(2)).grad_fn is None
+        assert checkpoint(run, run, randn(2)).grad_fn is None
     assert len(calls) == 1
 
 
 def test_parameters_inside_get_gradients_where_no_input_has_one():
     weight = randn(3).requires_grad_()
-    run_twice(lambda x: x * weight, lambda x: x * weight, randn(3)).sum().backward()
+    checkpoint(lambda x: x * weight, lambda x: x * weight, randn(3)).sum().backward()
     EXACT.check(weight.grad, randn(3), "gradient of the weight")
 
 
@@ -264,16 +276,16 @@ def test_ranks_that_hold_the_same_keep_a_part_each():
 
     def kept_and_gradient(context: ParallelContext, tp: str | None) -> tuple[int, Tensor]:
         group = None if tp is None else context.group(tp)
-        keeping = Keeping(replace(full("uniform", 1), distribute=tp is not None), tp=group)
+        saved_tensors = SavedTensorPolicy(replace(full("uniform", 1), distribute=tp is not None), tp=group)
         x, meta = randn(SEQ, BATCH, HIDDEN).requires_grad_(), batch().meta
         with Alive() as alive:
-            out = keeping.again(lambda hidden, meta: (hidden * 2).sin(), x * 3, meta=meta)
+            out = saved_tensors.checkpoint(lambda hidden, meta: (hidden * 2).sin(), x * 3, meta=meta)
             kept = alive.bytes() - out.nbytes
             out.sum().backward()
         return kept, x.grad
 
-    spec = ParallelSpec(world_size=2, tp=2)
-    whole, parts = (on_threads(spec, partial(kept_and_gradient, tp=tp)) for tp in (None, "tp"))
+    config = ParallelConfig(world_size=2, tp=2)
+    whole, parts = (on_threads(config, partial(kept_and_gradient, tp=tp)) for tp in (None, "tp"))
     for (kept, gradient), (kept_part, gradient_from_parts) in zip(whole, parts, strict=True):
         EXACT.check(gradient_from_parts, gradient, "gradient")
         assert 0 < kept_part == kept // 2
@@ -281,14 +293,14 @@ def test_ranks_that_hold_the_same_keep_a_part_each():
 
 def test_an_overlapped_chain_recomputes_its_nodes():
     """Layers run node by node beside another microbatch: the norm's note travels from node to node."""
-    spec = models()["GQA"]
+    config = models()["GQA"]
     plain, again = (
         tiny.plan(
-            model=spec,
-            memory=MemorySpec(recompute=recompute),
-            pipeline=PipelineSpec(overlap=True, split_backward=True),
+            model=config,
+            memory=MemoryConfig(recompute=recompute),
+            pipeline=PipelineConfig(overlap=True, split_backward=True),
         )
-        for recompute in (RecomputeSpec(), WAYS["small ones together"])
+        for recompute in (RecomputeConfig(), WAYS["small ones together"])
     )
     alone = ParallelContext.single()
     EXACT.check_all(train(again, alone, steps=1), train(plain, alone, steps=1), "overlapped")
@@ -296,9 +308,9 @@ def test_an_overlapped_chain_recomputes_its_nodes():
 
 def test_fake_tensors_are_recomputed_too():
     """Emulation runs the same code without memory behind it. Dense layers: reference experts read their counts."""
-    spec = tiny.model(layers=layers(mla_spec())[:1] * 3)
+    config = tiny.model(layers=layers(mla_config())[:1] * 3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for way in ("small ones together", "uniform, two at a time"):
-            net = GPT(spec, ParallelContext.single(), reference.bundle(), keeping=Keeping(WAYS[way]))
+            net = GPT(config, ParallelContext.single(), reference.bundle(), saved_tensors=SavedTensorPolicy(WAYS[way]))
             losses_of(net, microbatch(BATCH, SEQ)).loss_BS.sum().backward()
             assert all(gradient.shape == net.get_parameter(name).shape for name, gradient in gradients(net).items())

@@ -4,23 +4,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.model.attention import rotate
-from megatron_moe.specs.attention import NormSpec, RopeSpec
-from tests.mixers import check_against_loop, make, run
-from tests.tiny_models import HIDDEN, attention_spec, mla_spec, randn, token_meta
-from tests.tolerances import EXACT, FP64_REF
+from tests.helpers.mixers import (
+    check_against_loop,
+    make,
+    run,
+)
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    attention_config,
+    mla_config,
+    randn,
+    token_meta,
+)
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 CASES = {
     "plain": {},
     "one group": {"num_query_groups": 1},
     "a group per head": {"num_query_groups": 6},
     "no rotation": {"rope": None},
-    "interleaved": {"rope": RopeSpec(dim=8, interleaved=True)},
-    "partial rotation": {"rope": RopeSpec(dim=4)},
+    "interleaved": {"rope": RopeConfig(dim=8, interleaved=True)},
+    "partial rotation": {"rope": RopeConfig(dim=4)},
     "biases": {"qkv_bias": True, "out_bias": True},
     "norm per head": {"qk_norm": "per_head"},
-    "LayerNorm per head": {"qk_norm": "per_head", "norm": NormSpec(kind="LayerNorm", zero_centered=True)},
-    "norm without a weight": {"qk_norm": "l2", "norm": NormSpec(kind="LayerNorm", eps=0.1, zero_centered=True)},
+    "LayerNorm per head": {"qk_norm": "per_head", "norm": NormConfig(kind="LayerNorm", zero_centered=True)},
+    "norm without a weight": {"qk_norm": "l2", "norm": NormConfig(kind="LayerNorm", eps=0.1, zero_centered=True)},
     "output gate": {"output_gate": True, "qkv_bias": True},
     "window": {"core": {"window": (2, 0)}},
     "sinks": {"core": {"sinks": True}},
@@ -32,40 +42,40 @@ CASES = {
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 def test_attention_equals_a_loop_over_heads_and_positions(changes):
-    check_against_loop(attention_spec(**changes), token_meta(2, 6))
+    check_against_loop(attention_config(**changes), token_meta(2, 6))
 
 
 def test_attention_equals_the_loop_with_documents_and_reset_positions():
     positions_BS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]])
     segments_BS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
     meta = token_meta(2, 6, positions_BS=positions_BS, segments_BS=segments_BS)
-    check_against_loop(attention_spec(core={"window": (3, 0), "sinks": True}), meta)
+    check_against_loop(attention_config(core={"window": (3, 0), "sinks": True}), meta)
 
 
 def test_full_qk_norm_runs_over_all_heads_together():
-    spec = attention_spec(qk_norm="full")
-    module, plain = make(spec), make(attention_spec())
+    config = attention_config(qk_norm="full")
+    module, plain = make(config), make(attention_config())
     plain.linear_qkv.weight.data.copy_(module.linear_qkv.weight)
     plain.linear_proj.weight.data.copy_(module.linear_proj.weight)
     x, meta = randn(5, 2, HIDDEN), token_meta(2, 5)
     q, k, v = module.linear_qkv(x).unflatten(-1, (module.num_groups, -1)).split(module.group_rows, dim=-1)
     q = q.flatten(2).unflatten(-1, (module.num_heads, -1))
-    widths = (spec.q_width, spec.kv_width)
+    widths = (config.q_width, config.kv_width)
     assert (module.q_layernorm.weight.shape[0], module.k_layernorm.weight.shape[0]) == widths
 
     # The same model without the norm, whose projections give the normed q and k.
     def normed(x_SBND: Tensor, gamma: Tensor) -> Tensor:
-        rows = [v / torch.sqrt((v * v).mean() + spec.norm.eps) * gamma for v in x_SBND.flatten(2).flatten(0, 1)]
+        rows = [v / torch.sqrt((v * v).mean() + config.norm.eps) * gamma for v in x_SBND.flatten(2).flatten(0, 1)]
         return torch.stack(rows).view_as(x_SBND)
 
     q, k = normed(q, module.q_layernorm.weight), normed(k, module.k_layernorm.weight)
-    plain._in_one = lambda qkv, meta: (*(rotate(plain.kernels, x, spec.rope, meta) for x in (q, k)), v)
+    plain._in_one = lambda qkv, meta: (*(rotate(plain.kernels, x, config.rope, meta) for x in (q, k)), v)
     FP64_REF.check(run(module, x, meta), run(plain, x, meta), "output")
 
 
-@pytest.mark.parametrize("spec", [attention_spec(core={"window": (2, 0)}), mla_spec()], ids=["gqa", "mla"])
-def test_packed_documents_equal_separate_sequences(spec):
-    module, lengths = make(spec), (4, 1, 3)
+@pytest.mark.parametrize("config", [attention_config(core={"window": (2, 0)}), mla_config()], ids=["gqa", "mla"])
+def test_packed_documents_equal_separate_sequences(config):
+    module, lengths = make(config), (4, 1, 3)
     documents = [randn(n, 1, HIDDEN, seed=n) for n in lengths]
     apart = torch.cat([run(module, doc, token_meta(1, n)) for doc, n in zip(documents, lengths, strict=True)])
     positions_BS = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -75,16 +85,16 @@ def test_packed_documents_equal_separate_sequences(spec):
 
 
 def test_attention_without_documents_sees_the_whole_past():
-    module, x = make(attention_spec()), randn(8, 1, HIDDEN)
+    module, x = make(attention_config()), randn(8, 1, HIDDEN)
     segments_BS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
     apart, together = run(module, x, token_meta(1, 8, segments_BS=segments_BS)), run(module, x, token_meta(1, 8))
     EXACT.check(apart[:4], together[:4], "first document")
     assert (apart[4:] - together[4:]).abs().min() > 1e-6
 
 
-@pytest.mark.parametrize("spec", [attention_spec(), mla_spec()], ids=["gqa", "mla"])
-def test_shifting_all_positions_changes_nothing_and_resetting_some_does(spec):
-    module, x = make(spec), randn(6, 1, HIDDEN)
+@pytest.mark.parametrize("config", [attention_config(), mla_config()], ids=["gqa", "mla"])
+def test_shifting_all_positions_changes_nothing_and_resetting_some_does(config):
+    module, x = make(config), randn(6, 1, HIDDEN)
     usual = run(module, x, token_meta(1, 6))
     moved = run(module, x, token_meta(1, 6, positions_BS=torch.arange(100, 106)[None]))
     reset = run(module, x, token_meta(1, 6, positions_BS=torch.tensor([[0, 1, 2, 0, 1, 2]])))
@@ -93,28 +103,28 @@ def test_shifting_all_positions_changes_nothing_and_resetting_some_does(spec):
     assert (reset[3:] - usual[3:]).abs().min() > 1e-6
 
 
-@pytest.mark.parametrize("make_spec", [attention_spec, mla_spec], ids=["gqa", "mla"])
-def test_attention_dropout_follows_its_key(make_spec):
-    module, x = make(make_spec(core={"dropout": 0.3})), randn(6, 2, HIDDEN)
+@pytest.mark.parametrize("make_config", [attention_config, mla_config], ids=["gqa", "mla"])
+def test_attention_dropout_follows_its_key(make_config):
+    module, x = make(make_config(core={"dropout": 0.3})), randn(6, 2, HIDDEN)
 
     def out(**changes) -> Tensor:
         return run(module, x, token_meta(2, 6, **changes))
 
     EXACT.check(out(random_key=(1, 2)), out(random_key=(1, 2)), "same key")
     assert not torch.equal(out(random_key=(1, 2)), out(random_key=(1, 3)))
-    none = run(make(make_spec()), x, token_meta(2, 6, random_key=(1, 2)))
+    none = run(make(make_config()), x, token_meta(2, 6, random_key=(1, 2)))
     EXACT.check(out(random_key=None), none, "no key")
     EXACT.check(out(random_key=(1, 2), training=False), none, "evaluation")
 
 
 def test_rows_of_a_query_group_stand_together():
-    module = make(attention_spec(output_gate=True))
+    module = make(attention_config(output_gate=True))
     assert module.linear_qkv.weight.meta.splits == (24, 24, 8, 8)
     assert module.linear_qkv.weight.shape == (2 * 64, HIDDEN)
     assert (module.linear_qkv.weight.meta.tp_dim, module.linear_proj.weight.meta.tp_dim) == (0, 1)
 
 
 def test_layers_without_attached_rotations_are_refused():
-    module = make(attention_spec())
+    module = make(attention_config())
     with pytest.raises(AssertionError, match="attach its rotations"):
         module(randn(3, 1, HIDDEN), token_meta(1, 3))

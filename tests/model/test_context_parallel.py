@@ -8,19 +8,30 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.backends import triton_kernels
-from megatron_moe.kernels.bundle import OPS, Bundle
-from megatron_moe.kernels.ops import Span
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.ops import PositionSpan
 from megatron_moe.kernels.reference_blocks import merge_, visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.sequence_split import SequencePart, split_places
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_threads
-from tests.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
-from tests.tiny_models import randn, token_meta
-from tests.tolerances import EXACT, FP32_MODEL, FP64_REF
+from megatron_moe.parallel.context_parallel import SequencePart, split_places
+from tests.helpers.ranks import on_threads
+from tests.helpers.split_attention import (
+    KERNELS,
+    SEQ,
+    Case,
+    check_equal,
+    split,
+    whole,
+)
+from tests.helpers.tiny_models import randn, token_meta
+from tests.helpers.tolerances import (
+    EXACT,
+    FP32_MODEL,
+    FP64_REF,
+)
 
 EXCHANGES = ("p2p", "allgather", "a2a")
 CASES = {
@@ -45,44 +56,44 @@ CASES = {
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_attention_over_split_sequences_is_attention(cp: int, exchange: str, case: Case) -> None:
-    check_equal(case, ParallelSpec(world_size=cp, cp=cp), exchange)
+    check_equal(case, ParallelConfig(world_size=cp, cp=cp), exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_contiguous_chunks_give_the_same(exchange: str) -> None:
-    check_equal(CASES["documents, window, sinks"], ParallelSpec(world_size=4, cp=4, cp_split="contiguous"), exchange)
+    check_equal(CASES["documents, window, sinks"], ParallelConfig(world_size=4, cp=4, cp_split="contiguous"), exchange)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_both_levels_are_attention(case: Case) -> None:
-    check_equal(case, ParallelSpec(world_size=4, cp=4, cp_sub_axes=(2, 2)), "a2a+p2p")
+    check_equal(case, ParallelConfig(world_size=4, cp=4, cp_sub_axes=(2, 2)), "a2a+p2p")
 
 
 @pytest.mark.parametrize("sub_axes", [(1, 4), (4, 1), (2, 4), (4, 2)])
 def test_levels_may_differ_in_size(sub_axes: tuple[int, int]) -> None:
     cp = sub_axes[0] * sub_axes[1]
     case = Case(sinks=True, segments=(0,) * 20 + (1,) * 12, seq=32)
-    check_equal(case, ParallelSpec(world_size=cp, cp=cp, cp_sub_axes=sub_axes), "a2a+p2p")
+    check_equal(case, ParallelConfig(world_size=cp, cp=cp, cp_sub_axes=sub_axes), "a2a+p2p")
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_three_ranks_hold_one_place_per_chunk(exchange: str) -> None:
-    check_equal(Case(heads=3, groups=3, seq=6), ParallelSpec(world_size=3, cp=3), exchange)
+    check_equal(Case(heads=3, groups=3, seq=6), ParallelConfig(world_size=3, cp=3), exchange)
 
 
 def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
     def on_rank(ctx: ParallelContext) -> None:
         from_nowhere: Any = token_meta(1, 4)
         x = randn(4, 1, 2, 3)
-        core_attention(x, x, x, None, CoreAttentionSpec(softmax_scale=1.0), from_nowhere, "site", ctx, KERNELS)
+        core_attention(x, x, x, None, CoreAttentionConfig(softmax_scale=1.0), from_nowhere, "site", ctx, KERNELS)
 
     with pytest.raises(AssertionError, match="which part of the sequence"):
-        on_threads(ParallelSpec(world_size=2, cp=2), on_rank)
+        on_threads(ParallelConfig(world_size=2, cp=2), on_rank)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(AssertionError, match="3 heads do not divide among 2 ranks"):
-        split(Case(heads=3, groups=1), ParallelSpec(world_size=2, cp=2), "a2a")
+        split(Case(heads=3, groups=1), ParallelConfig(world_size=2, cp=2), "a2a")
 
 
 def test_a_query_that_has_seen_nothing_yet_takes_the_first_part_as_it_is() -> None:
@@ -98,36 +109,36 @@ def test_a_query_that_has_seen_nothing_yet_takes_the_first_part_as_it_is() -> No
 @pytest.mark.parametrize("causal", [True, False])
 def test_nothing_visible_is_left_out(causal: bool, window: tuple[int, int] | None) -> None:
     """The stretch of rows holds every pair that sees each other, and is as small as it can be."""
-    spec = CoreAttentionSpec(softmax_scale=1.0, causal=causal, window=window)
+    config = CoreAttentionConfig(softmax_scale=1.0, causal=causal, window=window)
     parts = split_places("zigzag", SEQ, 3)
     for query in parts:
         for key in parts:
-            visible = reference_mask(query, key, spec).nonzero()
+            visible = reference_mask(query, key, config).nonzero()
             if not len(visible):
-                assert visible_rows(query, key, spec) is None
+                assert visible_rows(query, key, config) is None
                 continue
             (first_q, first_k), (last_q, last_k) = visible.amin(dim=0).tolist(), visible.amax(dim=0).tolist()
-            assert visible_rows(query, key, spec) == (slice(first_q, last_q + 1), slice(first_k, last_k + 1))
+            assert visible_rows(query, key, config) == (slice(first_q, last_q + 1), slice(first_k, last_k + 1))
 
 
-def reference_mask(query: tuple[range, ...], key: tuple[range, ...], spec: CoreAttentionSpec) -> torch.Tensor:
-    return visible_between(Span(chunks=query), Span(chunks=key), spec, torch.device("cpu"))
+def reference_mask(query: tuple[range, ...], key: tuple[range, ...], config: CoreAttentionConfig) -> torch.Tensor:
+    return visible_between(PositionSpan(chunks=query), PositionSpan(chunks=key), config, torch.device("cpu"))
 
 
 def test_zigzag_shares_the_work_evenly() -> None:
     """Products per rank under a causal mask, over all steps of the ring."""
-    spec, cp, seq = CoreAttentionSpec(softmax_scale=1.0), 4, 64
+    config, cp, seq = CoreAttentionConfig(softmax_scale=1.0), 4, 64
     parts = split_places("zigzag", seq, cp)
     work = []
     for query in parts:
-        seen = [visible_rows(query, key, spec) for key in parts]
+        seen = [visible_rows(query, key, config) for key in parts]
         work.append(sum((q.stop - q.start) * (k.stop - k.start) for q, k in filter(None, seen)))
     assert len(set(work)) == 1 and work[0] < 0.7 * seq * seq / cp, work
 
 
 def test_dropout_of_blocks_repeats_in_the_backward() -> None:
     """The gradient of a dropped-out ring is that of finite differences, so both passes drop the same."""
-    spec = CoreAttentionSpec(softmax_scale=0.5, dropout=0.5)
+    config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
 
     def on_rank(ctx: ParallelContext) -> bool:
         part = SequencePart(split_places("zigzag", 4, 1), 0)
@@ -135,22 +146,22 @@ def test_dropout_of_blocks_repeats_in_the_backward() -> None:
         q, k, v = (randn(4, 1, 2, 3, seed=seed).requires_grad_() for seed in range(3))
 
         def attend(q, k, v):
-            return core_attention(q, k, v, None, spec, meta, "site", ctx, KERNELS)
+            return core_attention(q, k, v, None, config, meta, "site", ctx, KERNELS)
 
         dropped = attend(q, k, v)
-        kept = KERNELS.attention(q, k, v, spec, None, None, None)
+        kept = KERNELS.attention(q, k, v, config, None, None, None)
         assert not torch.equal(dropped, kept)
         return torch.autograd.gradcheck(attend, (q, k, v))
 
-    assert on_threads(ParallelSpec(), on_rank) == [True]
+    assert on_threads(ParallelConfig(), on_rank) == [True]
 
 
 def test_a_block_is_attention_when_it_is_all_there_is() -> None:
     q, k, v = randn(5, 2, 4, 3, seed=1), randn(5, 2, 2, 3, seed=2), randn(5, 2, 2, 6, seed=3)
-    spec, everything = CoreAttentionSpec(softmax_scale=0.3), Span(chunks=(range(5),))
+    config, everything = CoreAttentionConfig(softmax_scale=0.3), PositionSpan(chunks=(range(5),))
     out, lse = torch.zeros(5, 2, 4, 6).double(), torch.full((5, 2, 4), -torch.inf).double()
-    KERNELS.attention_block(q, k, v, spec, everything, everything, None, out, lse)
-    FP64_REF.check(out, KERNELS.attention(q, k, v, spec, None, None, None))
+    KERNELS.attention_block(q, k, v, config, everything, everything, None, out, lse)
+    FP64_REF.check(out, KERNELS.attention(q, k, v, config, None, None, None))
     FP64_REF.check(lse[0], 0.3 * (q[0].unflatten(1, (2, 2)) * k[0][:, :, None]).sum(-1).flatten(1))
 
 
@@ -159,7 +170,7 @@ def test_bf16_is_merged_in_fp32(exchange: str) -> None:
     """Two ranks in bf16 are as close to fp64 as one rank is, and give bf16."""
     case = CASES["documents, window, sinks"]
     exact, one = whole(case), whole(case, torch.bfloat16)
-    two = split(case, ParallelSpec(world_size=2, cp=2), exchange, torch.bfloat16)
+    two = split(case, ParallelConfig(world_size=2, cp=2), exchange, torch.bfloat16)
     for name, value in two.items():
         assert value.dtype is torch.bfloat16, name
         errors = [float((x[name].double() - exact[name]).abs().max()) for x in (two, one)]
@@ -194,5 +205,5 @@ def test_kernels_of_our_own_go_round_the_ring(name: str) -> None:
     case, cp, cut, exchange = ROUNDS[name]
     ops = {op: getattr(KERNELS, op) for op in OPS}
     ops |= {op: in_turns(getattr(triton_kernels, op)) for op in ("attention_block", "attention_block_grad")}
-    parallel = ParallelSpec(world_size=cp, cp=cp, cp_split=cut)
-    FP32_MODEL.check_all(split(case, parallel, exchange, torch.float32, Bundle.of(ops, ())), whole(case))
+    parallel = ParallelConfig(world_size=cp, cp=cp, cp_split=cut)
+    FP32_MODEL.check_all(split(case, parallel, exchange, torch.float32, KernelSet.of(ops, ())), whole(case))

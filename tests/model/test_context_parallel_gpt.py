@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, objective
@@ -14,19 +16,27 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.specs.model import ModelSpec, MTPSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from tests import tiny, tiny_models
-from tests.ranks import on_threads
-from tests.sharded import Held, held, whole
-from tests.tiny_models import gradients, layer_spec, microbatch, model_spec, moe_spec
-from tests.tolerances import EXACT, FP64_LAYOUT
+from tests.helpers import tiny, tiny_models
+from tests.helpers.ranks import on_threads
+from tests.helpers.sharded import (
+    Held,
+    held,
+    whole,
+)
+from tests.helpers.tiny_models import (
+    gradients,
+    layer_config,
+    microbatch,
+    model_config,
+    moe_config,
+)
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 KERNELS = reference.bundle()
 SEQ = 16
-CP2 = ParallelSpec(world_size=2, cp=2)
-CP4 = ParallelSpec(world_size=4, cp=4)
-LEVELS = ParallelSpec(world_size=4, cp=4, cp_sub_axes=(2, 2))
+CP2 = ParallelConfig(world_size=2, cp=2)
+CP4 = ParallelConfig(world_size=4, cp=4)
+LEVELS = ParallelConfig(world_size=4, cp=4, cp_sub_axes=(2, 2))
 LAYOUTS = (("p2p", CP2), ("p2p", CP4), ("allgather", CP4), ("a2a", CP2), ("a2a", CP4), ("a2a+p2p", LEVELS))
 """a2a over four ranks gives each one of four heads, and repeats the two groups of keys."""
 
@@ -35,10 +45,10 @@ def exchanging(mixer: Any, exchange: str) -> Any:
     return replace(mixer, core=replace(mixer.core, context_exchange=exchange))
 
 
-def model(mixer: Any, exchange: str, **changes: Any) -> ModelSpec:
+def model(mixer: Any, exchange: str, **changes: Any) -> ModelConfig:
     """A dense layer and an MoE layer."""
     mixer = exchanging(mixer, exchange)
-    return model_spec(layer_spec(mixer), layer_spec(mixer, moe_spec()), **changes)
+    return model_config(layer_config(mixer), layer_config(mixer, moe_config()), **changes)
 
 
 @dataclass(frozen=True)
@@ -48,12 +58,12 @@ class Run:
     gradients: dict[str, Tensor]
 
 
-def run(spec: ModelSpec, batch: MicroBatch, ctx: ParallelContext, *, per_token: bool = False) -> Run:
+def run(config: ModelConfig, batch: MicroBatch, ctx: ParallelContext, *, per_token: bool = False) -> Run:
     """What one rank differentiates and reports, and the gradients, reduced over the context-parallel ranks."""
-    gpt = GPT(spec, ctx, KERNELS)
-    init_parameters(gpt, 7, spec.init)
+    gpt = GPT(config, ctx, KERNELS)
+    init_parameters(gpt, 7, config.init)
     batch, cp = split_sequence(to_device(batch, ctx.device), ctx), ctx.group("cp")
-    scalar, sums = objective(gpt(batch), batch, mtp=spec.mtp, per_token=per_token)
+    scalar, sums = objective(gpt(batch), batch, mtp=config.mtp, per_token=per_token)
     scalar.backward()
     share = 1.0 if per_token else 1.0 / cp.size
     means = {name: all_reduce_(grad.clone(), cp) * share for name, grad in gradients(gpt).items()}
@@ -61,9 +71,9 @@ def run(spec: ModelSpec, batch: MicroBatch, ctx: ParallelContext, *, per_token: 
     return Run(all_reduce_(scalar.detach().clone(), cp) * share, both, means)
 
 
-def check(spec: ModelSpec, batch: MicroBatch, parallel: ParallelSpec, **options: Any) -> None:
-    one = run(spec, batch, ParallelContext.single(), **options)
-    for result in on_threads(parallel, lambda ctx: run(spec, batch, ctx, **options)):
+def check(config: ModelConfig, batch: MicroBatch, parallel: ParallelConfig, **options: Any) -> None:
+    one = run(config, batch, ParallelContext.single(), **options)
+    for result in on_threads(parallel, lambda ctx: run(config, batch, ctx, **options)):
         FP64_LAYOUT.check(result.scalar, one.scalar, "objective")
         FP64_LAYOUT.check(result.sums, one.sums, "sum of losses, tokens")
         FP64_LAYOUT.check_all(result.gradients, one.gradients, "gradients")
@@ -79,39 +89,41 @@ def documents(batch: int = 2, seq: int = SEQ) -> dict[str, Tensor]:
 
 MIXERS = {
     "gqa": tiny.attention(qk_norm="per_head"),
-    "mla": tiny_models.mla_spec(num_heads=4),
+    "mla": tiny_models.mla_config(num_heads=4),
     "window and sinks": tiny.attention(
         core=replace(tiny.attention().core, window=(5, 0), sinks=True), output_gate=True, qkv_bias=True
     ),
-    "mla off by one": tiny_models.mla_spec(num_heads=4, core={"off_by_one": True}),
+    "mla off by one": tiny_models.mla_config(num_heads=4, core={"off_by_one": True}),
 }
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
-def test_weight_gradients_are_those_of_one_rank(exchange: str, parallel: ParallelSpec, mixer: str) -> None:
+def test_weight_gradients_are_those_of_one_rank(exchange: str, parallel: ParallelConfig, mixer: str) -> None:
     check(model(MIXERS[mixer], exchange), microbatch(2, SEQ), parallel)
 
 
 @pytest.mark.parametrize("mixer", ["gqa", "mla"])
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
-def test_packed_documents_are_those_of_one_rank(exchange: str, parallel: ParallelSpec, mixer: str) -> None:
+def test_packed_documents_are_those_of_one_rank(exchange: str, parallel: ParallelConfig, mixer: str) -> None:
     check(model(MIXERS[mixer], exchange), microbatch(2, SEQ, **documents()), parallel, per_token=True)
 
 
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
 @pytest.mark.parametrize("per_token", [False, True])
-def test_multi_token_prediction_looks_over_the_borders(per_token: bool, exchange: str, parallel: ParallelSpec) -> None:
+def test_multi_token_prediction_looks_over_the_borders(
+    per_token: bool, exchange: str, parallel: ParallelConfig
+) -> None:
     """The token ahead is often another rank's; documents end inside of chunks; some tokens are padding."""
-    spec = model(MIXERS["gqa"], exchange, mtp=MTPSpec(num_layers=3), position_embedding="learned_absolute")
+    config = model(MIXERS["gqa"], exchange, mtp=MTPConfig(num_layers=3), position_embedding="learned_absolute")
     valid = torch.rand(2, SEQ, generator=torch.Generator().manual_seed(1)) > 0.2
-    check(spec, microbatch(2, SEQ, valid_BS=valid, **documents()), parallel, per_token=per_token)
+    check(config, microbatch(2, SEQ, valid_BS=valid, **documents()), parallel, per_token=per_token)
 
 
 def test_packed_documents_are_separate_sequences() -> None:
     """Four ranks with three documents in one sequence, against one rank that is given the documents one by one."""
-    spec, packed = model(MIXERS["gqa"], "p2p"), microbatch(1, SEQ, **documents(1))
-    over_ranks = on_threads(CP4, lambda ctx: run(spec, packed, ctx, per_token=True))
+    config, packed = model(MIXERS["gqa"], "p2p"), microbatch(1, SEQ, **documents(1))
+    over_ranks = on_threads(CP4, lambda ctx: run(config, packed, ctx, per_token=True))
     apart: list[Run] = []
     for start, end in ((0, 1), (1, 7), (7, 16)):
         alone = MicroBatch(
@@ -120,7 +132,7 @@ def test_packed_documents_are_separate_sequences() -> None:
             loss_mask_BS=packed.loss_mask_BS[:, start:end],
             meta=tiny_models.token_meta(1, end - start),
         )
-        apart.append(run(spec, alone, ParallelContext.single(), per_token=True))
+        apart.append(run(config, alone, ParallelContext.single(), per_token=True))
     for result in over_ranks:
         FP64_LAYOUT.check(result.sums, sum(each.sums for each in apart), "sum of losses, tokens")
         for name, grad in result.gradients.items():
@@ -130,7 +142,7 @@ def test_packed_documents_are_separate_sequences() -> None:
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
 def test_a_rank_whose_tokens_are_all_masked_gives_no_nan(
-    exchange: str, parallel: ParallelSpec, per_token: bool
+    exchange: str, parallel: ParallelConfig, per_token: bool
 ) -> None:
     """Zigzag: the last rank holds the middle of the sequence."""
     batch = microbatch(2, SEQ)
@@ -149,8 +161,8 @@ def test_no_token_at_all_leaves_gradients_of_zero() -> None:
 
 def test_every_layer_may_exchange_in_its_own_way() -> None:
     kinds = ("p2p", "allgather", "a2a", "a2a+p2p")
-    spec = model_spec(*(layer_spec(exchanging(MIXERS["gqa"], kind)) for kind in kinds))
-    check(spec, microbatch(2, SEQ), LEVELS)
+    config = model_config(*(layer_config(exchanging(MIXERS["gqa"], kind)) for kind in kinds))
+    check(config, microbatch(2, SEQ), LEVELS)
 
 
 @pytest.mark.parametrize(("limit", "degree"), [(SEQ, 1), (7, 2), (4, 4)])
@@ -163,23 +175,23 @@ def test_a_degree_per_microbatch_changes_nothing(exchange: str, limit: int, degr
     batch = microbatch(4, SEQ, max_seqlen=13, **packed)
     degrees = on_threads(parallel, lambda ctx: len(split_sequence(batch, ctx).meta.part.of_ranks))
     assert degrees == [degree] * 4
-    spec = model(MIXERS["gqa"], exchange, mtp=MTPSpec(num_layers=2))
-    check(spec, batch, parallel)
-    check(spec, batch, parallel, per_token=True)
+    config = model(MIXERS["gqa"], exchange, mtp=MTPConfig(num_layers=2))
+    check(config, batch, parallel)
+    check(config, batch, parallel, per_token=True)
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
 def test_sequence_and_tensor_parallel_ranks_split_further(exchange: str) -> None:
     """Every matrix that is cut over tp has the gradient of one rank, and so has every sink."""
-    layer = layer_spec(exchanging(MIXERS["window and sinks"], exchange))
-    spec, parallel = model_spec(layer, layer), ParallelSpec(world_size=4, tp=2, cp=2, sequence_parallel=True)
+    layer = layer_config(exchanging(MIXERS["window and sinks"], exchange))
+    config, parallel = model_config(layer, layer), ParallelConfig(world_size=4, tp=2, cp=2, sequence_parallel=True)
 
     def on_rank(ctx: ParallelContext) -> tuple[Run, dict[str, Held]]:
-        result, layout = run(spec, microbatch(2, SEQ), ctx), GPT(spec, ctx, KERNELS)
+        result, layout = run(config, microbatch(2, SEQ), ctx), GPT(config, ctx, KERNELS)
         cut = {name for name, parameter in named_parameters(layout) if parameter.meta.tp_dim is not None}
         return result, held(((name, result.gradients[name]) for name in cut), layout)
 
-    one, results = run(spec, microbatch(2, SEQ), ParallelContext.single()), on_threads(parallel, on_rank)
+    one, results = run(config, microbatch(2, SEQ), ParallelContext.single()), on_threads(parallel, on_rank)
     for result, _ in results:
         FP64_LAYOUT.check(result.scalar, one.scalar, "objective")
         FP64_LAYOUT.check(result.sums, one.sums, "sum of losses, tokens")

@@ -2,17 +2,22 @@
 
 import torch
 
+from megatron_moe.config.model import InitConfig
 from megatron_moe.kernels import reference
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.model import InitSpec
-from tests.tiny_models import UNIT_GAIN, microbatch, model_spec, token_meta
-from tests.tolerances import EXACT
+from tests.helpers.tiny_models import (
+    UNIT_GAIN,
+    microbatch,
+    model_config,
+    token_meta,
+)
+from tests.helpers.tolerances import EXACT
 
 
 def make(**changes) -> Embedding:
-    module = Embedding(model_spec(**changes), ParallelContext.single(), reference.bundle())
+    module = Embedding(model_config(**changes), ParallelContext.single(), reference.bundle())
     init_parameters(module, 5, UNIT_GAIN)
     return module
 
@@ -51,5 +56,5 @@ def test_embedding_dropout_follows_its_key():
 
 def test_an_embedding_std_of_its_own_exempts_embeddings_from_decay():
     for std, decay in ((None, True), (1.0, False)):
-        module = make(position_embedding="learned_absolute", init=InitSpec(embedding_std=std))
+        module = make(position_embedding="learned_absolute", init=InitConfig(embedding_std=std))
         assert {p.meta.decay for p in module.parameters()} == {decay}

@@ -6,44 +6,48 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
-from megatron_moe.optim.buckets import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import NormSpec
-from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.model import ModelSpec, MTPSpec
-from megatron_moe.specs.pipeline.layout import parse_layout
-from megatron_moe.specs.precision import PrecisionSpec
-from tests.tiny_models import (
+from megatron_moe.pipeline.layout import parse_layout
+from tests.helpers.tiny_models import (
     VOCAB,
-    attention_spec,
+    attention_config,
     build,
     gradients,
-    layer_spec,
+    layer_config,
     microbatch,
-    mla_spec,
-    mlp_spec,
-    model_spec,
-    moe_spec,
+    mla_config,
+    mlp_config,
+    model_config,
+    moe_config,
     token_meta,
 )
-from tests.tolerances import EXACT, FP64_LAYOUT, FP64_REF
+from tests.helpers.tolerances import (
+    EXACT,
+    FP64_LAYOUT,
+    FP64_REF,
+)
 
-MTP = MTPSpec(num_layers=1, loss_scaling_factor=1.0)
-DENSE = model_spec(layer_spec(), layer_spec(mla_spec(), norm=NormSpec(kind="LayerNorm")), mtp=MTP)
-MOE = model_spec(
-    layer_spec(mla_spec()),
-    layer_spec(mla_spec(), moe_spec(score_function="sigmoid", expert_bias=True)),
+MTP = MTPConfig(num_layers=1, loss_scaling_factor=1.0)
+DENSE = model_config(layer_config(), layer_config(mla_config(), norm=NormConfig(kind="LayerNorm")), mtp=MTP)
+MOE = model_config(
+    layer_config(mla_config()),
+    layer_config(mla_config(), moe_config(score_function="sigmoid", expert_bias=True)),
     mtp=MTP,
 )
-MIXED = model_spec(layer_spec(), *[layer_spec(attention_spec(), moe_spec()), layer_spec()] * 2)
+MIXED = model_config(layer_config(), *[layer_config(attention_config(), moe_config()), layer_config()] * 2)
 
 
 def loss_of(model: GPT, batch: MicroBatch) -> Tensor:
-    return objective(model(batch), batch, mtp=model.spec.mtp, per_token=False)[0]
+    return objective(model(batch), batch, mtp=model.config.mtp, per_token=False)[0]
 
 
 def gradients_of(model: GPT, batch: MicroBatch) -> dict[str, Tensor]:
@@ -91,9 +95,9 @@ def test_parameters_have_megatrons_names():
 
 
 def test_optional_parameters_have_megatrons_names():
-    mixer = attention_spec(qkv_bias=True, out_bias=True, qk_norm="per_head", core={"sinks": True})
-    layer = layer_spec(mixer, mlp_spec(bias=True), norm=NormSpec(kind="LayerNorm"))
-    model = build(model_spec(layer, position_embedding="learned_absolute", head_bias=True))
+    mixer = attention_config(qkv_bias=True, out_bias=True, qk_norm="per_head", core={"sinks": True})
+    layer = layer_config(mixer, mlp_config(bias=True), norm=NormConfig(kind="LayerNorm"))
+    model = build(model_config(layer, position_embedding="learned_absolute", head_bias=True))
     attention = ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_proj.bias"]
     attention += ["q_layernorm.weight", "k_layernorm.weight", "sinks"]
     norms = [f"{norm}.{kind}" for norm in ("input_layernorm", "pre_mlp_layernorm") for kind in ("weight", "bias")]
@@ -110,26 +114,26 @@ COUNTED = {
     "mixed": MIXED,
     "dense": DENSE,
     "tied, learned positions": replace(DENSE, tied_embeddings=True, position_embedding="learned_absolute"),
-    "repeated MTP layer": replace(DENSE, mtp=MTPSpec(num_layers=3, repeated_layer=True)),
-    "everything optional": model_spec(
-        layer_spec(
-            attention_spec(qkv_bias=True, out_bias=True, qk_norm="full", output_gate=True, core={"sinks": True}),
-            mlp_spec(bias=True),
-            norm=NormSpec(kind="LayerNorm"),
+    "repeated MTP layer": replace(DENSE, mtp=MTPConfig(num_layers=3, repeated_layer=True)),
+    "everything optional": model_config(
+        layer_config(
+            attention_config(qkv_bias=True, out_bias=True, qk_norm="full", output_gate=True, core={"sinks": True}),
+            mlp_config(bias=True),
+            norm=NormConfig(kind="LayerNorm"),
         ),
         head_bias=True,
     ),
 }
 
 
-@pytest.mark.parametrize("spec", COUNTED.values(), ids=COUNTED.keys())
-def test_the_built_model_has_as_many_parameters_as_its_spec_says(spec):
-    assert sum(p.numel() for p in build(spec).parameters()) == count_parameters(spec).total
+@pytest.mark.parametrize("config", COUNTED.values(), ids=COUNTED.keys())
+def test_the_built_model_has_as_many_parameters_as_its_spec_says(config):
+    assert sum(p.numel() for p in build(config).parameters()) == count_parameters(config).total
 
 
-@pytest.mark.parametrize("spec", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
-def test_every_sub_layer_matters_with_unit_gain_values(spec):
-    model, batch = build(spec), microbatch()
+@pytest.mark.parametrize("config", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
+def test_every_sub_layer_matters_with_unit_gain_values(config):
+    model, batch = build(config), microbatch()
     with torch.no_grad():
         usual = loss_of(model, batch)
         for name, parameter in model.named_parameters():
@@ -141,9 +145,9 @@ def test_every_sub_layer_matters_with_unit_gain_values(spec):
             parameter.copy_(kept)
 
 
-@pytest.mark.parametrize("spec", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
-def test_every_parameter_gets_the_gradient_of_a_finite_difference(spec):
-    model, batch = build(spec), microbatch()
+@pytest.mark.parametrize("config", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
+def test_every_parameter_gets_the_gradient_of_a_finite_difference(config):
+    model, batch = build(config), microbatch()
     grads = gradients_of(model, batch)
     step, generator = 1e-6, torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -161,9 +165,9 @@ def test_every_parameter_gets_the_gradient_of_a_finite_difference(spec):
 
 def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
     batch = microbatch()
-    for mtp in (None, MTPSpec(num_layers=2)):
-        tied = build(model_spec(tied_embeddings=True, mtp=mtp))
-        untied = build(model_spec(mtp=mtp))
+    for mtp in (None, MTPConfig(num_layers=2)):
+        tied = build(model_config(tied_embeddings=True, mtp=mtp))
+        untied = build(model_config(mtp=mtp))
         untied.load_state_dict({**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight})
         one, two = gradients_of(tied, batch), gradients_of(untied, batch)
         both = two.pop("output_layer.weight") + two["embedding.word_embeddings.weight"]
@@ -172,10 +176,10 @@ def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
 
 def test_gradients_that_go_to_flat_buffers_are_those_of_autograd():
     """A tied embedding gets some of its gradient through the head's sink and some from autograd."""
-    spec = replace(MOE, tied_embeddings=True, mtp=MTPSpec(num_layers=2, repeated_layer=True))
-    batches, plain, model = [microbatch(seed=1), microbatch(seed=2)], build(spec), build(spec)
+    config = replace(MOE, tied_embeddings=True, mtp=MTPConfig(num_layers=2, repeated_layer=True))
+    batches, plain, model = [microbatch(seed=1), microbatch(seed=2)], build(config), build(config)
     parts = [gradients_of(plain, batch) for batch in batches]
-    fp64 = PrecisionSpec(params="fp64", grads="fp64", master="fp64")
+    fp64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
     buffers = GradBuffers(model.named_parameters(), fp64, ParallelContext.single(), reference.bundle())
     buffers.begin_step()
     for batch in batches:
@@ -195,14 +199,14 @@ def run_stages(stages: list[GPT], batch: MicroBatch) -> LossOutput:
 
 @pytest.mark.parametrize("layout", ["Et|t||mL", "E|tt|m||L"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
-def test_stages_in_a_row_equal_the_whole_model(spec, tied, layout):
-    spec, batch = replace(spec, tied_embeddings=tied), microbatch(segments_BS=torch.tensor([[0] * 4 + [1] * 5] * 2))
-    whole = build(spec)
-    num_mtp = spec.mtp.num_layers if spec.mtp else 0
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_stages_in_a_row_equal_the_whole_model(config, tied, layout):
+    config, batch = replace(config, tied_embeddings=tied), microbatch(segments_BS=torch.tensor([[0] * 4 + [1] * 5] * 2))
+    whole = build(config)
+    num_mtp = config.mtp.num_layers if config.mtp else 0
     placed = parse_layout(layout.replace("m", f"m*{num_mtp}"), pp=layout.count("|") + 1, num_layers=2, num_mtp=num_mtp)
-    stages = [build(spec, chunks=[stage]) for stage in placed.stages]
-    scalar = objective(run_stages(stages, batch), batch, mtp=spec.mtp, per_token=False)[0]
+    stages = [build(config, chunks=[stage]) for stage in placed.stages]
+    scalar = objective(run_stages(stages, batch), batch, mtp=config.mtp, per_token=False)[0]
     EXACT.check(scalar, loss_of(whole, batch), "objective")
     scalar.backward()
     summed: dict[str, Tensor] = {}
@@ -215,7 +219,7 @@ def test_stages_in_a_row_equal_the_whole_model(spec, tied, layout):
 @pytest.mark.parametrize("by_node", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_nodes_name_all_parameters_of_the_model(tied, by_node):
-    model = build(model_spec(mtp=MTPSpec(num_layers=2), tied_embeddings=tied))
+    model = build(model_config(mtp=MTPConfig(num_layers=2), tied_embeddings=tied))
     chain = model._chain(microbatch(), 0, by_node=by_node)
     named = {parameter for bound in chain for node in bound.nodes for parameter in node.parameters}
     assert named == set(model.parameters())
@@ -223,7 +227,7 @@ def test_nodes_name_all_parameters_of_the_model(tied, by_node):
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_steps_of_a_schedule_give_the_losses_of_the_forward(evaluation):
-    model, batch = build(model_spec(mtp=MTPSpec(num_layers=2))), microbatch()
+    model, batch = build(model_config(mtp=MTPConfig(num_layers=2))), microbatch()
     batch = replace(batch, meta=replace(batch.meta, training=not evaluation))
     state, expected = None, model(batch)
     for step in model.steps(batch):
@@ -236,7 +240,7 @@ def test_steps_of_a_schedule_give_the_losses_of_the_forward(evaluation):
 
 
 def test_packed_documents_equal_separate_sequences():
-    model, lengths = build(model_spec(layer_spec(), layer_spec(mla_spec()))), (4, 1, 3)
+    model, lengths = build(model_config(layer_config(), layer_config(mla_config()))), (4, 1, 3)
     batch = microbatch(1, 8)
     positions_BS = torch.cat([torch.arange(n) for n in lengths])[None]
     segments_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
@@ -251,14 +255,14 @@ def test_packed_documents_equal_separate_sequences():
 
 
 def test_packed_boundaries_without_segments_are_refused():
-    model, batch = build(model_spec()), microbatch(1, 8)
+    model, batch = build(model_config()), microbatch(1, 8)
     meta = replace(batch.meta, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
     with pytest.raises(AssertionError, match="need their segments"):
         model(replace(batch, meta=meta))
 
 
 def test_logits_are_those_of_the_loss():
-    model, batch = build(model_spec()), microbatch()
+    model, batch = build(model_config()), microbatch()
     logits_SBV = model.logits(batch.tokens_BS, batch.meta)
     assert logits_SBV.shape == (9, 2, VOCAB)
     loss = torch.nn.functional.cross_entropy(logits_SBV.permute(1, 2, 0), batch.labels_BS, reduction="none")
@@ -266,7 +270,7 @@ def test_logits_are_those_of_the_loss():
 
 
 def test_the_default_objective_is_the_mean_over_tokens_and_per_token_is_the_sum():
-    model, batch = build(model_spec()), microbatch()
+    model, batch = build(model_config()), microbatch()
     output, weights = model(batch), batch.loss_mask_BS
     total, tokens = (output.loss_BS * weights).sum(), weights.sum()
     for per_token, expected in ((False, total / tokens), (True, total)):
@@ -276,10 +280,10 @@ def test_the_default_objective_is_the_mean_over_tokens_and_per_token_is_the_sum(
 
 
 def test_dropout_follows_the_key_of_the_microbatch_and_is_off_in_evaluation():
-    dropping = replace(attention_spec(), core=replace(attention_spec().core, dropout=0.1))
-    layer = layer_spec(dropping, hidden_dropout=0.1)
-    model = build(model_spec(layer, layer, embedding_dropout=0.1, mtp=MTPSpec(num_layers=1)))
-    plain = build(model_spec(layer_spec(), layer_spec(), mtp=MTPSpec(num_layers=1)))
+    dropping = replace(attention_config(), core=replace(attention_config().core, dropout=0.1))
+    layer = layer_config(dropping, hidden_dropout=0.1)
+    model = build(model_config(layer, layer, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)))
+    plain = build(model_config(layer_config(), layer_config(), mtp=MTPConfig(num_layers=1)))
 
     def loss(**meta) -> Tensor:
         return loss_of(model, microbatch(**meta))
@@ -293,8 +297,8 @@ def test_dropout_follows_the_key_of_the_microbatch_and_is_off_in_evaluation():
 
 def test_nothing_is_read_by_the_host():
     """On the meta device there are no values: reading one, or asking for a shape that depends on one, raises."""
-    spec = replace(DENSE, mtp=MTPSpec(num_layers=2, repeated_layer=True), position_embedding="learned_absolute")
-    model = GPT(spec, ParallelContext.single(device="meta"), reference.bundle())
+    config = replace(DENSE, mtp=MTPConfig(num_layers=2, repeated_layer=True), position_embedding="learned_absolute")
+    model = GPT(config, ParallelContext.single(device="meta"), reference.bundle())
     batch = microbatch(segments_BS=torch.zeros(2, 9, dtype=torch.int64), valid_BS=torch.ones(2, 9, dtype=torch.bool))
     meta = replace(
         batch.meta,
@@ -311,10 +315,10 @@ def test_nothing_is_read_by_the_host():
     loss_of(model, batch).backward()
 
 
-@pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_bf16_model_keeps_bf16_between_layers_and_fp32_losses(spec):
-    model = GPT(spec, ParallelContext.single(dtype=torch.bfloat16), reference.bundle())
-    init_parameters(model, 7, spec.init)
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_a_bf16_model_keeps_bf16_between_layers_and_fp32_losses(config):
+    model = GPT(config, ParallelContext.single(dtype=torch.bfloat16), reference.bundle())
+    init_parameters(model, 7, config.init)
     seen = []
     for block in model.decoder.layers.values():
         block.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
@@ -323,7 +327,7 @@ def test_a_bf16_model_keeps_bf16_between_layers_and_fp32_losses(spec):
     output = model(batch)
     assert seen == [torch.bfloat16] * 2
     assert output.loss_BS.dtype == torch.float32
-    objective(output, batch, mtp=spec.mtp, per_token=False)[0].backward()
+    objective(output, batch, mtp=config.mtp, per_token=False)[0].backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
@@ -332,8 +336,8 @@ def test_layers_follow_their_pattern():
     assert kinds == ["MLP", "MoELayer", "MLP", "MoELayer", "MLP"]
 
 
-def whole(spec: ModelSpec) -> GPT:
-    return GPT(spec, ParallelContext.single(), reference.bundle())
+def whole(config: ModelConfig) -> GPT:
+    return GPT(config, ParallelContext.single(), reference.bundle())
 
 
 def test_loading_is_by_name_whatever_the_order_of_construction():

@@ -6,24 +6,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.model import InitConfig, MTPConfig
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters, standard_deviation
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
-from megatron_moe.specs.attention import NormSpec
-from megatron_moe.specs.model import InitSpec, MTPSpec
-from megatron_moe.specs.params import ParamMeta
-from megatron_moe.specs.pipeline.layout import even_layout
-from tests.tiny_models import HIDDEN, attention_spec, build, layer_spec, mla_spec, mlp_spec, model_spec, moe_spec
-from tests.tolerances import EXACT
+from megatron_moe.pipeline.layout import even_layout
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    attention_config,
+    build,
+    layer_config,
+    mla_config,
+    mlp_config,
+    model_config,
+    moe_config,
+)
+from tests.helpers.tolerances import EXACT
 
-LAYER_NORM = NormSpec(kind="LayerNorm")
-EVERYTHING = model_spec(
-    layer_spec(attention_spec(qkv_bias=True, qk_norm="per_head", core={"sinks": True}), norm=LAYER_NORM),
-    layer_spec(mla_spec(), moe_spec(score_function="sigmoid", expert_bias=True)),
-    mtp=MTPSpec(num_layers=1),
+LAYER_NORM = NormConfig(kind="LayerNorm")
+EVERYTHING = model_config(
+    layer_config(attention_config(qkv_bias=True, qk_norm="per_head", core={"sinks": True}), norm=LAYER_NORM),
+    layer_config(mla_config(), moe_config(score_function="sigmoid", expert_bias=True)),
+    mtp=MTPConfig(num_layers=1),
     position_embedding="learned_absolute",
 )
 
@@ -32,11 +41,11 @@ def values(model: GPT) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def initial_values(shape: tuple[int, ...], meta: ParamMeta, name: str, seed: int, spec: InitSpec) -> Tensor:
+def initial_values(shape: tuple[int, ...], meta: ParamMeta, name: str, seed: int, config: InitConfig) -> Tensor:
     """Of one whole parameter, which is all of a module."""
     module = nn.Module()
     module.register_parameter(name, new_parameter(shape, meta, ParallelContext.single(dtype=torch.float32)))
-    init_parameters(module, seed, spec)
+    init_parameters(module, seed, config)
     return module.get_parameter(name).detach()
 
 
@@ -70,7 +79,7 @@ def test_every_dtype_holds_the_same_draws():
 
 def test_each_expert_is_drawn_by_its_own_id():
     meta = ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=9)
-    stack = initial_values((4, 5, 9), meta, "stack", 7, InitSpec(std=0.5))
+    stack = initial_values((4, 5, 9), meta, "stack", 7, InitConfig(std=0.5))
     for expert in range(4):
         generator = rng.generator((7, "stack", expert))
         EXACT.check(stack[expert], 0.5 * torch.randn(5, 9, generator=generator), f"expert {expert}")
@@ -80,21 +89,21 @@ def test_each_expert_is_drawn_by_its_own_id():
     ("init", "std"), [("normal", 0.02), ("output", 0.005), ("embedding", 0.3), ("zeros", 0.0), ("ones", 0.0)]
 )
 def test_standard_deviations_follow_the_kind_of_parameter(init, std):
-    spec = InitSpec(std=0.02, output_std=0.005, embedding_std=0.3)
-    drawn = initial_values((100, 100), ParamMeta(role="matrix", init=init), "w", 7, spec)
+    config = InitConfig(std=0.02, output_std=0.005, embedding_std=0.3)
+    drawn = initial_values((100, 100), ParamMeta(role="matrix", init=init), "w", 7, config)
     assert drawn.mean().item() == pytest.approx(1.0 if init == "ones" else 0.0, abs=4 * std / 100)
     assert drawn.std().item() == pytest.approx(std, rel=0.03)
 
 
 def test_embeddings_use_the_common_std_unless_they_have_their_own():
     meta = ParamMeta(role="embedding", init="embedding")
-    assert standard_deviation(meta, InitSpec(std=0.02)) == 0.02
-    assert standard_deviation(meta, InitSpec(std=0.02, embedding_std=1.0)) == 1.0
+    assert standard_deviation(meta, InitConfig(std=0.02)) == 0.02
+    assert standard_deviation(meta, InitConfig(std=0.02, embedding_std=1.0)) == 1.0
 
 
 def test_plain_initial_values_of_a_model():
-    spec = InitSpec(std=0.02, output_std=0.001)
-    model = build(model_spec(*EVERYTHING.layers, layer_spec(feed_forward=mlp_spec(bias=True)), init=spec))
+    config = InitConfig(std=0.02, output_std=0.001)
+    model = build(model_config(*EVERYTHING.layers, layer_config(feed_forward=mlp_config(bias=True)), init=config))
     for name, p in model.named_parameters():
         if p.meta.role == "norm":
             EXACT.check(p, torch.ones_like(p), name)
@@ -130,21 +139,24 @@ def test_only_matrices_and_embeddings_decay():
 
 
 def test_xavier_matrices_are_uniform_within_their_bound_and_nothing_else_changes():
-    spec, matrix = InitSpec(std=9.0, method="xavier_uniform"), ParamMeta(role="matrix", fan_in=50)
-    drawn = initial_values((100, 50), matrix, "w", 7, spec)
+    config, matrix = InitConfig(std=9.0, method="xavier_uniform"), ParamMeta(role="matrix", fan_in=50)
+    drawn = initial_values((100, 50), matrix, "w", 7, config)
     bound = math.sqrt(6 / 150)
     assert 0.99 * bound < drawn.abs().max() <= bound
     assert drawn.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
     assert drawn.mean().abs() < 0.05 * bound
-    norm = initial_values((50,), ParamMeta(role="norm", init="ones"), "n", 7, spec)
+    norm = initial_values((50,), ParamMeta(role="norm", init="ones"), "n", 7, config)
     EXACT.check(norm, torch.ones(50), "norm")
     stack = initial_values(
-        (4, 100, 50), ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=50), "e", 7, spec
+        (4, 100, 50), ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=50), "e", 7, config
     )
     assert 0.99 * bound < stack.abs().max() <= bound
 
 
 def test_an_embedding_with_a_std_of_its_own_is_normal_beside_xavier_matrices():
-    spec, table = InitSpec(embedding_std=2.0, method="xavier_uniform"), ParamMeta(role="embedding", init="embedding")
-    drawn = initial_values((100, 50), table, "w", 7, spec)
+    config, table = (
+        InitConfig(embedding_std=2.0, method="xavier_uniform"),
+        ParamMeta(role="embedding", init="embedding"),
+    )
+    drawn = initial_values((100, 50), table, "w", 7, config)
     assert drawn.std().item() == pytest.approx(2.0, rel=0.03)

@@ -6,13 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.mlp import MLP
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import ActivationSpec
-from tests.tiny_models import HIDDEN, UNIT_GAIN, mlp_spec, randn
-from tests.tolerances import FP64_REF
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    UNIT_GAIN,
+    mlp_config,
+    randn,
+)
+from tests.helpers.tolerances import FP64_REF
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -29,39 +34,39 @@ ACTIVATIONS = {
 }
 
 
-def formula(x: Tensor, w: dict[str, Tensor], spec: ActivationSpec, ffn: int) -> Tensor:
+def formula(x: Tensor, w: dict[str, Tensor], config: ActivationConfig, ffn: int) -> Tensor:
     """One token [H]."""
-    act, inner = ACTIVATIONS[spec.kind], w["linear_fc1.weight"] @ x + w.get("linear_fc1.bias", 0)
-    if spec.gated:
+    act, inner = ACTIVATIONS[config.kind], w["linear_fc1.weight"] @ x + w.get("linear_fc1.bias", 0)
+    if config.gated:
         gate, up = inner[:ffn], inner[ffn:]
-        if spec.clamp is not None:
-            gate, up = gate.clamp(max=spec.clamp), up.clamp(min=-spec.clamp, max=spec.clamp)
-        inner = act(gate) * (up + spec.linear_offset)
+        if config.clamp is not None:
+            gate, up = gate.clamp(max=config.clamp), up.clamp(min=-config.clamp, max=config.clamp)
+        inner = act(gate) * (up + config.linear_offset)
     else:
         inner = act(inner)
     return w["linear_fc2.weight"] @ inner + w.get("linear_fc2.bias", 0)
 
 
 CASES = {
-    **{kind: ActivationSpec(kind=kind) for kind in ACTIVATIONS},
-    "SwiGLU": ActivationSpec(kind="silu", gated=True),
-    "GeGLU": ActivationSpec(kind="gelu", gated=True),
-    "quick-GeGLU clamped with offset": ActivationSpec(kind="quick_gelu", gated=True, clamp=0.7, linear_offset=1.0),
+    **{kind: ActivationConfig(kind=kind) for kind in ACTIVATIONS},
+    "SwiGLU": ActivationConfig(kind="silu", gated=True),
+    "GeGLU": ActivationConfig(kind="gelu", gated=True),
+    "quick-GeGLU clamped with offset": ActivationConfig(kind="quick_gelu", gated=True, clamp=0.7, linear_offset=1.0),
 }
 
 
 @pytest.mark.parametrize("activation", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_mlp_equals_its_formula_in_values_and_gradients(activation, bias):
-    spec = mlp_spec(activation=activation, bias=bias)
-    module = MLP(spec, ParallelContext.single(), reference.bundle())
+    config = mlp_config(activation=activation, bias=bias)
+    module = MLP(config, ParallelContext.single(), reference.bundle())
     init_parameters(module, 5, UNIT_GAIN)
     weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     x, oracle_x = randn(4, 2, HIDDEN).requires_grad_(), randn(4, 2, HIDDEN).requires_grad_()
     probe = randn(4, 2, HIDDEN, seed=2)
 
     out = module(x)
-    tokens = [formula(v, weights, activation, spec.ffn_hidden_size) for v in oracle_x.flatten(0, 1)]
+    tokens = [formula(v, weights, activation, config.ffn_hidden_size) for v in oracle_x.flatten(0, 1)]
     expected = torch.stack(tokens).view_as(out)
     (out * probe).sum().backward()
     (expected * probe).sum().backward()
@@ -73,7 +78,7 @@ def test_an_mlp_equals_its_formula_in_values_and_gradients(activation, bias):
 
 
 def test_tensor_parallelism_cuts_gate_and_up_one_by_one():
-    module = MLP(mlp_spec(bias=True), ParallelContext.single(), reference.bundle())
+    module = MLP(mlp_config(bias=True), ParallelContext.single(), reference.bundle())
     for parameter in (module.linear_fc1.weight, module.linear_fc1.bias):
         assert (parameter.meta.tp_dim, parameter.meta.splits) == (0, (20, 20))
     assert module.linear_fc2.weight.meta.tp_dim == 1

@@ -6,15 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.model import MTPConfig
 from megatron_moe.data.batch import MicroBatch
-from megatron_moe.logs.tally import Tally
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.mtp import shift
 from megatron_moe.moe.node_chain import run_chain
-from megatron_moe.specs.model import MTPSpec
-from tests import naive_layers
-from tests.tiny_models import build, gradients, layer_spec, microbatch, mla_spec, model_spec
-from tests.tolerances import EXACT, FP64_REF
+from tests.helpers import naive_layers
+from tests.helpers.tiny_models import (
+    build,
+    gradients,
+    layer_config,
+    microbatch,
+    mla_config,
+    model_config,
+)
+from tests.helpers.tolerances import EXACT, FP64_REF
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 1, 1]])
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 0, 1]])
@@ -25,10 +32,10 @@ def ahead(document: list[int], s: int, d: int) -> int | None:
     return s + d if s + d < len(document) and document[s] == document[s + d] else None
 
 
-def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPSpec, per_token: bool) -> Tensor:
+def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPConfig, per_token: bool) -> Tensor:
     """The objective, with everything that multi-token prediction adds done one position at a time."""
-    spec, weights = model.spec, dict(model.named_parameters())
-    head = weights["embedding.word_embeddings.weight" if spec.tied_embeddings else "output_layer.weight"]
+    config, weights = model.config, dict(model.named_parameters())
+    head = weights["embedding.word_embeddings.weight" if config.tied_embeddings else "output_layer.weight"]
     meta = model.rotations.attach(batch.meta)
     batch_size, seq = batch.tokens_BS.shape
     documents = torch.zeros(batch_size, seq) if meta.segments_BS is None else meta.segments_BS
@@ -40,7 +47,7 @@ def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPSpec, per_token: bool) -
 
     def embed(token: int, position: int) -> Tensor:
         x = weights["embedding.word_embeddings.weight"][token]
-        if spec.position_embedding == "learned_absolute":
+        if config.position_embedding == "learned_absolute":
             x = x + weights["embedding.position_embeddings.weight"][position]
         return x.detach() if mtp.detach_heads else x
 
@@ -62,12 +69,12 @@ def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPSpec, per_token: bool) -
                     if there is None
                     else embed(batch.tokens_BS[b, there], batch.meta.positions_BS[b, there])
                 )
-                e = naive_layers.norm(e, spec.norm, weights, f"{name}.enorm")
-                h = naive_layers.norm(hidden[s, b], spec.norm, weights, f"{name}.hnorm")
+                e = naive_layers.norm(e, config.norm, weights, f"{name}.enorm")
+                h = naive_layers.norm(hidden[s, b], config.norm, weights, f"{name}.hnorm")
                 rows.append(weights[f"{name}.eh_proj.weight"] @ torch.cat([e, h]))
         layer = model.get_submodule(f"{name}.transformer_layer")
         out = layer(torch.stack(rows).view(seq, batch_size, -1), meta)
-        normed = [naive_layers.norm(x, spec.norm, weights, f"{name}.final_layernorm") for x in out.flatten(0, 1)]
+        normed = [naive_layers.norm(x, config.norm, weights, f"{name}.final_layernorm") for x in out.flatten(0, 1)]
         hidden = torch.stack(normed).view_as(out)
 
         depth_sum, depth_tokens = 0 * hidden.sum(), torch.zeros(()).double()
@@ -83,21 +90,21 @@ def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPSpec, per_token: bool) -
 
 
 CASES = {
-    "one depth": (MTPSpec(num_layers=1), {}, {}),
-    "three depths": (MTPSpec(num_layers=3, loss_scaling_factor=0.3), {}, {}),
-    "repeated layer": (MTPSpec(num_layers=2, repeated_layer=True), {}, {}),
-    "detached": (MTPSpec(num_layers=2, detach_heads=True), {}, {}),
-    "detached and tied": (MTPSpec(num_layers=1, detach_heads=True), {"tied_embeddings": True}, {}),
-    "tied": (MTPSpec(num_layers=2), {"tied_embeddings": True}, {}),
-    "learned positions": (MTPSpec(num_layers=2), {"position_embedding": "learned_absolute"}, {}),
-    "documents": (MTPSpec(num_layers=2), {}, {"segments_BS": SEGMENTS, "positions_BS": POSITIONS}),
+    "one depth": (MTPConfig(num_layers=1), {}, {}),
+    "three depths": (MTPConfig(num_layers=3, loss_scaling_factor=0.3), {}, {}),
+    "repeated layer": (MTPConfig(num_layers=2, repeated_layer=True), {}, {}),
+    "detached": (MTPConfig(num_layers=2, detach_heads=True), {}, {}),
+    "detached and tied": (MTPConfig(num_layers=1, detach_heads=True), {"tied_embeddings": True}, {}),
+    "tied": (MTPConfig(num_layers=2), {"tied_embeddings": True}, {}),
+    "learned positions": (MTPConfig(num_layers=2), {"position_embedding": "learned_absolute"}, {}),
+    "documents": (MTPConfig(num_layers=2), {}, {"segments_BS": SEGMENTS, "positions_BS": POSITIONS}),
     "documents with learned positions": (
-        MTPSpec(num_layers=2),
+        MTPConfig(num_layers=2),
         {"position_embedding": "learned_absolute"},
         {"segments_BS": SEGMENTS, "positions_BS": POSITIONS},
     ),
     "more depths than tokens of some documents": (
-        MTPSpec(num_layers=6),
+        MTPConfig(num_layers=6),
         {},
         {"segments_BS": SEGMENTS, "positions_BS": POSITIONS},
     ),
@@ -107,7 +114,7 @@ CASES = {
 @pytest.mark.parametrize(("mtp", "changes", "meta"), CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_objective_equals_the_loop_in_value_and_gradients(mtp, changes, meta, per_token):
-    model = build(model_spec(layer_spec(), layer_spec(mla_spec()), mtp=mtp, **changes))
+    model = build(model_config(layer_config(), layer_config(mla_config()), mtp=mtp, **changes))
     batch = microbatch(2, 8, **meta)
 
     scalar, _ = objective(model(batch), batch, mtp=mtp, per_token=per_token)
@@ -122,9 +129,9 @@ def test_the_objective_equals_the_loop_in_value_and_gradients(mtp, changes, meta
 
 
 def test_detached_heads_leave_the_models_own_gradients_alone():
-    spec = model_spec(mtp=MTPSpec(num_layers=2, detach_heads=True))
-    model, batch = build(spec), microbatch()
-    with_mtp = objective(model(batch), batch, mtp=spec.mtp, per_token=False)[0]
+    config = model_config(mtp=MTPConfig(num_layers=2, detach_heads=True))
+    model, batch = build(config), microbatch()
+    with_mtp = objective(model(batch), batch, mtp=config.mtp, per_token=False)[0]
     with_mtp.backward()
     with_mtp_grads = gradients(model)
     model.zero_grad()
@@ -135,36 +142,36 @@ def test_detached_heads_leave_the_models_own_gradients_alone():
 
 
 def test_a_fully_masked_microbatch_gives_zero_and_no_nan():
-    spec = model_spec(mtp=MTPSpec(num_layers=2))
-    model, batch = build(spec), microbatch()
+    config = model_config(mtp=MTPConfig(num_layers=2))
+    model, batch = build(config), microbatch()
     batch = replace(batch, loss_mask_BS=torch.zeros_like(batch.loss_mask_BS))
     for per_token in (False, True):
-        scalar, sums = objective(model(batch), batch, mtp=spec.mtp, per_token=per_token)
+        scalar, sums = objective(model(batch), batch, mtp=config.mtp, per_token=per_token)
         scalar.backward()
         EXACT.check(torch.stack([scalar, *sums["lm loss"]]), torch.zeros(3).double(), "objective")
     assert all(not p.grad.any() for p in model.parameters())
 
 
 def test_losses_of_all_depths_are_recorded():
-    spec, tally = model_spec(mtp=MTPSpec(num_layers=2)), Tally()
-    model, batch = build(spec), microbatch(tally=tally)
+    config, metrics = model_config(mtp=MTPConfig(num_layers=2)), MetricAccumulator()
+    model, batch = build(config), microbatch(metrics=metrics)
     output = model(batch)
-    objective(output, batch, mtp=spec.mtp, per_token=False)
+    objective(output, batch, mtp=config.mtp, per_token=False)
     for depth, (loss_BS, weights_BS, _) in enumerate(output.mtp_losses, start=1):
-        entry = tally.entries[f"mtp_{depth} loss", None]
+        entry = metrics.entries[f"mtp_{depth} loss", None]
         FP64_REF.check(entry.value / entry.count, (loss_BS * weights_BS).sum() / weights_BS.sum(), f"depth {depth}")
 
 
 def test_evaluation_leaves_multi_token_prediction_out():
-    model, batch = build(model_spec(mtp=MTPSpec(num_layers=2))), microbatch()
+    model, batch = build(model_config(mtp=MTPConfig(num_layers=2))), microbatch()
     output = model(replace(batch, meta=replace(batch.meta, training=False)))
     assert output.mtp_losses == ()
     EXACT.check(output.loss_BS, model(batch).loss_BS, "loss")
 
 
 def test_every_depth_of_a_repeated_layer_has_its_own_dropout():
-    spec = model_spec(layer_spec(hidden_dropout=0.3), mtp=MTPSpec(num_layers=2, repeated_layer=True))
-    model = build(spec)
+    config = model_config(layer_config(hidden_dropout=0.3), mtp=MTPConfig(num_layers=2, repeated_layer=True))
+    model = build(config)
     keys = []
     model.mtp.layers["0"].transformer_layer.self_attention.register_forward_pre_hook(
         lambda _, args: keys.append(args[1].random_key)
@@ -175,7 +182,7 @@ def test_every_depth_of_a_repeated_layer_has_its_own_dropout():
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_repeated_layer_divides_its_balancing_losses_by_the_depths(repeated):
-    model = build(model_spec(mtp=MTPSpec(num_layers=4, repeated_layer=repeated)))
+    model = build(model_config(mtp=MTPConfig(num_layers=4, repeated_layer=repeated)))
     scales = []
     for layer in model.mtp.layers.values():
         layer.transformer_layer.self_attention.register_forward_pre_hook(
@@ -186,7 +193,7 @@ def test_a_repeated_layer_divides_its_balancing_losses_by_the_depths(repeated):
 
 
 def test_padding_stays_padding_at_every_depth_and_all_true_equals_no_mask():
-    model, seen = build(model_spec(mtp=MTPSpec(num_layers=2))), []
+    model, seen = build(model_config(mtp=MTPConfig(num_layers=2))), []
     for layer in model.mtp.layers.values():
         layer.transformer_layer.self_attention.register_forward_pre_hook(
             lambda _, args: seen.append(args[1].valid_BS[0].tolist())

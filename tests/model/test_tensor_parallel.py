@@ -3,20 +3,28 @@
 import pytest
 import torch
 
-from tests.sharded import LAYOUTS, SEQUENCE_LAYOUTS, check_training
-from tests.sharded_models import DENSE, SPARSE, batches
+from tests.helpers.sharded import (
+    LAYOUTS,
+    SEQUENCE_LAYOUTS,
+    check_training,
+)
+from tests.helpers.sharded_models import (
+    DENSE,
+    SPARSE,
+    batches,
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("spec", DENSE.values(), ids=DENSE)
-def test_a_dense_model_trains_as_on_one_rank(spec, layout):
-    check_training(spec, batches(), layout)
+@pytest.mark.parametrize("config", DENSE.values(), ids=DENSE)
+def test_a_dense_model_trains_as_on_one_rank(config, layout):
+    check_training(config, batches(), layout)
 
 
 @pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS.values(), ids=SEQUENCE_LAYOUTS)
-@pytest.mark.parametrize("spec", SPARSE.values(), ids=SPARSE)
-def test_a_mixture_of_experts_trains_as_on_one_rank(spec, layout):
-    check_training(spec, batches(), layout)
+@pytest.mark.parametrize("config", SPARSE.values(), ids=SPARSE)
+def test_a_mixture_of_experts_trains_as_on_one_rank(config, layout):
+    check_training(config, batches(), layout)
 
 
 @pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS.values(), ids=SEQUENCE_LAYOUTS)

@@ -3,28 +3,36 @@
 import pytest
 import torch
 
-from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.gpt import GPT
-from megatron_moe.model.head import Head
 from megatron_moe.model.init import init_parameters
+from megatron_moe.model.output_head import Head, cross_entropy
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part, named_parameters
-from megatron_moe.parallel.tensor import sequence_part
-from tests.ranks import on_threads
-from tests.sharded import KERNELS, LAYOUTS, run_module, whole
-from tests.tiny_models import (
+from megatron_moe.parallel.tensor_parallel import sequence_part
+from tests.helpers.ranks import on_threads
+from tests.helpers.sharded import (
+    KERNELS,
+    LAYOUTS,
+    run_module,
+    whole,
+)
+from tests.helpers.tiny_models import (
     HIDDEN,
     VOCAB,
-    attention_spec,
+    attention_config,
     build,
-    layer_spec,
+    layer_config,
     microbatch,
-    model_spec,
+    model_config,
     randn,
     token_meta,
 )
-from tests.tolerances import EXACT, FP64_LAYOUT, FP64_REF
+from tests.helpers.tolerances import (
+    EXACT,
+    FP64_LAYOUT,
+    FP64_REF,
+)
 
 EDGES = torch.tensor([0, VOCAB // 4 - 1, VOCAB // 4, VOCAB // 2 - 1, VOCAB // 2, VOCAB - 1])
 """First and last ids of the parts of two and of four ranks."""
@@ -94,7 +102,7 @@ def test_a_loss_in_single_precision_of_bf16_logits():
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_embedding_finds_every_row_on_some_rank(layout, learned):
     kind = "learned_absolute" if learned else "none"
-    spec = model_spec(position_embedding=kind, max_positions=9, embedding_dropout=0.3)
+    config = model_config(position_embedding=kind, max_positions=9, embedding_dropout=0.3)
     tokens_BS = torch.cat([EDGES, EDGES.flip(0)[:2]]).expand(2, 8)
     meta = token_meta(2, 8, random_key=(1, 2))
     probe = randn(8, 2, HIDDEN)
@@ -103,7 +111,7 @@ def test_the_embedding_finds_every_row_on_some_rank(layout, learned):
         index, num_parts = sequence_part(ctx)
         nothing = torch.zeros(())
         return run_module(
-            lambda ctx: Embedding(spec, ctx, KERNELS),
+            lambda ctx: Embedding(config, ctx, KERNELS),
             nothing,
             probe.chunk(num_parts)[index],
             ctx,
@@ -119,27 +127,31 @@ def test_the_embedding_finds_every_row_on_some_rank(layout, learned):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_logits_are_those_of_the_whole_vocabulary_on_every_rank(layout, tied):
-    spec = model_spec(layer_spec(attention_spec(num_heads=8, num_query_groups=4)), tied_embeddings=tied, head_bias=True)
+    config = model_config(
+        layer_config(attention_config(num_heads=8, num_query_groups=4)), tied_embeddings=tied, head_bias=True
+    )
     batch = microbatch(2, 8)
 
     def logits(ctx):
-        model = GPT(spec, ctx, KERNELS)
-        init_parameters(model, 7, spec.init)
+        model = GPT(config, ctx, KERNELS)
+        init_parameters(model, 7, config.init)
         return model.logits(batch.tokens_BS, batch.meta).detach()
 
-    expected = build(spec).logits(batch.tokens_BS, batch.meta)
+    expected = build(config).logits(batch.tokens_BS, batch.meta)
     for actual in on_threads(layout, logits):
         FP64_REF.check(actual, expected, "logits")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_initial_values_are_cut_from_those_of_one_rank(layout):
-    spec = model_spec(layer_spec(attention_spec(num_heads=8, num_query_groups=4, qkv_bias=True)), tied_embeddings=False)
-    expected = dict(build(spec).named_parameters())
+    config = model_config(
+        layer_config(attention_config(num_heads=8, num_query_groups=4, qkv_bias=True)), tied_embeddings=False
+    )
+    expected = dict(build(config).named_parameters())
 
     def on_rank(ctx):
-        model = GPT(spec, ctx, KERNELS)
-        init_parameters(model, 7, spec.init)
+        model = GPT(config, ctx, KERNELS)
+        init_parameters(model, 7, config.init)
         for name, p in named_parameters(model):
             EXACT.check(p, local_part(expected[name].detach(), p.boxes, p.meta), name)
         return sum(p.numel() for p in model.parameters())
@@ -149,11 +161,11 @@ def test_initial_values_are_cut_from_those_of_one_rank(layout):
 
 @pytest.mark.parametrize("layout", [LAYOUTS["tp2"], LAYOUTS["tp4"]], ids=["tp2", "tp4"])
 def test_a_loss_a_few_tokens_at_a_time_is_the_loss_of_a_head_that_is_cut(layout):
-    spec, labels_BS = model_spec(loss_chunk=3), microbatch(2, 4).labels_BS
+    config, labels_BS = model_config(loss_chunk=3), microbatch(2, 4).labels_BS
 
     def losses(ctx, hidden_SBH):
-        head = Head(spec, ctx, KERNELS)
-        init_parameters(head, 5, spec.init)
+        head = Head(config, ctx, KERNELS)
+        init_parameters(head, 5, config.init)
         loss_BS = head(hidden_SBH, labels_BS=labels_BS)
         loss_BS.sum().backward()
         return loss_BS.detach(), hidden_SBH.grad, head.weight.grad

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.model import LayerConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
@@ -12,52 +14,58 @@ from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, run_nodes, schedule_steps
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import NormSpec
-from megatron_moe.specs.model import LayerSpec
-from tests.tiny_models import HIDDEN, UNIT_GAIN, layer_spec, mla_spec, moe_spec, randn, token_meta
-from tests.tolerances import EXACT
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    UNIT_GAIN,
+    layer_config,
+    mla_config,
+    moe_config,
+    randn,
+    token_meta,
+)
+from tests.helpers.tolerances import EXACT
 
 SPECS = {
-    "dense": layer_spec(),
-    "LayerNorm": layer_spec(norm=NormSpec(kind="LayerNorm")),
-    "MLA": layer_spec(mla_spec()),
-    "MoE": layer_spec(feed_forward=moe_spec()),
-    "residual from norm": layer_spec(residual_from_norm=True),
-    "MoE, residual from norm": layer_spec(feed_forward=moe_spec(), residual_from_norm=True),
+    "dense": layer_config(),
+    "LayerNorm": layer_config(norm=NormConfig(kind="LayerNorm")),
+    "MLA": layer_config(mla_config()),
+    "MoE": layer_config(feed_forward=moe_config()),
+    "residual from norm": layer_config(residual_from_norm=True),
+    "MoE, residual from norm": layer_config(feed_forward=moe_config(), residual_from_norm=True),
 }
 
 
-def make(spec: LayerSpec) -> TransformerLayer:
-    layer = TransformerLayer(spec, 0, "decoder.layers.0", ParallelContext.single(), reference.bundle())
+def make(config: LayerConfig) -> TransformerLayer:
+    layer = TransformerLayer(config, 0, "decoder.layers.0", ParallelContext.single(), reference.bundle())
     init_parameters(layer, 5, UNIT_GAIN)
     return layer
 
 
 def meta_of(layer: TransformerLayer, **changes) -> TokenMeta:
-    return Rotations([layer.spec.mixer], ParallelContext.single()).attach(token_meta(2, 5, **changes))
+    return Rotations([layer.config.mixer], ParallelContext.single()).attach(token_meta(2, 5, **changes))
 
 
 def by_hand(layer: TransformerLayer, x: Tensor, meta: TokenMeta, dropout: float = 0.0) -> Tensor:
     normed = layer.input_layernorm(x)
     attended = layer.self_attention(normed, meta)
-    x = (normed if layer.spec.residual_from_norm else x) + rng.dropout(
+    x = (normed if layer.config.residual_from_norm else x) + rng.dropout(
         attended, dropout, meta.key("decoder.layers.0.attention_residual")
     )
     normed = layer.pre_mlp_layernorm(x)
-    fed = layer.mlp(normed, meta) if layer.spec.is_moe else layer.mlp(normed)
-    return (normed if layer.spec.residual_from_norm else x) + rng.dropout(
+    fed = layer.mlp(normed, meta) if layer.config.is_moe else layer.mlp(normed)
+    return (normed if layer.config.residual_from_norm else x) + rng.dropout(
         fed, dropout, meta.key("decoder.layers.0.mlp_residual")
     )
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_a_layer_adds_its_normed_sub_layers_to_the_residual_stream(spec):
-    layer, x = make(spec), randn(5, 2, HIDDEN)
+@pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
+def test_a_layer_adds_its_normed_sub_layers_to_the_residual_stream(config):
+    layer, x = make(config), randn(5, 2, HIDDEN)
     EXACT.check(layer(x, meta_of(layer)), by_hand(layer, x, meta_of(layer)), "output")
 
 
 def test_both_residual_connections_have_dropout_with_keys_of_their_own():
-    layer, x = make(layer_spec(hidden_dropout=0.3)), randn(5, 2, HIDDEN)
+    layer, x = make(layer_config(hidden_dropout=0.3)), randn(5, 2, HIDDEN)
     meta = meta_of(layer, random_key=(1, 2, 3))
     out = layer(x, meta)
     EXACT.check(out, by_hand(layer, x, meta, 0.3), "output")
@@ -75,15 +83,15 @@ MOE_NODES = [
 
 
 @pytest.mark.parametrize(
-    ("spec", "names", "slots"),
+    ("config", "names", "slots"),
     [
         (SPECS["dense"], ["attention", "mlp", "residual"], ["attention", "experts"]),
         (SPECS["MoE"], MOE_NODES, ["attention", "dispatch", "dispatch", "experts", "combine", "combine", "post"]),
     ],
     ids=["dense", "moe"],
 )
-def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(spec, names, slots):
-    layer, x = make(spec), randn(5, 2, HIDDEN)
+def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(config, names, slots):
+    layer, x = make(config), randn(5, 2, HIDDEN)
     meta = meta_of(layer)
     assert [node.name for node in layer.nodes] == names
     EXACT.check(run_nodes(layer.nodes, LayerState(hidden_SBH=x), meta).hidden_SBH, layer(x, meta), "nodes")
@@ -95,16 +103,16 @@ def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(spec, names, slots)
     EXACT.check(state.hidden_SBH, layer(x, meta), "steps")
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_nodes_name_every_parameter_of_the_layer_once(spec):
-    layer = make(spec)
+@pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
+def test_nodes_name_every_parameter_of_the_layer_once(config):
+    layer = make(config)
     named = [parameter for node in layer.nodes for parameter in node.parameters]
     assert len(named) == len(set(named)) and set(named) == set(layer.parameters())
 
 
-@pytest.mark.parametrize("spec", [SPECS["dense"], SPECS["MoE"]], ids=["dense", "moe"])
-def test_a_state_holds_no_tensor_after_its_last_consumer(spec):
-    layer, state = make(spec), LayerState(hidden_SBH=randn(5, 2, HIDDEN))
+@pytest.mark.parametrize("config", [SPECS["dense"], SPECS["MoE"]], ids=["dense", "moe"])
+def test_a_state_holds_no_tensor_after_its_last_consumer(config):
+    layer, state = make(config), LayerState(hidden_SBH=randn(5, 2, HIDDEN))
     held = {"attention": {"hidden_SBH", "normed_SBH"}, "residual": {"hidden_SBH"}}
     held |= {"mlp": {"hidden_SBH", "out_SBH"}, "post": {"hidden_SBH", "out_SBH"}}
     inside = held["attention"]

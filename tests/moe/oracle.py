@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_moe.specs.moe import ActivationSpec, CapacitySpec, MoESpec, RouterSpec
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    CapacityConfig,
+    MoEConfig,
+    RouterConfig,
+)
 
 
 @dataclass
@@ -29,7 +34,7 @@ class LoopResult:
     """Sum of coefficient * loss: what the balancing losses add to the training objective."""
 
 
-def loop_moe(spec: MoESpec, weights: dict[str, Tensor], hidden_SBH: Tensor, valid_BS: Tensor | None) -> LoopResult:
+def loop_moe(config: MoEConfig, weights: dict[str, Tensor], hidden_SBH: Tensor, valid_BS: Tensor | None) -> LoopResult:
     """Output, choices and losses of one microbatch in training. `weights` by name below the layer."""
     num_steps, batch, _ = hidden_SBH.shape
     tokens = [hidden_SBH[s, b] for s in range(num_steps) for b in range(batch)]
@@ -37,30 +42,30 @@ def loop_moe(spec: MoESpec, weights: dict[str, Tensor], hidden_SBH: Tensor, vali
     real = [valid_BS is None or bool(valid_BS[b, s]) for s in range(num_steps) for b in range(batch)]
     logits = [loop_logits(token, weights) for token in tokens]
 
-    bias = [float(x) for x in weights.get("router.expert_bias", torch.zeros(spec.router.num_experts))]
+    bias = [float(x) for x in weights.get("router.expert_bias", torch.zeros(config.router.num_experts))]
     visits: list[list[tuple[int, Tensor]]] = []
     for t in range(len(tokens)):
-        visits.append(loop_choose(logits[t], bias, spec.router) if real[t] else [])
+        visits.append(loop_choose(logits[t], bias, config.router) if real[t] else [])
     choices = [[expert for expert, _ in visit] for visit in visits]
-    if spec.capacity is not None:
-        visits = loop_drop(visits, spec.router, spec.capacity)
+    if config.capacity is not None:
+        visits = loop_drop(visits, config.router, config.capacity)
 
     outputs = []
     for t, token in enumerate(tokens):
         out = torch.zeros_like(token)
         for expert, weight in visits[t]:
-            out = out + weight * loop_expert(token, expert, spec, weights)
-        if spec.shared is not None:
-            out = out + loop_shared(token, spec, weights)
+            out = out + weight * loop_expert(token, expert, config, weights)
+        if config.shared is not None:
+            out = out + loop_shared(token, config, weights)
         outputs.append(out)
 
-    counts = [sum(e == expert for visit in visits for e, _ in visit) for expert in range(spec.router.num_experts)]
+    counts = [sum(e == expert for visit in visits for e, _ in visit) for expert in range(config.router.num_experts)]
     result = LoopResult(torch.stack(outputs).view_as(hidden_SBH), choices, visits, counts)
     loop_losses(
         result,
         [x for x, r in zip(logits, real, strict=True) if r],
         [b for b, r in zip(sequence_of, real, strict=True) if r],
-        spec.router,
+        config.router,
     )
     return result
 
@@ -97,36 +102,36 @@ def best(values: list[float], k: int, among: list[int]) -> list[int]:
     return sorted(among, key=lambda i: (-values[i], i))[:k]
 
 
-def loop_choose(logits: list[Tensor], bias: list[float], spec: RouterSpec) -> list[tuple[int, Tensor]]:
+def loop_choose(logits: list[Tensor], bias: list[float], config: RouterConfig) -> list[tuple[int, Tensor]]:
     """(expert, weight) of one token."""
-    k, everyone = spec.topk, list(range(spec.num_experts))
-    softmax_last = spec.score_function == "softmax" and not spec.pre_softmax
-    scores = logits if softmax_last else loop_scores(logits, spec.score_function)
+    k, everyone = config.topk, list(range(config.num_experts))
+    softmax_last = config.score_function == "softmax" and not config.pre_softmax
+    scores = logits if softmax_last else loop_scores(logits, config.score_function)
     merit = [number(score) + b for score, b in zip(scores, bias, strict=True)]
-    if spec.group_topk:
-        size = spec.num_experts // spec.num_groups
-        groups = [everyone[g * size : (g + 1) * size] for g in range(spec.num_groups)]
-        worth = [sum(merit[e] for e in best(merit, k // spec.group_topk, group)) for group in groups]
-        everyone = [e for g in best(worth, spec.group_topk, list(range(spec.num_groups))) for e in groups[g]]
+    if config.group_topk:
+        size = config.num_experts // config.num_groups
+        groups = [everyone[g * size : (g + 1) * size] for g in range(config.num_groups)]
+        worth = [sum(merit[e] for e in best(merit, k // config.group_topk, group)) for group in groups]
+        everyone = [e for g in best(worth, config.group_topk, list(range(config.num_groups))) for e in groups[g]]
     ids = best(merit, k, everyone)
     if softmax_last:
         weights = loop_scores([logits[e] for e in ids], "softmax")
     else:
         weights = [scores[e] for e in ids]
-        if spec.score_function != "softmax" and k > 1:
+        if config.score_function != "softmax" and k > 1:
             total = sum(weights)
             weights = [weight / total for weight in weights]
-    factor = spec.scaling_factor or 1.0
+    factor = config.scaling_factor or 1.0
     return [(e, weight * factor) for e, weight in zip(ids, weights, strict=True)]
 
 
 def loop_drop(
-    visits: list[list[tuple[int, Tensor]]], spec: RouterSpec, capacity: CapacitySpec
+    visits: list[list[tuple[int, Tensor]]], config: RouterConfig, capacity: CapacityConfig
 ) -> list[list[tuple[int, Tensor]]]:
     """Every expert in turn keeps its best, or its first, ceil(T k / E * factor) tokens."""
-    limit = math.ceil(len(visits) * spec.topk / spec.num_experts * capacity.factor)
+    limit = math.ceil(len(visits) * config.topk / config.num_experts * capacity.factor)
     kept: set[tuple[int, int]] = set()
-    for expert in range(spec.num_experts):
+    for expert in range(config.num_experts):
         askers = [(t, number(w)) for t, visit in enumerate(visits) for e, w in visit if e == expert]
         if capacity.policy == "probs":
             askers.sort(key=lambda asker: (-asker[1], asker[0]))
@@ -137,23 +142,23 @@ def loop_drop(
 # experts
 
 
-def loop_expert(token_H: Tensor, expert: int, spec: MoESpec, weights: dict[str, Tensor]) -> Tensor:
+def loop_expert(token_H: Tensor, expert: int, config: MoEConfig, weights: dict[str, Tensor]) -> Tensor:
     names = ("experts.linear_fc1", "experts.linear_fc2")
     matrices = [weights[f"{name}.weight"][expert] for name in names]
     biases = [weights[f"{name}.bias"][expert] if f"{name}.bias" in weights else None for name in names]
-    return loop_mlp(token_H, matrices, biases, spec.experts.activation)
+    return loop_mlp(token_H, matrices, biases, config.experts.activation)
 
 
-def loop_shared(token_H: Tensor, spec: MoESpec, weights: dict[str, Tensor]) -> Tensor:
+def loop_shared(token_H: Tensor, config: MoEConfig, weights: dict[str, Tensor]) -> Tensor:
     matrices = [weights["shared_experts.linear_fc1.weight"], weights["shared_experts.linear_fc2.weight"]]
-    out = loop_mlp(token_H, matrices, [None, None], spec.shared.mlp.activation)
-    if spec.shared.gate:
+    out = loop_mlp(token_H, matrices, [None, None], config.shared.mlp.activation)
+    if config.shared.gate:
         out = out / (1 + torch.exp(-(weights["shared_experts.gate_weight"][0] * token_H).sum()))
     return out
 
 
 def loop_mlp(
-    token_H: Tensor, matrices: list[Tensor], biases: list[Tensor | None], activation: ActivationSpec
+    token_H: Tensor, matrices: list[Tensor], biases: list[Tensor | None], activation: ActivationConfig
 ) -> Tensor:
     wide = matrices[0] @ token_H
     if biases[0] is not None:
@@ -172,16 +177,16 @@ def loop_mlp(
 # losses
 
 
-def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: list[int], spec: RouterSpec) -> None:
+def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: list[int], config: RouterConfig) -> None:
     """Fills in the losses of the tokens that are not padding.
 
     L = E / (k N^2) sum_e C_e P_e with N tokens, C_e of which have expert e among the k best scores, and P_e the sum of
     their scores, normalised to sum to 1 per token.
     """
-    num_experts, k = spec.num_experts, spec.topk
+    num_experts, k = config.num_experts, config.topk
     scores = []
     for token in logits:
-        raw = loop_scores(token, spec.score_function)
+        raw = loop_scores(token, config.score_function)
         total = sum(raw)
         scores.append([score / total for score in raw])
 
@@ -196,7 +201,7 @@ def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: lis
     everyone = list(range(len(scores)))
     sequences = sorted(set(sequence_of))
     objective = torch.zeros((), dtype=torch.float64)
-    for kind, coeff in zip(spec.balancing, spec.aux_loss_coeffs, strict=True):
+    for kind, coeff in zip(config.balancing, config.aux_loss_coeffs, strict=True):
         if kind == "none" or not coeff:
             continue
         if kind == "seq_aux_loss":
@@ -208,8 +213,8 @@ def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: lis
             loss = loss_over(everyone)
         result.losses[name] = loss
         objective = objective + coeff * loss
-    if spec.z_loss_coeff:
+    if config.z_loss_coeff:
         squares = [torch.log(sum(torch.exp(x) for x in token)) ** 2 for token in logits]
         result.losses["z_loss"] = sum(squares) / len(squares)
-        objective = objective + spec.z_loss_coeff * result.losses["z_loss"]
+        objective = objective + config.z_loss_coeff * result.losses["z_loss"]
     result.objective = objective

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import reference
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import CapacitySpec, RouterSpec
 
 HIDDEN, EXPERTS = 4, 8
 
@@ -17,14 +17,14 @@ HIDDEN, EXPERTS = 4, 8
 def make_router(
     *,
     seed: int = 1,
-    capacity: CapacitySpec | None = None,
+    capacity: CapacityConfig | None = None,
     ctx: ParallelContext | None = None,
     layer: int = 3,
     **fields: Any,
 ) -> Router:
     """A router of 8 experts, top-2 unless told otherwise, with random weights, in fp64 unless the context says so."""
     fields = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **fields}
-    router = Router(RouterSpec(**fields), capacity, layer, ctx or ParallelContext.single(), reference.bundle())
+    router = Router(RouterConfig(**fields), capacity, layer, ctx or ParallelContext.single(), reference.bundle())
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in router.parameters():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.moe.dispatch.contract import Routing
+from megatron_moe.moe.token_dispatcher.base import Routing
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

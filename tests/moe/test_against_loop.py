@@ -9,25 +9,25 @@ import itertools
 import pytest
 import torch
 
-from megatron_moe.kernels import reference
-from megatron_moe.logs.tally import Tally
-from megatron_moe.moe.layer import MoELayer
-from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import (
-    ActivationSpec,
-    CapacitySpec,
-    ExpertsSpec,
-    MLPSpec,
-    MoESpec,
-    RouterSpec,
-    SharedExpertsSpec,
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    CapacityConfig,
+    ExpertsConfig,
+    MLPConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
 )
+from megatron_moe.kernels import reference
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.oracle import loop_moe
 from tests.moe.routers import make_meta
-from tests.tolerances import EXACT, FP64_REF
 
 HIDDEN, FFN, EXPERTS, STEPS, BATCH = 4, 3, 8, 4, 2
-SWIGLU = ActivationSpec(kind="silu", gated=True)
+SWIGLU = ActivationConfig(kind="silu", gated=True)
 SCORES = {
     "softmax_after": {},
     "softmax_before": {"pre_softmax": True},
@@ -39,14 +39,14 @@ SCORES = {
 GROUPS = {"all": {}, "groups": {"num_groups": 4, "group_topk": 2}}
 CAPACITIES = {
     "dropless": None,
-    "probs": CapacitySpec(factor=0.75),
-    "position": CapacitySpec(factor=0.75, policy="position"),
-    "padded": CapacitySpec(factor=1.25, pad=True),
+    "probs": CapacityConfig(factor=0.75),
+    "position": CapacityConfig(factor=0.75, policy="position"),
+    "padded": CapacityConfig(factor=1.25, pad=True),
 }
 SHARED = {
     "none": None,
-    "shared": SharedExpertsSpec(mlp=MLPSpec(hidden_size=HIDDEN, ffn_hidden_size=5, activation=SWIGLU)),
-    "gated": SharedExpertsSpec(mlp=MLPSpec(hidden_size=HIDDEN, ffn_hidden_size=5, activation=SWIGLU), gate=True),
+    "shared": SharedExpertsConfig(mlp=MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=5, activation=SWIGLU)),
+    "gated": SharedExpertsConfig(mlp=MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=5, activation=SWIGLU), gate=True),
 }
 KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -59,10 +59,12 @@ def _router_variants():
         yield pytest.param(fields, id=f"{score}-{group}-x{scaling}-k{topk}")
 
 
-def make_spec(router: dict, capacity: CapacitySpec | None, shared: SharedExpertsSpec | None, **experts) -> MoESpec:
-    return MoESpec(
-        router=RouterSpec(hidden_size=HIDDEN, num_experts=EXPERTS, **router),
-        experts=ExpertsSpec(
+def make_config(
+    router: dict, capacity: CapacityConfig | None, shared: SharedExpertsConfig | None, **experts
+) -> MoEConfig:
+    return MoEConfig(
+        router=RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **router),
+        experts=ExpertsConfig(
             **{
                 "num_experts": EXPERTS,
                 "hidden_size": HIDDEN,
@@ -76,10 +78,10 @@ def make_spec(router: dict, capacity: CapacitySpec | None, shared: SharedExperts
     )
 
 
-def compare(spec: MoESpec, *, seed: int = 5, valid_BS: torch.Tensor | None = None) -> None:
+def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None = None) -> None:
     """Runs layer and loop on the same weights and input and compares everything."""
     draw = torch.Generator().manual_seed(seed)
-    layer = MoELayer(spec, 0, ParallelContext.single(), reference.bundle())
+    layer = MoELayer(config, 0, ParallelContext.single(), reference.bundle())
     with torch.no_grad():
         for tensor in (*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())):
             tensor.copy_(torch.randn(tensor.shape, generator=draw, dtype=torch.float64))
@@ -91,11 +93,11 @@ def compare(spec: MoESpec, *, seed: int = 5, valid_BS: torch.Tensor | None = Non
     loop_hidden = hidden.detach().clone().requires_grad_()
     push = torch.randn(hidden.shape, generator=draw, dtype=torch.float64)
 
-    loop = loop_moe(spec, weights, loop_hidden, valid_BS)
+    loop = loop_moe(config, weights, loop_hidden, valid_BS)
     ((loop.output_SBH * push).sum() + 0.5 * loop.objective).backward()
 
-    tally = Tally()
-    meta = make_meta(hidden, tally=tally, valid_BS=valid_BS, aux_scale=0.5)
+    metrics = MetricAccumulator()
+    meta = make_meta(hidden, metrics=metrics, valid_BS=valid_BS, aux_scale=0.5)
     output = layer(hidden, meta)
     (output * push).sum().backward()
 
@@ -107,11 +109,11 @@ def compare(spec: MoESpec, *, seed: int = 5, valid_BS: torch.Tensor | None = Non
         "gradients",
     )
     for name, loss in loop.losses.items():
-        FP64_REF.check(tally.entries[name, 0].value, loss, name)
+        FP64_REF.check(metrics.entries[name, 0].value, loss, name)
     with torch.no_grad():
         routing = layer.router(hidden, meta)
     EXACT.check(routing.counts_E, loop.counts, "counts")
-    none = [-1] * spec.router.topk
+    none = [-1] * config.router.topk
     assert routing.chosen_TK.tolist() == [choices or none for choices in loop.choices]
     visits = [[e for e in ids if e >= 0] for ids in routing.ids_TK.tolist()]
     assert visits == [[e for e, _ in visit] for visit in loop.visits]
@@ -121,7 +123,7 @@ def compare(spec: MoESpec, *, seed: int = 5, valid_BS: torch.Tensor | None = Non
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("router", list(_router_variants()))
 def test_layer_equals_the_loop(router, capacity, shared):
-    compare(make_spec(router, CAPACITIES[capacity], SHARED[shared]))
+    compare(make_config(router, CAPACITIES[capacity], SHARED[shared]))
 
 
 @pytest.mark.parametrize("padding", [False, True], ids=["full", "padding"])
@@ -134,12 +136,12 @@ def test_losses_and_their_gradients_equal_the_loop(score, capacity, padding):
         valid_BS[0, 2:] = False
         valid_BS[1, :1] = False
     losses = {"balancing": KINDS, "aux_loss_coeffs": (0.3, 0.2, 0.1), "z_loss_coeff": 0.05}
-    compare(make_spec({**SCORES[score], **losses, "topk": 2}, CAPACITIES[capacity], None), valid_BS=valid_BS)
+    compare(make_config({**SCORES[score], **losses, "topk": 2}, CAPACITIES[capacity], None), valid_BS=valid_BS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_loss_alone_equals_the_loop(kind):
-    compare(make_spec({"topk": 2, "balancing": (kind,), "aux_loss_coeffs": (0.3,)}, None, None))
+    compare(make_config({"topk": 2, "balancing": (kind,), "aux_loss_coeffs": (0.3,)}, None, None))
 
 
 @pytest.mark.parametrize(
@@ -148,14 +150,14 @@ def test_each_loss_alone_equals_the_loop(kind):
         {"bias": True},
         {"grouped": False},
         {"grouped": False, "bias": True},
-        {"activation": ActivationSpec(kind="silu")},
-        {"activation": ActivationSpec(kind="silu", gated=True, linear_offset=1.0), "bias": True},
+        {"activation": ActivationConfig(kind="silu")},
+        {"activation": ActivationConfig(kind="silu", gated=True, linear_offset=1.0), "bias": True},
     ],
 )
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_kinds_of_experts_equal_the_loop(experts, capacity):
     router = {"topk": 2, "linear_bias": True}
-    compare(make_spec(router, CAPACITIES[capacity], None, **experts))
+    compare(make_config(router, CAPACITIES[capacity], None, **experts))
 
 
 def test_the_cases_drop_choices_and_leave_experts_empty():
@@ -167,9 +169,9 @@ def test_the_cases_drop_choices_and_leave_experts_empty():
         "experts.linear_fc2.weight": (EXPERTS, HIDDEN, FFN),
     }
     weights |= {name: torch.zeros(shape, dtype=torch.float64) for name, shape in fields.items()}
-    free = loop_moe(make_spec({"topk": 2}, None, None), weights, hidden, None)
-    limited = loop_moe(make_spec({"topk": 2}, CAPACITIES["probs"], None), weights, hidden, None)
-    by_position = loop_moe(make_spec({"topk": 2}, CAPACITIES["position"], None), weights, hidden, None)
+    free = loop_moe(make_config({"topk": 2}, None, None), weights, hidden, None)
+    limited = loop_moe(make_config({"topk": 2}, CAPACITIES["probs"], None), weights, hidden, None)
+    by_position = loop_moe(make_config({"topk": 2}, CAPACITIES["position"], None), weights, hidden, None)
     assert 0 in free.counts and sum(limited.counts) < sum(free.counts)
     assert limited.counts == by_position.counts
     stay = [[[e for e, _ in visit] for visit in result.visits] for result in (limited, by_position)]

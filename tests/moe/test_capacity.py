@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
+from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.kernels import reference
 from megatron_moe.moe.capacity import expert_capacity, within_capacity
-from megatron_moe.specs.moe import CapacitySpec
+from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routers import logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
-from tests.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
 
@@ -49,7 +49,7 @@ SIX_TOKENS = [[3, 2, 0], [4, 2, 0], [3, 0, 2], [0, 3, 1], [5, 2, 0], [1, 0, 2]]
 
 def _six_tokens(**capacity):
     # 6 tokens * 2 choices / 3 experts = 4 each; factor 0.75: 3 each
-    router = sees_logits(num_experts=3, capacity=CapacitySpec(factor=0.75, **capacity))
+    router = sees_logits(num_experts=3, capacity=CapacityConfig(factor=0.75, **capacity))
     hidden = logits_as_hidden([[float(x) for x in row] for row in SIX_TOKENS])
     return router(hidden, make_meta(hidden))
 
@@ -89,13 +89,15 @@ def test_equal_weights_favour_the_earlier_token():
 
 def test_enough_capacity_drops_nothing():
     hidden = make_hidden()
-    free, limited = make_router(), make_router(capacity=CapacitySpec(factor=100.0))
+    free, limited = make_router(), make_router(capacity=CapacityConfig(factor=100.0))
     EXACT.check(limited(hidden, make_meta(hidden)).probs_TK, free(hidden, make_meta(hidden)).probs_TK, "weights")
 
 
 def test_padding_tokens_take_no_place_in_an_expert():
     """The valid tokens come last, so that padding would go first by position."""
-    router = sees_logits(num_experts=3, topk=1, pre_softmax=True, capacity=CapacitySpec(factor=1.0, policy="position"))
+    router = sees_logits(
+        num_experts=3, topk=1, pre_softmax=True, capacity=CapacityConfig(factor=1.0, policy="position")
+    )
     hidden = logits_as_hidden([[9.0, 0, 0]] * 4 + [[1.0, 0, 0]] * 2)
     valid = torch.tensor([[False] * 4 + [True] * 2])
     assert router(hidden, make_meta(hidden, valid_BS=valid)).ids_TK.flatten().tolist() == [-1] * 4 + [0, 0]

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.choose import choose
 from megatron_moe.kernels.ops import Operand
-from megatron_moe.moe.dispatch.contract import Routing, Rows
-from megatron_moe.moe.dispatch.local import LocalDispatcher, LocalTicket
-from megatron_moe.specs.run import KernelSpec
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.moe.token_dispatcher.local import LocalDispatcher, LocalHandle
+from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routings import dense, draw, sparse
-from tests.tolerances import EXACT, FP64_REF
 
 REFERENCE = reference.bundle()
-NATIVE = choose(KernelSpec(backend="torch_native"), torch.device("cpu"), torch.float32)
+NATIVE = select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
 CASES = (
     ("spread", [[0, 3], [1, 2], [3, 0], [2, 1], [0, 1]]),
     ("all to one expert", [[2, -1]] * 5),
@@ -31,17 +31,17 @@ EVERY_FORM = pytest.mark.parametrize("make", [sparse, dense])
 EVERY_CAPACITY = pytest.mark.parametrize("capacity", [None, 5, 7])
 
 
-def dispatch(tokens: Tensor, routing: Routing, kernels=REFERENCE) -> tuple[Rows, LocalTicket]:
+def dispatch(tokens: Tensor, routing: Routing, kernels=REFERENCE) -> tuple[DispatchedTokens, LocalHandle]:
     dispatcher = LocalDispatcher(kernels)
     return dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
 
 
-def combine(rows: Rows, ticket: LocalTicket, kernels=REFERENCE) -> Tensor:
+def combine(rows: DispatchedTokens, handle: LocalHandle, kernels=REFERENCE) -> Tensor:
     dispatcher = LocalDispatcher(kernels)
-    return dispatcher.finish_combine(dispatcher.start_combine(rows, ticket))
+    return dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
 
-def weigh(rows: Rows) -> Rows:
+def weigh(rows: DispatchedTokens) -> DispatchedTokens:
     """Experts that do nothing but apply the probability, and leave garbage where nothing is held."""
     weighed = rows.data.data * rows.probs_R[:, None]
     garbage = torch.where(rows.probs_R[:, None] == 0, torch.nan, weighed)
@@ -59,8 +59,8 @@ def share_served(ids: list[list[int]]) -> Tensor:
 @EVERY_CAPACITY
 def test_combine_undoes_dispatch_forward_and_backward_up_to_what_was_dropped(ids, make, capacity, kernels) -> None:
     tokens = draw(len(ids), 3).requires_grad_()
-    rows, ticket = dispatch(tokens, make(ids, num_experts=4, capacity=capacity), kernels)
-    back = combine(weigh(rows), ticket, kernels)
+    rows, handle = dispatch(tokens, make(ids, num_experts=4, capacity=capacity), kernels)
+    back = combine(weigh(rows), handle, kernels)
     share = share_served(ids)
     FP64_REF.check(back, tokens.detach() * share, "tokens")
     grad = draw(len(ids), 3, seed=1)
@@ -77,8 +77,8 @@ def test_the_gradient_of_a_probability_is_the_token_times_the_incoming_gradient(
     probs = routing.probs_TK if routing.probs_TE is None else routing.probs_TE
     chosen = routing.ids_TK >= 0 if routing.map_TE is None else routing.map_TE
     probs.requires_grad_()
-    rows, ticket = dispatch(tokens, routing)
-    combine(weigh(rows), ticket).backward(grad)
+    rows, handle = dispatch(tokens, routing)
+    combine(weigh(rows), handle).backward(grad)
     FP64_REF.check(probs.grad, torch.where(chosen, (tokens * grad).sum(1, keepdim=True), 0))
 
 
@@ -96,8 +96,8 @@ def test_each_expert_sees_its_tokens_in_order(ids, make) -> None:
 
 
 def test_rows_that_hold_nothing_are_zeros_and_weigh_nothing() -> None:
-    rows, ticket = dispatch(draw(3, 2) + 5, sparse([[0, -1], [-1, -1], [0, 1]], num_experts=3, capacity=4))
-    empty = ticket.index.token_R < 0
+    rows, handle = dispatch(draw(3, 2) + 5, sparse([[0, -1], [-1, -1], [0, 1]], num_experts=3, capacity=4))
+    empty = handle.index.token_R < 0
     assert empty.tolist() == [False, False, True, True, False] + [True] * 7
     EXACT.check(rows.data.data[empty], torch.zeros(9, 2, dtype=torch.float64))
     EXACT.check(rows.probs_R[empty], torch.zeros(9, dtype=torch.float64))
@@ -114,16 +114,16 @@ def test_both_forms_of_one_routing_give_the_same_result() -> None:
     tokens, probs = draw(4, 3), draw(4, 2, seed=1).abs()
     results = []
     for make in (sparse, dense):
-        rows, ticket = dispatch(tokens, make(ids, probs, num_experts=4))
-        results.append(combine(weigh(rows), ticket))
+        rows, handle = dispatch(tokens, make(ids, probs, num_experts=4))
+        results.append(combine(weigh(rows), handle))
     FP64_REF.check(results[0], results[1])
 
 
 def test_bf16_rows_are_added_up_in_fp32() -> None:
     ids = [list(range(8))]
     routing = sparse(ids, torch.ones(1, 8, dtype=torch.float64), num_experts=8)
-    rows, ticket = dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
+    rows, handle = dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
     data = torch.full((8, 1), 2.0**-9, dtype=torch.bfloat16)
     data[0] = 1.0
-    out = combine(replace(rows, data=Operand(data=data)), ticket)
+    out = combine(replace(rows, data=Operand(data=data)), handle)
     EXACT.check(out, torch.tensor([[1 + 7 * 2.0**-9]]).bfloat16())

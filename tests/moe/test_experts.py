@@ -7,16 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import ActivationConfig, ExpertsConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.choose import choose
 from megatron_moe.kernels.ops import Operand
-from megatron_moe.moe.dispatch.contract import Rows
+from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import Experts
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import ActivationSpec, ExpertsSpec
-from megatron_moe.specs.run import KernelSpec
+from tests.helpers.tolerances import (
+    EXACT,
+    FP32_REF,
+    FP64_REF,
+)
 from tests.moe.routings import draw, fill
-from tests.tolerances import EXACT, FP32_REF, FP64_REF
 
 HIDDEN, FFN, EXPERTS, ROWS = 3, 5, 4, 7
 ENDS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
@@ -24,26 +28,28 @@ ENDS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
 STANDARD = {"bias": True, "probs_on_output": True}
 """Probabilities behind the second matrix and its bias."""
 KINDS = {
-    "swiglu": ActivationSpec(kind="silu", gated=True),
-    "geglu": ActivationSpec(kind="gelu", gated=True),
-    "quick_geglu, clamped, with offset": ActivationSpec(kind="quick_gelu", gated=True, clamp=0.8, linear_offset=1.0),
-    "squared_relu": ActivationSpec(kind="squared_relu"),
-    "gelu": ActivationSpec(kind="gelu"),
+    "swiglu": ActivationConfig(kind="silu", gated=True),
+    "geglu": ActivationConfig(kind="gelu", gated=True),
+    "quick_geglu, clamped, with offset": ActivationConfig(kind="quick_gelu", gated=True, clamp=0.8, linear_offset=1.0),
+    "squared_relu": ActivationConfig(kind="squared_relu"),
+    "gelu": ActivationConfig(kind="gelu"),
 }
 
 
-def make(activation: ActivationSpec = KINDS["swiglu"], *, dtype=torch.float64, kernels=None, **fields) -> Experts:
-    spec = ExpertsSpec(num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=activation, **fields)
-    experts = Experts(spec, ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+def make(activation: ActivationConfig = KINDS["swiglu"], *, dtype=torch.float64, kernels=None, **fields) -> Experts:
+    config = ExpertsConfig(
+        num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=activation, **fields
+    )
+    experts = Experts(config, ParallelContext.single(dtype=dtype), kernels or reference.bundle())
     fill(experts)
     return experts
 
 
-def rows_of(ends: list[int], seed: int = 0) -> Rows:
+def rows_of(ends: list[int], seed: int = 0) -> DispatchedTokens:
     """Seven rows; those past the end have garbage and no weight."""
     data, probs = draw(ROWS, HIDDEN, seed=seed), draw(ROWS, seed=seed + 1).abs()
     data[ends[-1] :], probs[ends[-1] :] = 1e3, 0
-    return Rows(
+    return DispatchedTokens(
         data=Operand(data=data.requires_grad_()),
         probs_R=probs.requires_grad_(),
         offsets_e=torch.tensor(ends, dtype=torch.int32),
@@ -64,7 +70,7 @@ def act(x: float, kind: str) -> float:
 
 def one_row(x: list[float], expert: int, prob: float, experts: Experts, *, on_input: bool) -> list[float]:
     """fc2(p * act(fc1(x))) in plain numbers."""
-    spec = experts.spec.activation
+    config = experts.config.activation
 
     def product(stack, x: list[float], bias_scale: float) -> list[float]:
         weight = stack.weight[expert].tolist()
@@ -77,14 +83,14 @@ def one_row(x: list[float], expert: int, prob: float, experts: Experts, *, on_in
     if on_input:
         x, prob = [prob * v for v in x], 1.0
     wide = product(experts.linear_fc1, x, 1.0)
-    limit = spec.clamp or math.inf
-    if spec.gated:
+    limit = config.clamp or math.inf
+    if config.gated:
         inner = [
-            act(min(gate, limit), spec.kind) * (min(max(up, -limit), limit) + spec.linear_offset)
+            act(min(gate, limit), config.kind) * (min(max(up, -limit), limit) + config.linear_offset)
             for gate, up in zip(wide[:FFN], wide[FFN:], strict=True)
         ]
     else:
-        inner = [act(v, spec.kind) for v in wide]
+        inner = [act(v, config.kind) for v in wide]
     return product(experts.linear_fc2, [prob * v for v in inner], prob)
 
 
@@ -113,7 +119,7 @@ def test_with_probabilities_on_the_input_they_multiply_the_row_and_nothing_else(
         FP64_REF.check(out[r], expected, f"row {r}")
 
 
-def gradients(experts: Experts, rows: Rows) -> dict[str, Tensor]:
+def gradients(experts: Experts, rows: DispatchedTokens) -> dict[str, Tensor]:
     """Of the rows that hold something, their probabilities, and every parameter."""
     held = slice(0, int(rows.offsets_e[-1]))
     experts.zero_grad(set_to_none=True)
@@ -184,7 +190,7 @@ def test_garbage_in_rows_that_hold_nothing_reaches_no_gradient(grouped: bool, fi
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_fast_kernels_give_the_results_of_the_reference(bias: bool, grouped: bool) -> None:
-    native = choose(KernelSpec(), torch.device("cpu"), torch.float32)
+    native = select_kernels(KernelConfig(), torch.device("cpu"), torch.float32)
     for ends in ENDS:
         rows = rows_of(ends)
         narrow = replace(rows, data=Operand(data=rows.data.data.float()), probs_R=rows.probs_R.float())
@@ -217,7 +223,7 @@ def test_both_kinds_keep_the_same_stacks_marked_as_experts() -> None:
 def test_bias_gradients_in_bf16_are_summed_in_fp32() -> None:
     experts = make(dtype=torch.bfloat16, bias=True)
     num_rows = 300  # in bf16 a sum of ones stops at 256
-    rows = Rows(
+    rows = DispatchedTokens(
         data=Operand(data=torch.zeros(num_rows, HIDDEN, dtype=torch.bfloat16)),
         probs_R=torch.ones(num_rows, dtype=torch.bfloat16),
         offsets_e=torch.tensor([num_rows] * EXPERTS, dtype=torch.int32),

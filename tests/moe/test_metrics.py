@@ -5,25 +5,25 @@ import math
 import pytest
 import torch
 
-from megatron_moe.logs.tally import Tally
-from megatron_moe.moe.metrics import record_load
+from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.moe.router_metrics import record_load
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import CapacitySpec
+from tests.helpers.tolerances import FP64_REF
 from tests.moe.routers import logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
-from tests.tolerances import FP64_REF
 
 ONE_RANK = ParallelContext.single().group("tp_cp")
 
 
-def _figures(tally: Tally) -> dict:
-    return {name: metric.layers[3] for name, metric in tally.take(ParallelContext.single()).items()}
+def _figures(metrics: MetricAccumulator) -> dict:
+    return {name: metric.layers[3] for name, metric in metrics.take(ParallelContext.single()).items()}
 
 
 def _load(*microbatches: list[int]) -> dict:
-    tally = Tally()
+    metrics = MetricAccumulator()
     for counts in microbatches:
-        record_load(tally, 3, torch.tensor(counts), ONE_RANK)
-    return _figures(tally)
+        record_load(metrics, 3, torch.tensor(counts), ONE_RANK)
+    return _figures(metrics)
 
 
 def test_even_load():
@@ -69,10 +69,10 @@ def test_router_reports_every_figure_under_its_layer():
         z_loss_coeff=0.1,
     )
     router.expert_bias[2], router.expert_bias[5] = 0.5, -0.25
-    hidden, tally = make_hidden(), Tally()
-    router(hidden, make_meta(hidden, tally=tally))
-    router.record_bias(tally)
-    figures = _figures(tally)
+    hidden, metrics = make_hidden(), MetricAccumulator()
+    router(hidden, make_meta(hidden, metrics=metrics))
+    router.record_bias(metrics)
+    figures = _figures(metrics)
     assert set(figures) == {
         "load_balancing_loss",
         "seq_load_balancing_loss",
@@ -90,10 +90,10 @@ def test_router_reports_every_figure_under_its_layer():
 
 def test_load_is_what_tokens_asked_for_and_drops_are_what_they_did_not_get():
     """Six tokens want expert 0, which takes three; two more want expert 1."""
-    router = sees_logits(num_experts=4, topk=1, pre_softmax=True, capacity=CapacitySpec(factor=1.5))
-    hidden, tally = logits_as_hidden([[5.0, 0, 0, 0]] * 6 + [[0, 5.0, 0, 0]] * 2), Tally()
-    router(hidden, make_meta(hidden, tally=tally))
-    figures = _figures(tally)
+    router = sees_logits(num_experts=4, topk=1, pre_softmax=True, capacity=CapacityConfig(factor=1.5))
+    hidden, metrics = logits_as_hidden([[5.0, 0, 0, 0]] * 6 + [[0, 5.0, 0, 0]] * 2), MetricAccumulator()
+    router(hidden, make_meta(hidden, metrics=metrics))
+    figures = _figures(metrics)
     assert figures["moe/tokens_per_expert"] == [6, 2, 0, 0] and figures["moe/max_violation"] == 2
     assert figures["moe/dropped_tokens"] == 3 / 8
 
@@ -101,8 +101,8 @@ def test_load_is_what_tokens_asked_for_and_drops_are_what_they_did_not_get():
 def test_expert_choice_reports_the_tokens_that_no_expert_took():
     """One expert that takes three of six tokens, two of which are padding."""
     router = sees_logits(num_experts=2, topk=1, balancing=("expert_choice",))
-    hidden, tally = logits_as_hidden([[5.0, 5.0]] * 6), Tally()
+    hidden, metrics = logits_as_hidden([[5.0, 5.0]] * 6), MetricAccumulator()
     valid = torch.tensor([[True] * 4 + [False] * 2])
-    router(hidden, make_meta(hidden, tally=tally, valid_BS=valid))
-    figures = _figures(tally)
+    router(hidden, make_meta(hidden, metrics=metrics, valid_BS=valid))
+    figures = _figures(metrics)
     assert figures["moe/dropped_tokens"] == 1 / 4 and figures["moe/tokens_per_expert"] == [3, 3]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_moe.kernels import reference
-from megatron_moe.moe.permute import expert_of_rows, index_rows
+from megatron_moe.moe.token_dispatcher.permute import expert_of_rows, index_rows
+from tests.helpers.tolerances import EXACT
 from tests.moe.routings import dense, sparse
-from tests.tolerances import EXACT
 
 KERNELS = reference.bundle()
 IDS = [[2, 0], [2, -1], [-1, -1], [0, 2]]

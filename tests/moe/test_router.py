@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.logs.tally import Tally
+from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import CapacitySpec
+from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
-from tests.tolerances import EXACT, FP64_REF
 
 ALL_LOSSES = {
     "balancing": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
@@ -177,7 +177,7 @@ def test_negative_forced_bias_is_one_for_the_whole_run():
     ("capacity", "fields"),
     [
         (None, {}),
-        (CapacitySpec(factor=0.5), {"score_function": "sigmoid", "expert_bias": True}),
+        (CapacityConfig(factor=0.5), {"score_function": "sigmoid", "expert_bias": True}),
         (None, {"balancing": ("sinkhorn",)}),
         (None, {"balancing": ("quantile_balancing",)}),
     ],
@@ -199,9 +199,9 @@ def test_given_ids_replay_a_routing(capacity, fields):
 
 def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss():
     router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
-    hidden, tally = make_hidden(), Tally()
-    routing = router(hidden, make_meta(hidden, tally=tally, training=False))
-    assert not tally.entries
+    hidden, metrics = make_hidden(), MetricAccumulator()
+    routing = router(hidden, make_meta(hidden, metrics=metrics, training=False))
+    assert not metrics.entries
     assert router.tokens_since_update.sum() == 0 and router.global_counts.sum() == 0
     (routing.probs_TK * 0).sum().backward()
     assert router.weight.grad.abs().max() == 0
@@ -212,12 +212,12 @@ def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
     other microbatches pass between the two, and the depths of a repeated layer come back in reverse."""
     fields = {"score_function": "sigmoid", "expert_bias": True, **ALL_LOSSES}
     once, twice, hidden = make_router(**fields), make_router(**fields), make_hidden()
-    tallies, microbatches = (Tally(), Tally()), [make_hidden(seed=seed) for seed in range(3)]
+    tallies, microbatches = (MetricAccumulator(), MetricAccumulator()), [make_hidden(seed=seed) for seed in range(3)]
     for microbatch in microbatches:
-        _objective(once, microbatch, make_meta(hidden, tally=tallies[0]))
+        _objective(once, microbatch, make_meta(hidden, metrics=tallies[0]))
     metas = [make_meta(hidden, random_key=(number,)) for number in range(3)]
     with torch.no_grad():
-        firsts = [twice(x, replace(meta, tally=tallies[1])) for x, meta in zip(microbatches, metas, strict=True)]
+        firsts = [twice(x, replace(meta, metrics=tallies[1])) for x, meta in zip(microbatches, metas, strict=True)]
     for number in (2, 0, 1):
         second = _objective(twice, microbatches[number], metas[number])
         EXACT.check(second.ids_TK, firsts[number].ids_TK, "choices")
@@ -225,7 +225,7 @@ def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
     assert once.tokens_since_update.sum() > 0, "the counters of the test's own model"
     EXACT.check(twice.tokens_since_update, once.tokens_since_update, "load for the bias")
     EXACT.check(twice.global_counts, once.global_counts, "counts for the global loss")
-    plain, recomputed = (tally.cut().entries for tally in tallies)
+    plain, recomputed = (metrics.cut().entries for metrics in tallies)
     assert plain.keys() == recomputed.keys()
     for key, entry in plain.items():
         EXACT.check(recomputed[key].value, entry.value, f"{key}")
@@ -242,11 +242,11 @@ def test_the_choice_is_the_same_without_gradients_in_training(balancing):
 
 def test_training_counts_and_records():
     router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
-    hidden, tally = make_hidden(), Tally()
-    routing = router(hidden, make_meta(hidden, tally=tally))
+    hidden, metrics = make_hidden(), MetricAccumulator()
+    routing = router(hidden, make_meta(hidden, metrics=metrics))
     EXACT.check(router.tokens_since_update, routing.counts_E, "counts")
     assert {"load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"} <= {
-        name for name, layer in tally.entries if layer == 3
+        name for name, layer in metrics.entries if layer == 3
     }
 
 
@@ -271,15 +271,15 @@ def test_appended_padding_changes_nothing(fields):
     """Four sequences of five tokens; then the same with three more positions and a fifth sequence, all padding."""
     router, padded_router = make_router(**fields), make_router(**fields)
     hidden = make_hidden(5, 4)
-    tally, padded_tally = Tally(), Tally()
-    routing = _objective(router, hidden, make_meta(hidden, tally=tally))
+    metrics, padded_tally = MetricAccumulator(), MetricAccumulator()
+    routing = _objective(router, hidden, make_meta(hidden, metrics=metrics))
 
     padded = torch.full((8, 5, 4), 3.0, dtype=torch.float64)
     padded[:5, :4] = hidden.detach()
     padded.requires_grad_()
     valid = torch.zeros(5, 8, dtype=torch.bool)
     valid[:4, :5] = True
-    meta = make_meta(padded, tally=padded_tally, valid_BS=valid)
+    meta = make_meta(padded, metrics=padded_tally, valid_BS=valid)
     padded_routing = padded_router(padded, meta)
     real_T = valid.t().reshape(-1)
     push = torch.arange(1, routing.probs_TK.numel() + 1, dtype=torch.float64).view_as(routing.probs_TK)
@@ -292,7 +292,7 @@ def test_appended_padding_changes_nothing(fields):
     FP64_REF.check(padded_router.weight.grad, router.weight.grad, "gate gradient")
     FP64_REF.check(padded.grad[:5, :4], hidden.grad, "input gradient")
     assert padded.grad[5:].abs().max() == 0 and padded.grad[:, 4].abs().max() == 0
-    for key, entry in tally.entries.items():
+    for key, entry in metrics.entries.items():
         FP64_REF.check(padded_tally.entries[key].value, entry.value, str(key))
     for name, buffer in router.named_buffers():
         FP64_REF.check(dict(padded_router.named_buffers())[name], buffer, name)
@@ -300,15 +300,15 @@ def test_appended_padding_changes_nothing(fields):
 
 def test_a_microbatch_of_padding_alone_is_finite_and_counts_nothing():
     for fields in (ALL_LOSSES, {"balancing": ("sinkhorn",)}, {"balancing": ("quantile_balancing",)}):
-        router, hidden, tally = make_router(**fields), make_hidden(), Tally()
-        meta = make_meta(hidden, tally=tally, valid_BS=torch.zeros(2, 5, dtype=torch.bool))
+        router, hidden, metrics = make_router(**fields), make_hidden(), MetricAccumulator()
+        meta = make_meta(hidden, metrics=metrics, valid_BS=torch.zeros(2, 5, dtype=torch.bool))
         _objective(router, hidden, meta)
         assert router.weight.grad.abs().max() == 0
-        assert all(torch.isfinite(entry.value).all() for entry in tally.entries.values())
+        assert all(torch.isfinite(entry.value).all() for entry in metrics.entries.values())
 
 
 def test_contradictory_specs_are_refused():
-    spec = make_router().spec
+    config = make_router().config
     wrong = [
         {"expert_bias": True},
         {"balancing": ("sinkhorn", "aux_loss"), "aux_loss_coeffs": (0.0, 0.1)},
@@ -319,7 +319,7 @@ def test_contradictory_specs_are_refused():
     ]
     for fields in wrong:
         with pytest.raises(AssertionError):
-            make_router(**{**vars(replace(spec)), **fields})
+            make_router(**{**vars(replace(config)), **fields})
 
 
 def _bf16() -> ParallelContext:

@@ -6,39 +6,51 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
-from megatron_moe.optim import sharded
-from megatron_moe.optim.adamw import Optimizer
-from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.clip import clip_coefficient, gradient_norms
-from megatron_moe.optim.finish import finish_gradients
-from megatron_moe.parallel.collectives import Pending, part_of, start_all_gather_
-from megatron_moe.parallel.context import Group, ParallelContext
+from megatron_moe.optim import param_gather
+from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.collectives import (
+    PendingCollective,
+    part_of,
+    start_all_gather_,
+)
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import named_parameters, new_parameter
-from megatron_moe.specs.model import ModelSpec, MTPSpec
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.params import ParamMeta
-from tests.optim_parameters import FP64
-from tests.ranks import on_threads
-from tests.tiny_models import layer_spec, microbatch, mla_spec, model_spec, moe_spec
-from tests.tolerances import EXACT
+from tests.helpers.optim_parameters import FP64
+from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import (
+    layer_config,
+    microbatch,
+    mla_config,
+    model_config,
+    moe_config,
+)
+from tests.helpers.tolerances import EXACT
 
-DENSE, MOE = layer_spec(), layer_spec(feed_forward=moe_spec())
-GATED = replace(moe_spec().shared, gate=True)
+DENSE, MOE = layer_config(), layer_config(feed_forward=moe_config())
+GATED = replace(moe_config().shared, gate=True)
 MODELS = {
-    "dense": model_spec(DENSE, DENSE),
-    "tied": model_spec(DENSE, MOE, tied_embeddings=True),
-    "mla-moe": model_spec(layer_spec(mla_spec()), layer_spec(mla_spec(), replace(moe_spec(), dispatcher="alltoall"))),
-    "gated-shared": model_spec(DENSE, layer_spec(feed_forward=replace(moe_spec(), shared=GATED))),
-    "mtp": model_spec(DENSE, MOE, mtp=MTPSpec(num_layers=2), tied_embeddings=True),
+    "dense": model_config(DENSE, DENSE),
+    "tied": model_config(DENSE, MOE, tied_embeddings=True),
+    "mla-moe": model_config(
+        layer_config(mla_config()), layer_config(mla_config(), replace(moe_config(), dispatcher="alltoall"))
+    ),
+    "gated-shared": model_config(DENSE, layer_config(feed_forward=replace(moe_config(), shared=GATED))),
+    "mtp": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
 }
-ZERO = DataParallelSpec(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=200)
+ZERO = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=200)
 OVERLAPPED = replace(ZERO, overlap_param_gather=True)
 
 
-def gather_when_waited_for(flat: Tensor, group: Group) -> Pending:
+def gather_when_waited_for(flat: Tensor, group: ProcessGroup) -> PendingCollective:
     """A gather as slow as can be: it happens when it is waited for. Until then the weights are stale, and wild."""
     mine = part_of(flat, group).clone()
     flat.fill_(torch.nan)
@@ -47,14 +59,14 @@ def gather_when_waited_for(flat: Tensor, group: Group) -> Pending:
         part_of(flat, group).copy_(mine)
         start_all_gather_(flat, group).wait()
 
-    return Pending(None, gather)
+    return PendingCollective(None, gather)
 
 
 def train(
-    spec: ModelSpec, context: ParallelContext, data_parallel: DataParallelSpec, *, in_forward: bool = False
+    config: ModelConfig, context: ParallelContext, data_parallel: DataParallelConfig, *, in_forward: bool = False
 ) -> dict[str, Tensor]:
-    model = GPT(spec, context, reference.bundle())
-    init_parameters(model, 7, spec.init)
+    model = GPT(config, context, reference.bundle())
+    init_parameters(model, 7, config.init)
     buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=data_parallel)
     optimizer = Optimizer(buffers, FP64)
     if in_forward:
@@ -66,11 +78,11 @@ def train(
         buffers.begin_step(2)
         for index in range(2):
             batch = microbatch(seed=100 * step + 10 * index + context.rank, training=True)
-            scalar, _ = objective(model(batch), batch, mtp=spec.mtp, per_token=False)
+            scalar, _ = objective(model(batch), batch, mtp=config.mtp, per_token=False)
             scalar.backward()
             buffers.collect()
             losses.append(scalar.detach())
-        finish_gradients(buffers, context)
+        finish_grads(buffers, context)
         scale = clip_coefficient(gradient_norms(buffers, context)["all"], 1.0)
         optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=scale, proceed=torch.ones((), dtype=torch.bool))
     return {**model.state_dict(), "losses": torch.stack(losses)}
@@ -78,16 +90,16 @@ def train(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_is_waited_for_before_it_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = ParallelSpec(world_size=2, ep=2 if "moe" in name else 1)
+    ranks = ParallelConfig(world_size=2, ep=2 if "moe" in name else 1)
     expected = on_threads(ranks, lambda context: train(MODELS[name], context, ZERO))
-    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
     found = on_threads(ranks, lambda context: train(MODELS[name], context, OVERLAPPED))
     for rank in range(2):
         EXACT.check_all(found[rank], expected[rank], f"rank {rank}")
 
 
 def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
 
     def missing(context: ParallelContext) -> list[int]:
         model = GPT(MODELS["dense"], context, reference.bundle())
@@ -111,7 +123,7 @@ def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch
         optimizer.finish_gather()
         return counts
 
-    for counts in on_threads(ParallelSpec(world_size=2), missing):
+    for counts in on_threads(ParallelConfig(world_size=2), missing):
         assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4] == 0, f"weights on the way: {counts}"
 
 
@@ -125,13 +137,13 @@ def test_where_nothing_travels_no_module_has_a_hook() -> None:
         return sum(len(module._forward_pre_hooks) for module in model.modules())
 
     assert hooks(ParallelContext.single(dtype=torch.float64)) == 0
-    assert all(on_threads(ParallelSpec(world_size=2), hooks))
+    assert all(on_threads(ParallelConfig(world_size=2), hooks))
 
 
 def test_a_state_dict_waits_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
     for rank, state in enumerate(
-        on_threads(ParallelSpec(world_size=2), lambda c: train(MODELS["tied"], c, OVERLAPPED))
+        on_threads(ParallelConfig(world_size=2), lambda c: train(MODELS["tied"], c, OVERLAPPED))
     ):
         assert all(tensor.isfinite().all() for tensor in state.values()), f"rank {rank} would save stale weights"
 
@@ -156,7 +168,7 @@ class LastStage(nn.Module):
 
 
 def test_an_embedding_that_another_module_reads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
 
     def out(context: ParallelContext) -> Tensor:
         model = LastStage(context)
@@ -169,5 +181,5 @@ def test_an_embedding_that_another_module_reads_is_waited_for(monkeypatch: pytes
         optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
         return model(torch.ones(8, dtype=torch.float64)).detach()
 
-    for found in on_threads(ParallelSpec(world_size=2), out):
+    for found in on_threads(ParallelConfig(world_size=2), out):
         EXACT.check(found, torch.full((8,), 16.0, dtype=torch.float64), "output of the tied head")

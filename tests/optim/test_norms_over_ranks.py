@@ -7,19 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.optim.clip import count_zeros
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.optim.clip_grads import count_zeros
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.pipeline.layout import parse_layout
-from megatron_moe.specs.pipeline.spec import PipelineSpec
-from tests import tiny
-from tests.optim_ranks import NUM_LAYERS, SPEC, make_optimizer, my_gradient, run_alone, step_with
-from tests.pipelines import make_trainer
-from tests.ranks import on_threads
-from tests.tolerances import EXACT, FP64_LAYOUT
+from megatron_moe.pipeline.layout import parse_layout
+from tests.helpers import tiny
+from tests.helpers.optim_ranks import (
+    NUM_LAYERS,
+    SPEC,
+    make_optimizer,
+    my_gradient,
+    run_alone,
+    step_with,
+)
+from tests.helpers.pipelines import make_trainer
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 
-def folds(world_size: int) -> Iterator[ParallelSpec]:
+def folds(world_size: int) -> Iterator[ParallelConfig]:
     """Every layout of the hand-made parameters: query groups divide among tp, layers among pp, experts among ep."""
     sizes = [size for size in (1, 2, 4, 8) if size <= world_size]
     for pp in sizes:
@@ -27,25 +34,25 @@ def folds(world_size: int) -> Iterator[ParallelSpec]:
         for tp in (size for size in sizes if size <= 4 and ranks % size == 0 and pp <= NUM_LAYERS):
             for etp in (size for size in sizes if size <= 4 and ranks % size == 0):
                 for ep in (size for size in sizes if ranks % (size * etp) == 0):
-                    yield ParallelSpec(world_size=world_size, tp=tp, pp=pp, ep=ep, etp=etp)
+                    yield ParallelConfig(world_size=world_size, tp=tp, pp=pp, ep=ep, etp=etp)
 
 
-def name_of(spec: ParallelSpec) -> str:
-    return f"pp{spec.pp}-tp{spec.tp}-etp{spec.etp}-ep{spec.ep}"
+def name_of(config: ParallelConfig) -> str:
+    return f"pp{config.pp}-tp{config.tp}-etp{config.etp}-ep{config.ep}"
 
 
-FOLDS = {world_size: {name_of(spec): spec for spec in folds(world_size)} for world_size in (4, 8)}
+FOLDS = {world_size: {name_of(config): config for config in folds(world_size)} for world_size in (4, 8)}
 
 
 def measured(context: ParallelContext, sharded: bool) -> dict[str, Tensor]:
-    optimizer = make_optimizer(context, DataParallelSpec(sharded_optimizer=sharded, bucket_size=100))
+    optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=sharded, bucket_size=100))
     slots = tuple(optimizer.buffers.slots)
     norms = step_with(optimizer, {s.name: my_gradient(s.name, 0, s.parameter, context) for s in slots})
     return {**norms, "zeros": count_zeros(optimizer.buffers), "weights": optimizer.params_norm()}
 
 
-def expected(spec: ParallelSpec) -> dict[str, Tensor]:
-    alone = run_alone(spec, num_steps=1)
+def expected(config: ParallelConfig) -> dict[str, Tensor]:
+    alone = run_alone(config, num_steps=1)
     return {
         **alone.norms[0],
         "zeros": count_zeros(alone.optimizer.buffers),
@@ -53,48 +60,48 @@ def expected(spec: ParallelSpec) -> dict[str, Tensor]:
     }
 
 
-def check(spec: ParallelSpec, sharded: bool) -> None:
-    oracle = expected(spec)
+def check(config: ParallelConfig, sharded: bool) -> None:
+    oracle = expected(config)
     assert oracle["all"] > SPEC.clip_grad and oracle["zeros"] > 0
-    for rank, found in enumerate(on_threads(spec, lambda context: measured(context, sharded))):
+    for rank, found in enumerate(on_threads(config, lambda context: measured(context, sharded))):
         EXACT.check(found.pop("zeros"), oracle["zeros"], f"zeros on rank {rank}")
         FP64_LAYOUT.check_all(found, {part: oracle[part] for part in found}, f"norms on rank {rank}")
 
 
-@pytest.mark.parametrize("spec", FOLDS[4].values(), ids=FOLDS[4])
-def test_norms_in_every_fold_of_four_ranks_are_those_of_one(spec: ParallelSpec) -> None:
+@pytest.mark.parametrize("config", FOLDS[4].values(), ids=FOLDS[4])
+def test_norms_in_every_fold_of_four_ranks_are_those_of_one(config: ParallelConfig) -> None:
     for sharded in (False, True):
-        check(spec, sharded)
+        check(config, sharded)
 
 
-@pytest.mark.parametrize("spec", FOLDS[8].values(), ids=FOLDS[8])
-def test_norms_in_every_fold_of_eight_ranks_are_those_of_one(spec: ParallelSpec) -> None:
-    check(spec, sharded=True)
+@pytest.mark.parametrize("config", FOLDS[8].values(), ids=FOLDS[8])
+def test_norms_in_every_fold_of_eight_ranks_are_those_of_one(config: ParallelConfig) -> None:
+    check(config, sharded=True)
 
 
 def test_a_bad_element_on_any_rank_makes_the_norm_not_finite_on_all() -> None:
     def norm(context: ParallelContext, bad_rank: int) -> Tensor:
-        optimizer = make_optimizer(context, DataParallelSpec(sharded_optimizer=True))
+        optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=True))
         gradients = {s.name: my_gradient(s.name, 0, s.parameter, context) for s in optimizer.buffers.slots}
         if context.rank == bad_rank:
             next(iter(gradients.values())).view(-1)[-1] = torch.nan
         return step_with(optimizer, gradients, proceed=False)["all"]
 
     for bad_rank in range(4):
-        for found in on_threads(ParallelSpec(world_size=4, pp=2, ep=2), lambda context, b=bad_rank: norm(context, b)):
+        for found in on_threads(ParallelConfig(world_size=4, pp=2, ep=2), lambda context, b=bad_rank: norm(context, b)):
             assert torch.isnan(found), f"{found} with a bad element on rank {bad_rank}"
 
 
 def test_a_stage_without_layers_counts_nothing() -> None:
     layout = parse_layout("Et||tt|L", pp=4, num_layers=3, num_mtp=None)
-    parallel = ParallelSpec(world_size=4, pp=4, embedding_ranks=(0,))
-    plan = tiny.plan(parallel=parallel, pipeline=PipelineSpec(layout=layout))
+    parallel = ParallelConfig(world_size=4, pp=4, embedding_ranks=(0,))
+    plan = tiny.plan(parallel=parallel, pipeline=PipelineConfig(layout=layout))
 
     def measured(context: ParallelContext) -> tuple[bool, Tensor]:
         optimizer = make_trainer(plan, context).optimizer
         return bool(optimizer.states), optimizer.params_norm()
 
-    alone = replace(plan, parallel=ParallelSpec(), pipeline=PipelineSpec())
+    alone = replace(plan, parallel=ParallelConfig(), pipeline=PipelineConfig())
     expected = make_trainer(alone, ParallelContext.single()).optimizer.params_norm()
     found = on_threads(parallel, measured)
     assert [holds for holds, _ in found] == [True, False, True, True]

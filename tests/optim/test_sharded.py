@@ -3,81 +3,91 @@
 import pytest
 import torch
 
-from megatron_moe.optim.clip import gradient_norms
-from megatron_moe.optim.finish import finish_gradients
-from megatron_moe.optim.ownership import check_ownership
+from megatron_moe.config.exit_codes import RunError
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.optim.clip_grads import gradient_norms
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.ownership import check_coverage
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part
-from megatron_moe.specs.exitcodes import RunError
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from tests.optim_parameters import BF16
-from tests.optim_ranks import ELEMENTS, KINDS, Run, joined, make_optimizer, run, run_alone, step_with, total_gradient
-from tests.ranks import on_threads
-from tests.tolerances import EXACT, FP64_LAYOUT
+from tests.helpers.optim_parameters import BF16
+from tests.helpers.optim_ranks import (
+    ELEMENTS,
+    KINDS,
+    Run,
+    joined,
+    make_optimizer,
+    run,
+    run_alone,
+    step_with,
+    total_gradient,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
-ZERO = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
+ZERO = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
 LAYOUTS = {
-    "dp2": ParallelSpec(world_size=2),
-    "dp3": ParallelSpec(world_size=3),
-    "dp4": ParallelSpec(world_size=4),
-    "dp2-cp2": ParallelSpec(world_size=4, cp=2),
-    "dp4-ep2": ParallelSpec(world_size=4, ep=2),
-    "dp4-ep4": ParallelSpec(world_size=4, ep=4),
-    "dp2-tp2-ep2": ParallelSpec(world_size=4, tp=2, ep=2),
-    "dp2-tp2-etp2": ParallelSpec(world_size=4, tp=2, etp=2),
-    "dp2-pp2": ParallelSpec(world_size=4, pp=2),
-    "dp2-pp2-tp2-ep4": ParallelSpec(world_size=8, pp=2, tp=2, ep=4),
-    "dp2-cp2-tp2-ep2-etp2": ParallelSpec(world_size=8, cp=2, tp=2, ep=2, etp=2),
+    "dp2": ParallelConfig(world_size=2),
+    "dp3": ParallelConfig(world_size=3),
+    "dp4": ParallelConfig(world_size=4),
+    "dp2-cp2": ParallelConfig(world_size=4, cp=2),
+    "dp4-ep2": ParallelConfig(world_size=4, ep=2),
+    "dp4-ep4": ParallelConfig(world_size=4, ep=4),
+    "dp2-tp2-ep2": ParallelConfig(world_size=4, tp=2, ep=2),
+    "dp2-tp2-etp2": ParallelConfig(world_size=4, tp=2, etp=2),
+    "dp2-pp2": ParallelConfig(world_size=4, pp=2),
+    "dp2-pp2-tp2-ep4": ParallelConfig(world_size=8, pp=2, tp=2, ep=4),
+    "dp2-cp2-tp2-ep2-etp2": ParallelConfig(world_size=8, cp=2, tp=2, ep=2, etp=2),
 }
-EXACT_LAYOUTS = {name: spec for name, spec in LAYOUTS.items() if name != "dp3"}
+EXACT_LAYOUTS = {name: config for name, config in LAYOUTS.items() if name != "dp3"}
 
 
-def on_ranks(spec: ParallelSpec, data_parallel: DataParallelSpec, **settings: object) -> list[Run]:
-    return on_threads(spec, lambda context: run(context, data_parallel, **settings))
+def on_ranks(config: ParallelConfig, data_parallel: DataParallelConfig, **settings: object) -> list[Run]:
+    return on_threads(config, lambda context: run(context, data_parallel, **settings))
 
 
-@pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-def test_five_sharded_steps_give_the_weights_and_norms_of_one_rank(spec: ParallelSpec) -> None:
-    alone, runs = run_alone(spec), on_ranks(spec, ZERO)
+@pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
+def test_five_sharded_steps_give_the_weights_and_norms_of_one_rank(config: ParallelConfig) -> None:
+    alone, runs = run_alone(config), on_ranks(config, ZERO)
     FP64_LAYOUT.check_all(joined(runs), joined([alone]), "weights")
     for rank, each in enumerate(runs):
         for step, norms in enumerate(each.norms):
             FP64_LAYOUT.check_all(norms, alone.norms[step], f"norms of step {step} on rank {rank}")
 
 
-@pytest.mark.parametrize("spec", EXACT_LAYOUTS.values(), ids=EXACT_LAYOUTS)
-def test_sharding_changes_no_bit(spec: ParallelSpec) -> None:
-    plain, sharded = on_ranks(spec, DataParallelSpec(bucket_size=100)), on_ranks(spec, ZERO)
+@pytest.mark.parametrize("config", EXACT_LAYOUTS.values(), ids=EXACT_LAYOUTS)
+def test_sharding_changes_no_bit(config: ParallelConfig) -> None:
+    plain, sharded = on_ranks(config, DataParallelConfig(bucket_size=100)), on_ranks(config, ZERO)
     EXACT.check_all(joined(sharded), joined(plain), "weights")
     EXACT.check_all(sharded[-1].norms[-1], plain[-1].norms[-1], "norms of the last step")
 
 
 @pytest.mark.parametrize("bucket_size", [1, 500, None])
 def test_the_size_of_buckets_changes_no_bit(bucket_size: int | None) -> None:
-    spec = LAYOUTS["dp4-ep2"]
+    config = LAYOUTS["dp4-ep2"]
     for pad in (False, True):
-        other = DataParallelSpec(sharded_optimizer=True, bucket_size=bucket_size, pad_buckets=pad)
-        EXACT.check_all(joined(on_ranks(spec, other)), joined(on_ranks(spec, ZERO)), "weights")
+        other = DataParallelConfig(sharded_optimizer=True, bucket_size=bucket_size, pad_buckets=pad)
+        EXACT.check_all(joined(on_ranks(config, other)), joined(on_ranks(config, ZERO)), "weights")
 
 
 def test_the_mean_may_be_taken_in_the_collective() -> None:
     for name in ("dp3", "dp4-ep2", "dp2-tp2-ep2"):
         for sharded in (False, True):
-            spec = DataParallelSpec(sharded_optimizer=sharded, average_in_collective=True)
-            found = joined(on_ranks(LAYOUTS[name], spec))
+            config = DataParallelConfig(sharded_optimizer=sharded, average_in_collective=True)
+            found = joined(on_ranks(LAYOUTS[name], config))
             FP64_LAYOUT.check_all(found, joined([run_alone(LAYOUTS[name])]), f"weights of {name}")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sharded: bool) -> None:
     """Expert parallel ranks too: edp is 2 here, but the tokens of all four ranks count."""
-    spec, num_tokens = ParallelSpec(world_size=4, ep=2), (5, 0, 12, 1)
+    config, num_tokens = ParallelConfig(world_size=4, ep=2), (5, 0, 12, 1)
 
     def summed(name: str, rank: int) -> torch.Tensor:
-        return num_tokens[rank] * total_gradient(name, rank, ParallelSpec())
+        return num_tokens[rank] * total_gradient(name, rank, ParallelConfig())
 
     def steps(context: ParallelContext) -> Run:
-        optimizer = make_optimizer(context, DataParallelSpec(sharded_optimizer=sharded, bucket_size=100))
+        optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=sharded, bucket_size=100))
         buffers = optimizer.buffers
         buffers.begin_step(1)
         for slot in buffers.slots:
@@ -86,7 +96,7 @@ def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sha
                     summed(slot.name, context.rank), slot.parameter.boxes, slot.parameter.meta
                 )
         buffers.collect()
-        finish_gradients(buffers, context, token_count=torch.tensor(sum(num_tokens), dtype=torch.float64))
+        finish_grads(buffers, context, token_count=torch.tensor(sum(num_tokens), dtype=torch.float64))
         norms = gradient_norms(buffers, context)
         one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
         optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
@@ -102,29 +112,31 @@ def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sha
         return total / sum(num_tokens)
 
     means = {name: mean(name) for name in KINDS}
-    alone = make_optimizer(ParallelContext.single(), DataParallelSpec())
+    alone = make_optimizer(ParallelContext.single(), DataParallelConfig())
     norms = step_with(alone, means, clip=0.0)
-    found = on_threads(spec, steps)
+    found = on_threads(config, steps)
     FP64_LAYOUT.check_all(found[0].norms[0], norms, "norms")
     weights = {slot.name: slot.parameter.data for slot in alone.buffers.slots}
     FP64_LAYOUT.check_all(joined(found), weights, "weights")
 
 
 def test_each_rank_keeps_state_of_its_shards_alone() -> None:
-    def sizes(context: ParallelContext, data_parallel: DataParallelSpec) -> tuple[int, int]:
+    def sizes(context: ParallelContext, data_parallel: DataParallelConfig) -> tuple[int, int]:
         optimizer = make_optimizer(context, data_parallel)
         buffers = optimizer.buffers.buffers
         return sum(state.size for state in optimizer.states), sum(b.layout.size for b in buffers)
 
-    spec = ParallelSpec(world_size=4)
-    assert all(state * 4 == size for state, size in on_threads(spec, lambda context: sizes(context, ZERO)))
-    assert all(state == size for state, size in on_threads(spec, lambda context: sizes(context, DataParallelSpec())))
+    config = ParallelConfig(world_size=4)
+    assert all(state * 4 == size for state, size in on_threads(config, lambda context: sizes(context, ZERO)))
+    assert all(
+        state == size for state, size in on_threads(config, lambda context: sizes(context, DataParallelConfig()))
+    )
 
 
 def test_low_precision_weights_are_the_rounded_weights_of_masters_on_all_ranks() -> None:
-    spec = ParallelSpec(world_size=4, ep=2)
-    sharded = on_threads(spec, lambda context: run(context, ZERO, precision=BF16), dtype=torch.bfloat16)
-    plain = on_threads(spec, lambda c: run(c, DataParallelSpec(), precision=BF16), dtype=torch.bfloat16)
+    config = ParallelConfig(world_size=4, ep=2)
+    sharded = on_threads(config, lambda context: run(context, ZERO, precision=BF16), dtype=torch.bfloat16)
+    plain = on_threads(config, lambda c: run(c, DataParallelConfig(), precision=BF16), dtype=torch.bfloat16)
     EXACT.check_all(joined(sharded), joined(plain), "weights")
     owned = {state.name for state in sharded[0].optimizer.named_state() if state.kind == "master"}
     assert owned, "a rank of bf16 weights keeps no master weights"
@@ -132,25 +144,25 @@ def test_low_precision_weights_are_the_rounded_weights_of_masters_on_all_ranks()
 
 def test_gradients_in_bf16_may_be_summed_in_fp32() -> None:
     def total(context: ParallelContext, fp32_sums: bool) -> dict[str, torch.Tensor]:
-        spec = DataParallelSpec(sharded_optimizer=True, fp32_sums=fp32_sums)
+        config = DataParallelConfig(sharded_optimizer=True, fp32_sums=fp32_sums)
         precision = BF16.__class__(params="bf16", grads="bf16", master="fp32")
-        optimizer = make_optimizer(context, spec, precision)
+        optimizer = make_optimizer(context, config, precision)
         # 256 + 1 + 1 + 1 in one order or another: bf16 has no 257
         value = 256.0 if context.rank == 0 else 1.0
         step_with(optimizer, {name: torch.full(shape, value) for name, (shape, _) in KINDS.items()})
         state = next(iter(optimizer.states))
         return state.grads[state.grads != 0]
 
-    spec = ParallelSpec(world_size=4)
+    config = ParallelConfig(world_size=4)
     for fp32_sums, expected in ((True, torch.tensor(259.0 / 4).bfloat16()), (False, torch.tensor(64.0).bfloat16())):
-        found = torch.cat(on_threads(spec, lambda c, f=fp32_sums: total(c, f), dtype=torch.bfloat16))
+        found = torch.cat(on_threads(config, lambda c, f=fp32_sums: total(c, f), dtype=torch.bfloat16))
         assert len(found) and (found == expected).all(), f"{found.unique()} with fp32 sums {fp32_sums}"
 
 
 def test_a_refused_step_keeps_every_bit_on_every_rank() -> None:
     def bits(context: ParallelContext, with_bad_step: bool) -> Run:
         optimizer = make_optimizer(context, ZERO)
-        gradients = {name: total_gradient(name, 0, ParallelSpec()) for name in KINDS}
+        gradients = {name: total_gradient(name, 0, ParallelConfig()) for name in KINDS}
         step_with(optimizer, gradients)
         if with_bad_step:
             wild = {name: torch.full_like(gradient, torch.nan) for name, gradient in gradients.items()}
@@ -159,27 +171,27 @@ def test_a_refused_step_keeps_every_bit_on_every_rank() -> None:
         EXACT.check(optimizer.step_count, torch.tensor(2), "step count")
         return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in optimizer.buffers.slots})
 
-    spec = ParallelSpec(world_size=2)
-    calm, shaken = (on_threads(spec, lambda context, bad=bad: bits(context, bad)) for bad in (False, True))
+    config = ParallelConfig(world_size=2)
+    calm, shaken = (on_threads(config, lambda context, bad=bad: bits(context, bad)) for bad in (False, True))
     EXACT.check_all(joined(shaken), joined(calm), "weights")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_ranks_together_own_every_element_once(spec: ParallelSpec, sharded: bool) -> None:
-    data_parallel = DataParallelSpec(sharded_optimizer=sharded, bucket_size=100)
-    on_threads(spec, lambda context: check_ownership(make_optimizer(context, data_parallel).buffers, ELEMENTS))
+@pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_ranks_together_own_every_element_once(config: ParallelConfig, sharded: bool) -> None:
+    data_parallel = DataParallelConfig(sharded_optimizer=sharded, bucket_size=100)
+    on_threads(config, lambda context: check_coverage(make_optimizer(context, data_parallel).buffers, ELEMENTS))
 
 
 def test_elements_that_nobody_or_two_own_are_refused_with_the_numbers() -> None:
     def check(context: ParallelContext, change: int) -> None:
         expected = {**ELEMENTS, "expert": ELEMENTS["expert"] + change}
-        check_ownership(make_optimizer(context, ZERO).buffers, expected)
+        check_coverage(make_optimizer(context, ZERO).buffers, expected)
 
     owned = f"{ELEMENTS['expert']:,}"
     for change in (-1, 1):
         with pytest.raises(RunError, match=f"own {owned} elements of the experts, the model has"):
-            on_threads(ParallelSpec(world_size=4, ep=2), lambda context, change=change: check(context, change))
+            on_threads(ParallelConfig(world_size=4, ep=2), lambda context, change=change: check(context, change))
 
 
 def test_weights_loaded_into_one_rank_reach_all_as_masters() -> None:
@@ -195,5 +207,5 @@ def test_weights_loaded_into_one_rank_reach_all_as_masters() -> None:
         optimizer.weights_from_masters()
         return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in optimizer.buffers.slots})
 
-    weights = joined(on_threads(ParallelSpec(world_size=4, ep=2), loaded, dtype=torch.bfloat16))
+    weights = joined(on_threads(ParallelConfig(world_size=4, ep=2), loaded, dtype=torch.bfloat16))
     assert all((weight == 5.0).all() for weight in weights.values())

@@ -7,23 +7,31 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import SavedTensor, tensor_key
-from megatron_moe.optim.adamw import Optimizer
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import sharded_dim
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.params import sharded_dim
-from megatron_moe.specs.precision import PrecisionSpec
-from megatron_moe.specs.train import CheckpointSpec
-from tests.optim_parameters import BF16, FP64
-from tests.optim_ranks import KINDS, joined, make_optimizer, run, run_alone, step_with, total_gradient
-from tests.optim_ranks import Run as RankRun
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
+from tests.helpers.optim_parameters import BF16, FP64
+from tests.helpers.optim_ranks import (
+    KINDS,
+    joined,
+    make_optimizer,
+    run,
+    run_alone,
+    step_with,
+    total_gradient,
+)
+from tests.helpers.optim_ranks import Run as RankRun
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 
-ZERO = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
-PLAIN = DataParallelSpec()
+ZERO = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
+PLAIN = DataParallelConfig()
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 
 
@@ -43,17 +51,19 @@ def tensors(optimizer: Optimizer) -> dict[str, SavedTensor]:
 
 
 def save(optimizer: Optimizer, folder: Path) -> None:
-    saver = Saver(folder, optimizer.buffers.context, say=lambda _: None)
+    saver = CheckpointSaver(folder, optimizer.buffers.context, say=lambda _: None)
     assert saver.save(1, tensors(optimizer), {}) is not None
     saver.close()
 
 
-def restored(context: ParallelContext, spec: DataParallelSpec, precision: PrecisionSpec, folder: Path) -> Optimizer:
-    optimizer = make_optimizer(context, spec, precision)
+def restored(
+    context: ParallelContext, config: DataParallelConfig, precision: PrecisionConfig, folder: Path
+) -> Optimizer:
+    optimizer = make_optimizer(context, config, precision)
     for buffer in optimizer.buffers.buffers:
         for _, weight in buffer.views(buffer.weights):
             weight.fill_(9.0)
-    source = find(CheckpointSpec(save=folder), context)
+    source = find(CheckpointConfig(save=folder), context)
     load(source, tensors(optimizer), context)
     optimizer.weights_from_masters()
     return optimizer
@@ -71,22 +81,22 @@ def all_state(optimizers: list[Optimizer]) -> dict[str, Tensor]:
 
 
 LAYOUTS = (
-    (ParallelSpec(world_size=2), ZERO),
-    (ParallelSpec(), PLAIN),
-    (ParallelSpec(world_size=4), ZERO),
-    (ParallelSpec(world_size=4, tp=2, ep=2), ZERO),
-    (ParallelSpec(world_size=8, tp=2, pp=2, ep=2, etp=2), ZERO),
-    (ParallelSpec(world_size=3), PLAIN),
+    (ParallelConfig(world_size=2), ZERO),
+    (ParallelConfig(), PLAIN),
+    (ParallelConfig(world_size=4), ZERO),
+    (ParallelConfig(world_size=4, tp=2, ep=2), ZERO),
+    (ParallelConfig(world_size=8, tp=2, pp=2, ep=2, etp=2), ZERO),
+    (ParallelConfig(world_size=3), PLAIN),
 )
 
 
 @pytest.mark.parametrize("precision", [FP64, BF16], ids=["fp64", "bf16"])
-def test_state_goes_from_layout_to_layout_without_changing_a_bit(precision: PrecisionSpec, tmp_path: Path) -> None:
+def test_state_goes_from_layout_to_layout_without_changing_a_bit(precision: PrecisionConfig, tmp_path: Path) -> None:
     dtype = DTYPES[precision.params]
-    first, spec = LAYOUTS[0]
+    first, config = LAYOUTS[0]
 
     def write(context: ParallelContext) -> Optimizer:
-        optimizer = run(context, spec, num_steps=2, precision=precision).optimizer
+        optimizer = run(context, config, num_steps=2, precision=precision).optimizer
         assert optimizer is not None
         save(optimizer, tmp_path / "0")
         return optimizer
@@ -96,7 +106,7 @@ def test_state_goes_from_layout_to_layout_without_changing_a_bit(precision: Prec
     for number, (layout, data_parallel) in enumerate(LAYOUTS[1:], start=1):
 
         def pass_on(
-            context: ParallelContext, data_parallel: DataParallelSpec = data_parallel, number: int = number
+            context: ParallelContext, data_parallel: DataParallelConfig = data_parallel, number: int = number
         ) -> Optimizer:
             optimizer = restored(context, data_parallel, precision, tmp_path / str(number - 1))
             save(optimizer, tmp_path / str(number))
@@ -106,7 +116,7 @@ def test_state_goes_from_layout_to_layout_without_changing_a_bit(precision: Prec
 
 
 def test_training_goes_on_under_another_layout_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    gradients = [{name: total_gradient(name, step, ParallelSpec()) for name in KINDS} for step in range(4)]
+    gradients = [{name: total_gradient(name, step, ParallelConfig()) for name in KINDS} for step in range(4)]
 
     def begin(context: ParallelContext) -> None:
         optimizer = make_optimizer(context, ZERO)
@@ -120,6 +130,6 @@ def test_training_goes_on_under_another_layout_as_if_nothing_had_happened(tmp_pa
             step_with(optimizer, gradients[step])
         return RankRun({s.name: (s.parameter.data.clone(), s.parameter) for s in optimizer.buffers.slots})
 
-    on_threads(ParallelSpec(world_size=2), begin)
-    found = joined(on_threads(ParallelSpec(world_size=4), go_on))
-    EXACT.check_all(found, joined([run_alone(ParallelSpec(), num_steps=4)]), "weights after four steps")
+    on_threads(ParallelConfig(world_size=2), begin)
+    found = joined(on_threads(ParallelConfig(world_size=4), go_on))
+    EXACT.check_all(found, joined([run_alone(ParallelConfig(), num_steps=4)]), "weights after four steps")

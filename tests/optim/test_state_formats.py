@@ -7,21 +7,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.bundle import Bundle
-from megatron_moe.kernels.choose import choose
-from megatron_moe.optim.adamw import Optimizer
-from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.clip import clip_coefficient, gradient_norms
+from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.precision import PrecisionSpec
-from megatron_moe.specs.run import KernelSpec
-from megatron_moe.specs.train import OptimizerSpec, StateOffloadSpec
-from tests import optim_ranks
+from tests.helpers import optim_ranks
+from tests.helpers.optim_parameters import (
+    BF16,
+    FP32,
+    FP64,
+    give,
+    make_gradients,
+    make_parameters,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 from tests.optim.test_sharded_state import restored, save
-from tests.optim_parameters import BF16, FP32, FP64, give, make_gradients, make_parameters
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
 
 REMAINDERS = replace(BF16, remainders=True)
 NARROW = {
@@ -30,13 +37,13 @@ NARROW = {
     "fp16 masters": replace(BF16, master="fp16", exp_avg="fp16", exp_avg_sq="fp16"),
 }
 AWAY = {
-    "host": StateOffloadSpec(fraction=1.0, host_steps=True),
-    "half on the host": StateOffloadSpec(fraction=0.5, host_steps=True, overlap=True),
-    "parked": StateOffloadSpec(fraction=1.0),
-    "half parked, in chunks": StateOffloadSpec(fraction=0.5, chunk_bytes=2048),
+    "host": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
+    "half on the host": OptimizerOffloadConfig(fraction=0.5, host_steps=True, overlap=True),
+    "parked": OptimizerOffloadConfig(fraction=1.0),
+    "half parked, in chunks": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=2048),
 }
-RESIDENT = StateOffloadSpec()
-SPEC = OptimizerSpec(beta1=0.9, beta2=0.95, eps=1e-6)
+RESIDENT = OptimizerOffloadConfig()
+SPEC = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-6)
 
 
 class Rig:
@@ -44,8 +51,8 @@ class Rig:
 
     def __init__(
         self,
-        precision: PrecisionSpec,
-        offload: StateOffloadSpec = RESIDENT,
+        precision: PrecisionConfig,
+        offload: OptimizerOffloadConfig = RESIDENT,
         backend: str = "reference",
         device: str = "cpu",
     ) -> None:
@@ -53,9 +60,9 @@ class Rig:
         self.parameters = make_parameters(dtype)
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
-        kernels: Bundle = choose(KernelSpec(backend=backend), torch.device(device), dtype)
-        context, spec = ParallelContext.single(device=device), replace(SPEC, offload=offload)
-        self.buffers = GradBuffers(self.parameters.items(), precision, context, kernels, optimizer=spec)
+        kernels: KernelSet = select_kernels(KernelConfig(backend=backend), torch.device(device), dtype)
+        context, config = ParallelContext.single(device=device), replace(SPEC, offload=offload)
+        self.buffers = GradBuffers(self.parameters.items(), precision, context, kernels, optimizer=config)
         self.optimizer = Optimizer(self.buffers, precision)
 
     def step(self, number: int, *, proceed: bool = True) -> None:
@@ -151,7 +158,7 @@ def test_state_goes_from_any_format_to_any_other() -> None:
 
 def test_the_fraction_says_how_many_elements_wait_on_the_host() -> None:
     for fraction in (0.25, 0.5, 1.0):
-        rig = Rig(BF16, StateOffloadSpec(fraction=fraction, host_steps=True))
+        rig = Rig(BF16, OptimizerOffloadConfig(fraction=fraction, host_steps=True))
         for buffer in rig.buffers.buffers:
             away = sum(s.size for s in rig.optimizer.states if s.buffer is buffer and s.home == "host")
             assert away == min(-(-int(fraction * buffer.layout.size) // 128) * 128, buffer.layout.size)
@@ -159,8 +166,8 @@ def test_the_fraction_says_how_many_elements_wait_on_the_host() -> None:
 
 
 def test_torchs_kernel_on_the_host_moves_weights_as_the_reference_does() -> None:
-    spec = replace(AWAY["host"], torch_kernel=True)
-    theirs, ours = Rig(FP32, spec).steps(1, 5).weights(), Rig(FP32).steps(1, 5).weights()
+    config = replace(AWAY["host"], torch_kernel=True)
+    theirs, ours = Rig(FP32, config).steps(1, 5).weights(), Rig(FP32).steps(1, 5).weights()
     for name, weight in ours.items():
         assert float((theirs[name] - weight).abs().max()) < 1e-6, name
 
@@ -168,20 +175,20 @@ def test_torchs_kernel_on_the_host_moves_weights_as_the_reference_does() -> None
 @pytest.mark.parametrize("away", [None, *AWAY])
 def test_shards_hold_the_same_state_as_one_rank(away: str | None) -> None:
     """ZeRO-1 on both grids, tensor and pipeline parallelism; sums of gradients are exact here."""
-    layout = ParallelSpec(world_size=8, tp=2, pp=2, ep=2)
-    spec = replace(optim_ranks.SPEC, offload=AWAY[away] if away else RESIDENT)
-    zero = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
+    layout = ParallelConfig(world_size=8, tp=2, pp=2, ep=2)
+    config = replace(optim_ranks.SPEC, offload=AWAY[away] if away else RESIDENT)
+    zero = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
 
-    def train(context: ParallelContext, precision: PrecisionSpec, optimizer: OptimizerSpec) -> optim_ranks.Run:
+    def train(context: ParallelContext, precision: PrecisionConfig, optimizer: OptimizerConfig) -> optim_ranks.Run:
         return optim_ranks.run(context, zero, precision=precision, optimizer=optimizer)
 
-    small = on_threads(layout, lambda c: train(c, REMAINDERS, spec), dtype=torch.bfloat16)
+    small = on_threads(layout, lambda c: train(c, REMAINDERS, config), dtype=torch.bfloat16)
     plain = on_threads(layout, lambda c: train(c, BF16, optim_ranks.SPEC), dtype=torch.bfloat16)
     EXACT.check_all(optim_ranks.joined(small), optim_ranks.joined(plain), "weights")
 
 
 def test_a_checkpoint_of_narrow_state_is_read_by_another_layout(tmp_path: Path) -> None:
-    zero = DataParallelSpec(sharded_optimizer=True, bucket_size=100)
+    zero = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
     precision = NARROW["bf16 moments"]
 
     def write(context: ParallelContext) -> optim_ranks.Run:
@@ -190,8 +197,8 @@ def test_a_checkpoint_of_narrow_state_is_read_by_another_layout(tmp_path: Path) 
         save(run.optimizer, tmp_path)
         return run
 
-    written = on_threads(ParallelSpec(world_size=4, ep=2), write, dtype=torch.bfloat16)
-    alone = restored(ParallelContext.single(dtype=torch.bfloat16), DataParallelSpec(), precision, tmp_path)
+    written = on_threads(ParallelConfig(world_size=4, ep=2), write, dtype=torch.bfloat16)
+    alone = restored(ParallelContext.single(dtype=torch.bfloat16), DataParallelConfig(), precision, tmp_path)
     weights = {slot.name: slot.parameter.data for slot in alone.buffers.slots}
     EXACT.check_all(weights, optim_ranks.joined(written), "weights")
     assert all(bool(each.data.any()) for each in alone.named_state())

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.collectives import (
-    Pending,
+    PendingCollective,
     all_gather_flat,
     all_reduce_,
     broadcast_,
@@ -16,10 +17,9 @@ from megatron_moe.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_,
 )
-from megatron_moe.parallel.context import Group, ParallelContext
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_processes, on_threads
-from tests.tolerances import EXACT
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from tests.helpers.ranks import on_processes, on_threads
+from tests.helpers.tolerances import EXACT
 
 SIZES = (1, 2, 3, 4)
 
@@ -50,7 +50,7 @@ def test_sums_and_means_arrive_in_place(size: int, mean: bool) -> None:
         return everywhere, part_of(scattered, group).clone(), part_of(wide, group).clone()
 
     expected = total(size) / (size if mean else 1)
-    for rank, (everywhere, part, wide) in enumerate(on_threads(ParallelSpec(world_size=size), reduced)):
+    for rank, (everywhere, part, wide) in enumerate(on_threads(ParallelConfig(world_size=size), reduced)):
         EXACT.check(everywhere, expected, f"all-reduce on rank {rank}")
         EXACT.check(part, expected.chunk(size)[rank], f"reduce-scatter on rank {rank}")
         EXACT.check(wide, expected.chunk(size)[rank].float(), f"reduce-scatter in fp32 on rank {rank}")
@@ -64,7 +64,7 @@ def test_buffers_without_elements_travel_too(size: int) -> None:
             start(flat, context.group("world")).wait()
         return [flat.numel() for flat in flats]
 
-    assert on_threads(ParallelSpec(world_size=size), rank) == [[0, 0, 0]] * size
+    assert on_threads(ParallelConfig(world_size=size), rank) == [[0, 0, 0]] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -77,7 +77,7 @@ def test_every_part_reaches_every_rank(size: int) -> None:
         return flat
 
     expected = torch.cat([given(rank, 1) for rank in range(size)])
-    for rank, flat in enumerate(on_threads(ParallelSpec(world_size=size), gathered)):
+    for rank, flat in enumerate(on_threads(ParallelConfig(world_size=size), gathered)):
         EXACT.check(flat, expected, f"rank {rank}")
 
 
@@ -99,7 +99,7 @@ def test_what_is_made_at_once_is_a_sum_a_bound_a_join_or_a_copy(size: int, lengt
         }
 
     stacked = torch.stack(parts)
-    for number, found in enumerate(on_threads(ParallelSpec(world_size=size), rank)):
+    for number, found in enumerate(on_threads(ParallelConfig(world_size=size), rank)):
         expected = {
             "sum": stacked.sum(0),
             "max": stacked.amax(0),
@@ -118,16 +118,16 @@ def test_what_is_summed_in_fp32_keeps_what_bf16_would_lose() -> None:
         start_reduce_scatter_(flat, context.group("world"), wide=wide).wait()
         return part_of(flat, context.group("world"))
 
-    spec = ParallelSpec(world_size=4)
-    assert all((part == 260.0).all() for part in on_threads(spec, lambda context: sums(context, True))), "259 rounded"
-    assert all((part == 256.0).all() for part in on_threads(spec, lambda context: sums(context, False)))
+    config = ParallelConfig(world_size=4)
+    assert all((part == 260.0).all() for part in on_threads(config, lambda context: sums(context, True))), "259 rounded"
+    assert all((part == 256.0).all() for part in on_threads(config, lambda context: sums(context, False)))
 
 
 def _under_gloo(context: ParallelContext) -> list[Tensor]:
     """Several at once, waited for in another order."""
-    group: Group = context.group("world")
+    group: ProcessGroup = context.group("world")
     flats = [given(context.rank, group.size) for _ in range(3)]
-    pending: list[Pending] = [start_reduce_scatter_(flat, group) for flat in flats]
+    pending: list[PendingCollective] = [start_reduce_scatter_(flat, group) for flat in flats]
     for each in reversed(pending):
         each.wait()
     gathers = [start_all_gather_(flat, group) for flat in flats]
@@ -137,6 +137,6 @@ def _under_gloo(context: ParallelContext) -> list[Tensor]:
 
 
 def test_gloo_processes_have_several_under_way_at_once() -> None:
-    for rank, flats in enumerate(on_processes(ParallelSpec(world_size=2), _under_gloo)):
+    for rank, flats in enumerate(on_processes(ParallelConfig(world_size=2), _under_gloo)):
         for flat in flats:
             EXACT.check(flat, total(2), f"reduced and gathered on rank {rank}")

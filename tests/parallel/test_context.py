@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.collectives import (
     all_gather_flat,
     all_reduce_,
@@ -10,8 +11,7 @@ from megatron_moe.parallel.collectives import (
     reduce_scatter_flat,
 )
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_threads
+from tests.helpers.ranks import on_threads
 
 
 def test_one_rank_needs_no_process_group():
@@ -32,7 +32,7 @@ def test_collectives_combine_over_the_data_parallel_group():
         first = broadcast_(mine.clone(), group, source=1)
         return [t.tolist() for t in (summed, largest, shard, full, first)]
 
-    results = on_threads(ParallelSpec(world_size=2), rank_main)
+    results = on_threads(ParallelConfig(world_size=2), rank_main)
     expected = [[10, 12, 14, 16], [10, 11, 12, 13], None, [0, 1, 10, 11], [10, 11, 12, 13]]
     for rank, result in enumerate(results):
         expected[2] = [[10, 12], [14, 16]][rank]
@@ -43,7 +43,7 @@ def test_groups_of_both_grids_are_built_on_every_rank():
     def rank_main(context):
         return {name: context.group(name).ranks for name in ("tp", "dp", "ep", "edp")}
 
-    results = on_threads(ParallelSpec(world_size=4, tp=2, ep=4), rank_main)
+    results = on_threads(ParallelConfig(world_size=4, tp=2, ep=4), rank_main)
     assert results[3] == {"tp": (2, 3), "dp": (1, 3), "ep": (0, 1, 2, 3), "edp": (3,)}
 
 
@@ -54,7 +54,7 @@ def test_an_error_on_one_rank_reaches_the_caller():
         all_reduce_(torch.ones(1), context.group("dp"))
 
     try:
-        on_threads(ParallelSpec(world_size=2), rank_main)
+        on_threads(ParallelConfig(world_size=2), rank_main)
     except Exception as error:
         assert "rank 1 is ill" in str(error)
     else:

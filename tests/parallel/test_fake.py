@@ -8,28 +8,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.pipeline.layout import StageSpec
-from tests import tiny, zoo
-from tests.tolerances import EXACT
+from megatron_moe.pipeline.layout import StageLayout
+from tests.helpers import tiny, zoo
+from tests.helpers.tolerances import EXACT
 
 KERNELS = reference.bundle()
 FOLDS = {
-    "wide experts": ParallelSpec(world_size=1024, pp=16, tp=2, ep=64, sequence_parallel=True),
-    "experts beyond data parallelism": ParallelSpec(
+    "wide experts": ParallelConfig(world_size=1024, pp=16, tp=2, ep=64, sequence_parallel=True),
+    "experts beyond data parallelism": ParallelConfig(
         world_size=1024, tp=4, cp=2, pp=4, ep=64, etp=2, sequence_parallel=True
     ),
-    "experts over eight times data parallelism": ParallelSpec(
+    "experts over eight times data parallelism": ParallelConfig(
         world_size=256, tp=4, cp=2, pp=4, ep=64, sequence_parallel=True
     ),
-    "pipeline before data": ParallelSpec(
+    "pipeline before data": ParallelConfig(
         world_size=1024, tp=8, pp=8, ep=8, sequence_parallel=True, order="tp-cp-ep-pp-dp"
     ),
 }
@@ -38,8 +38,8 @@ FOLDS = {
 class playing:
     """The context of one rank, for the length of a `with`."""
 
-    def __init__(self, spec: ParallelSpec, rank: int, **changes) -> None:
-        self._context = ParallelContext.fake(spec, rank, **changes)
+    def __init__(self, config: ParallelConfig, rank: int, **changes) -> None:
+        self._context = ParallelContext.fake(config, rank, **changes)
 
     def __enter__(self) -> ParallelContext:
         return self._context
@@ -48,26 +48,26 @@ class playing:
         self._context.stop()
 
 
-def groups_of(spec: ParallelSpec, rank: int) -> dict[str, tuple[tuple[int, ...], int]]:
+def groups_of(config: ParallelConfig, rank: int) -> dict[str, tuple[tuple[int, ...], int]]:
     """name -> (ranks, own index)."""
     names = ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp", "etp", "ep", "edp", "etp_ep", "world")
-    with playing(spec, rank) as context:
+    with playing(config, rank) as context:
         return {name: (context.group(name).ranks, context.group(name).rank) for name in names}
 
 
 @pytest.mark.parametrize("fold", FOLDS)
 def test_members_of_a_group_agree_on_it(fold):
-    spec = FOLDS[fold]
-    for rank in (0, spec.world_size // 2 + 5, spec.world_size - 1):
-        for name, (ranks, index) in groups_of(spec, rank).items():
+    config = FOLDS[fold]
+    for rank in (0, config.world_size // 2 + 5, config.world_size - 1):
+        for name, (ranks, index) in groups_of(config, rank).items():
             assert ranks[index] == rank
             for mate in {ranks[0], ranks[len(ranks) // 2], ranks[-1]} - {rank}:
-                theirs, place = groups_of(spec, mate)[name]
+                theirs, place = groups_of(config, mate)[name]
                 assert theirs == ranks and theirs[place] == mate, f"{name} of rank {rank} and of rank {mate}"
 
 
 def test_collectives_leave_local_tensors_as_they_are():
-    with playing(ParallelSpec(world_size=64, tp=8), 5, device="cpu") as context:
+    with playing(ParallelConfig(world_size=64, tp=8), 5, device="cpu") as context:
         group = context.group("tp")
         assert (group.size, group.rank) == (8, 5)
         EXACT.check(all_reduce_(torch.arange(3.0), group), [0.0, 1.0, 2.0])
@@ -75,51 +75,51 @@ def test_collectives_leave_local_tensors_as_they_are():
 
 
 def test_a_process_plays_one_rank_at_a_time_and_then_another():
-    spec = ParallelSpec(world_size=4, tp=2)
-    with playing(spec, 1):
+    config = ParallelConfig(world_size=4, tp=2)
+    with playing(config, 1):
         with pytest.raises(AssertionError, match="belongs to a process group already"):
-            ParallelContext.fake(spec, 2)
-    with playing(spec, 3) as context:
+            ParallelContext.fake(config, 2)
+    with playing(config, 3) as context:
         assert context.rank == 3
     assert not dist.is_initialized()
 
 
-def stage_of(spec: ModelSpec, context: ParallelContext) -> GPT:
+def stage_of(config: ModelConfig, context: ParallelContext) -> GPT:
     """The stage of this rank when layers are shared out evenly, the surplus to the first stages."""
     stage = context.group("pp")
-    share, surplus = divmod(len(spec.layers), stage.size)
+    share, surplus = divmod(len(config.layers), stage.size)
     start = stage.rank * share + min(stage.rank, surplus)
     layers = range(start, start + share + (stage.rank < surplus))
     last = stage.rank == stage.size - 1
-    chunk = StageSpec(
+    chunk = StageLayout(
         layers=tuple(layers),
         embedding=stage.rank == 0,
         final_norm=last,
-        num_mtp=spec.mtp.num_layers if spec.mtp and last else 0,
+        num_mtp=config.mtp.num_layers if config.mtp and last else 0,
         loss=last,
     )
-    return GPT(spec, context, KERNELS, chunks=[chunk])
+    return GPT(config, context, KERNELS, chunks=[chunk])
 
 
-def over_ranks(spec: ModelSpec) -> ModelSpec:
+def over_ranks(config: ModelConfig) -> ModelConfig:
     layers = [
         replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
-        for layer in spec.layers
+        for layer in config.layers
     ]
-    return replace(spec, layers=tuple(layers))
+    return replace(config, layers=tuple(layers))
 
 
-def deepseek_v3() -> ModelSpec:
-    return over_ranks(zoo.model_spec(next(row for row in zoo.zoo_rows() if str(row) == "DeepSeek-V3")))
+def deepseek_v3() -> ModelConfig:
+    return over_ranks(zoo.model_config(next(row for row in zoo.zoo_rows() if str(row) == "DeepSeek-V3")))
 
 
 def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
-    spec, fold = deepseek_v3(), FOLDS["wide experts"]
+    config, fold = deepseek_v3(), FOLDS["wide experts"]
     of_every_stage = range(0, 1024, 64)
     for rank in (*of_every_stage, 517, 1023):
         start = time.process_time()  # this process's own, whatever else the machine does
         with playing(fold, rank) as context:
-            parameters = list(stage_of(spec, context).parameters())
+            parameters = list(stage_of(config, context).parameters())
         seconds = time.process_time() - start
         assert seconds < 10, f"rank {rank} took {seconds:.1f} s"
         assert all(parameter.is_meta for parameter in parameters)
@@ -129,11 +129,11 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
 
 def test_a_model_is_built_where_expert_parallelism_exceeds_data_parallelism():
     """Kimi-K2's 384 experts over 64 ranks, of which attention makes TP 4, CP 2 and DP 8 in each of 4 stages."""
-    spec = over_ranks(zoo.model_spec(next(row for row in zoo.zoo_rows() if str(row) == "Kimi-K2")))
+    config = over_ranks(zoo.model_config(next(row for row in zoo.zoo_rows() if str(row) == "Kimi-K2")))
     fold = FOLDS["experts over eight times data parallelism"]
     for rank in (0, 133, 255):
         with playing(fold, rank) as context:
-            held = dict(stage_of(spec, context).named_parameters())
+            held = dict(stage_of(config, context).named_parameters())
         (experts, *_) = [each for name, each in held.items() if name.endswith("experts.linear_fc1.weight")]
         assert experts.shape[0] == 384 // 64, f"experts of rank {rank}"
 
@@ -149,22 +149,22 @@ def owned(parameter: Parameter, context: ParallelContext) -> bool:
     return all(context.group(name).rank == 0 for name in copies)
 
 
-def owned_over_world(model: ModelSpec, spec: ParallelSpec) -> Counter:
+def owned_over_world(model: ModelConfig, config: ParallelConfig) -> Counter:
     """Global name -> elements that some rank owns."""
     total: Counter = Counter()
-    for rank in range(spec.world_size):
-        with playing(spec, rank) as context:
+    for rank in range(config.world_size):
+        with playing(config, rank) as context:
             for name, parameter in stage_of(model, context).named_parameters():
                 total[name] += parameter.numel() * owned(parameter, context)
     return total
 
 
 TINY_FOLDS = {
-    "data": ParallelSpec(world_size=4),
-    "experts over data": ParallelSpec(world_size=8, ep=4),
-    "experts over everything": ParallelSpec(world_size=8, tp=2, cp=2, ep=8, sequence_parallel=True),
-    "experts cut": ParallelSpec(world_size=8, tp=2, ep=2, etp=2, sequence_parallel=True),
-    "stages": ParallelSpec(world_size=16, tp=2, pp=2, cp=2, ep=4, sequence_parallel=True),
+    "data": ParallelConfig(world_size=4),
+    "experts over data": ParallelConfig(world_size=8, ep=4),
+    "experts over everything": ParallelConfig(world_size=8, tp=2, cp=2, ep=8, sequence_parallel=True),
+    "experts cut": ParallelConfig(world_size=8, tp=2, ep=2, etp=2, sequence_parallel=True),
+    "stages": ParallelConfig(world_size=16, tp=2, pp=2, cp=2, ep=4, sequence_parallel=True),
 }
 
 
@@ -177,7 +177,7 @@ def test_owned_elements_over_the_world_are_those_of_the_model(fold):
 
 def test_owned_elements_of_deepseek_v3_over_the_world_are_its_published_size():
     model = replace(deepseek_v3(), mtp=None)
-    spec = ParallelSpec(world_size=64, pp=4, tp=2, ep=8, sequence_parallel=True)
-    total = sum(owned_over_world(model, spec).values())
+    config = ParallelConfig(world_size=64, pp=4, tp=2, ep=8, sequence_parallel=True)
+    total = sum(owned_over_world(model, config).values())
     assert total == count_parameters(model).total
     assert round(total / 1e9) == 671

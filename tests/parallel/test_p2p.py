@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.mailbox import Letter, Mailbox
 from megatron_moe.parallel.p2p import connect, edge_colour, ring
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_processes, on_threads
+from tests.helpers.ranks import on_processes, on_threads
 
 
 def pass_around(context):
@@ -30,7 +30,7 @@ def pass_around(context):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("run", [on_threads, on_processes])
 def test_every_edge_of_the_ring_delivers_both_kinds_in_order(run, size):
-    results = run(ParallelSpec(world_size=size, pp=size), pass_around)
+    results = run(ParallelConfig(world_size=size, pp=size), pass_around)
     for rank, received in enumerate(results):
         following, previous = 10.0 * ((rank + 1) % size), 10.0 * ((rank - 1) % size)
         assert received == [-following, -following - 1, previous, previous + 1]
@@ -44,7 +44,7 @@ def test_pipelines_beside_each_other_do_not_mix():
             return None
         return links.receive("activation", (1,), 0, "hello")().item()
 
-    assert on_threads(ParallelSpec(world_size=4, pp=2), main) == [None, None, 0.0, 1.0]
+    assert on_threads(ParallelConfig(world_size=4, pp=2), main) == [None, None, 0.0, 1.0]
 
 
 def test_a_message_out_of_order_is_noticed():
@@ -57,7 +57,7 @@ def test_a_message_out_of_order_is_noticed():
             links.receive("activation", (1,), 0, "F0")()
 
     with pytest.raises(AssertionError, match="F1 came where F0 was expected"):
-        on_threads(ParallelSpec(world_size=2, pp=2), main)
+        on_threads(ParallelConfig(world_size=2, pp=2), main)
 
 
 def test_a_message_that_nobody_reads_is_noticed():
@@ -66,7 +66,7 @@ def test_a_message_that_nobody_reads_is_noticed():
             connect(context).send("activation", torch.zeros(1), 1, "F0")
 
     with pytest.raises(AssertionError, match="never received.*F0"):
-        on_threads(ParallelSpec(world_size=2, pp=2), main)
+        on_threads(ParallelConfig(world_size=2, pp=2), main)
 
 
 def test_a_message_that_never_comes_does_not_hang():

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem
+from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import ExitCode, OtherRankProblem
-from megatron_moe.specs.parallel import Launch, ParallelSpec
-from megatron_moe.watch.peers import is_broken_connection
-from tests.ranks import free_port, on_processes
+from megatron_moe.resilience.peer_failure import is_broken_connection
+from tests.helpers.ranks import free_port, on_processes
 
 
 def refused(rank: int, port: int) -> OtherRankProblem:
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
     with pytest.raises(OtherRankProblem) as problem:
-        ParallelContext.start(ParallelSpec(world_size=2, timeout_minutes=0.02), launch, device="cpu")
+        ParallelContext.start(ParallelConfig(world_size=2, timeout_minutes=0.02), launch, device="cpu")
     assert problem.value.code == ExitCode.RENDEZVOUS
     return problem.value
 
@@ -66,7 +66,7 @@ def disagree(pooled: ParallelContext, port: int) -> str:
     rank = pooled.rank
     dist.destroy_process_group()
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
-    context = ParallelContext.start(ParallelSpec(world_size=2, debug_collectives=True), launch, device="cpu")
+    context = ParallelContext.start(ParallelConfig(world_size=2, debug_collectives=True), launch, device="cpu")
     dist.set_debug_level(dist.DebugLevel.OFF)
     group = context.group("dp")
     assert all_reduce_(torch.ones(3), group).tolist() == [2.0] * 3
@@ -78,7 +78,7 @@ def disagree(pooled: ParallelContext, port: int) -> str:
 
 def test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do() -> None:
     """Fault 34 with `--debug-collectives`."""
-    for rank, said in enumerate(on_processes(ParallelSpec(world_size=2), disagree, free_port())):
+    for rank, said in enumerate(on_processes(ParallelConfig(world_size=2), disagree, free_port())):
         own = rf"Rank {rank} is running collective: .*OpType=ALLREDUCE, TensorShape=\[{rank + 1}, 7\]"
         assert re.search(own, said), said
         assert not is_broken_connection(RuntimeError(said))
@@ -86,5 +86,5 @@ def test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_
 
 def test_waiting_can_be_limited_later() -> None:
     """P7, fault 30."""
-    said, _ = on_processes(ParallelSpec(world_size=2), wait_in_vain)
+    said, _ = on_processes(ParallelConfig(world_size=2), wait_in_vain)
     assert is_broken_connection(RuntimeError(said)) and "1000ms" in said

@@ -4,16 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.ring import Ring, gather_heads, pack, scatter_heads, unpack
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_processes, on_threads
-from tests.tiny_models import randn
-from tests.tolerances import EXACT
+from megatron_moe.parallel.context_parallel import (
+    Ring,
+    gather_heads,
+    pack,
+    scatter_heads,
+    unpack,
+)
+from tests.helpers.ranks import on_processes, on_threads
+from tests.helpers.tiny_models import randn
+from tests.helpers.tolerances import EXACT
 
 
-def cp(size: int) -> ParallelSpec:
-    return ParallelSpec(world_size=size, cp=size)
+def cp(size: int) -> ParallelConfig:
+    return ParallelConfig(world_size=size, cp=size)
 
 
 def go_round(ctx: ParallelContext) -> list[tuple[int, float, float]]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_moe.parallel import rng
-from tests.tiny_models import randn
-from tests.tolerances import EXACT
+from tests.helpers.tiny_models import randn
+from tests.helpers.tolerances import EXACT
 
 KEY = (3, "site")
 

@@ -9,8 +9,8 @@ from functools import cache, partial
 from math import prod
 from types import MappingProxyType
 
-from megatron_moe.specs.grid import FoldError, all_groups
-from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.parallel.grid import FoldError, all_groups
 
 LARGEST_WORLD = 8
 NUM_LAYERS, GLOBAL_BATCH, SEQ = 4, 8, 32
@@ -71,10 +71,10 @@ def num_ranks(cell: Cell) -> int | None:
     return prod(int(cell[axis]) for axis in axes) if all(axis in cell for axis in axes) else None
 
 
-def parallel_spec(cell: Cell) -> ParallelSpec:
+def parallel_config(cell: Cell) -> ParallelConfig:
     """The sizes of a cell's grids."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
-    return ParallelSpec(
+    return ParallelConfig(
         **sizes,
         world_size=num_ranks(cell) or 1,
         sequence_parallel=cell["sp"] == "on",
@@ -96,7 +96,7 @@ def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
     if world > LARGEST_WORLD:
         return False
     try:
-        all_groups(ParallelSpec(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, world_size=world))
+        all_groups(ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, world_size=world))
     except FoldError:
         return False
     return True

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.compare.oracle import record_oracle, with_experts
-from megatron_moe.compare.record import RankRecord, record_run
-from megatron_moe.compare.samples import random_datasets
-from megatron_moe.compare.table import compare_runs
+from megatron_moe.config.moe import Balancing, MoEConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.layout_check.oracle import record_oracle, with_experts
+from megatron_moe.layout_check.record import RankRecord, record_run
+from megatron_moe.layout_check.samples import random_datasets
+from megatron_moe.layout_check.table import compare_runs
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import Balancing, MoESpec
-from megatron_moe.specs.run import RunPlan
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.cells import kernels, plan_of
 from tests.parity.dimensions import cell_of
-from tests.ranks import on_threads
-from tests.tolerances import FP64_LAYOUT
 
 NUM_STEPS = 2
 CELL = "tp=2 sp=on cp=2 dp=2 ep=4 dispatcher=alltoall balance=none accumulation=2"
@@ -23,7 +23,7 @@ CELL = "tp=2 sp=on cp=2 dp=2 ep=4 dispatcher=alltoall balance=none accumulation=
 def plan_with(kind: Balancing) -> RunPlan:
     plan = plan_of(cell_of(CELL))
 
-    def changed(moe: MoESpec) -> MoESpec:
+    def changed(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, balancing=(kind,), z_loss_coeff=0.01))
 
     return replace(plan, model=with_experts(plan.model, changed))

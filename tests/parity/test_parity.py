@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.build import build_train_loader
-from megatron_moe.compare.samples import random_datasets
+from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.ranks import on_threads
 from tests.parity.cells import NUM_STEPS, command_of, compare_cell, plan_of
 from tests.parity.cover import (
     GOLDEN,
@@ -19,7 +20,6 @@ from tests.parity.cover import (
     threewise_cover,
 )
 from tests.parity.dimensions import DIMENSIONS, available, cell_of, name_of, values_of
-from tests.ranks import on_threads
 
 SINGLE = Path(__file__).parent.parent / "goldens" / "parity_single.txt"
 

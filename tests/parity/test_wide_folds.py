@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.compare.oracle import record_oracle
-from megatron_moe.compare.record import RankRecord, record_run
-from megatron_moe.compare.samples import random_datasets
-from megatron_moe.compare.table import compare_runs
+from megatron_moe.config.run import RunPlan
+from megatron_moe.layout_check.oracle import record_oracle
+from megatron_moe.layout_check.record import RankRecord, record_run
+from megatron_moe.layout_check.samples import random_datasets
+from megatron_moe.layout_check.table import compare_runs
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.run import RunPlan
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.cells import kernels, plan_of
 from tests.parity.dimensions import cell_of
-from tests.ranks import on_threads
-from tests.tolerances import FP64_LAYOUT
 
 NUM_STEPS = 2
 FOLDS = {

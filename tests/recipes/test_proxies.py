@@ -10,14 +10,14 @@ import torch
 
 from arguments.flags import Registry
 from arguments.read import read_plan
-from arguments.recipes.find import about, recipe_names
-from arguments.recipes.table import without_proxy
+from arguments.recipe_table import without_proxy
+from arguments.recipes import about, recipe_names
+from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import ExitCode
 from pretrain_moe import main
-from tests import pipelines
 from tests.end_to_end.tiny_run import records
-from tests.tolerances import EXACT
+from tests.helpers import pipelines
+from tests.helpers.tolerances import EXACT
 
 REFUSED = Path(__file__).resolve().parents[1] / "goldens" / "recipes_without_proxy.txt"
 NAMES = recipe_names()
@@ -60,7 +60,7 @@ def test_the_list_of_recipes_without_a_proxy_is_the_golden_one():
 def test_proxies_fold_to_any_number_of_ranks(num_ranks: int):
     environ = {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(num_ranks)}
     for name in TRAINING:
-        plan = read_plan(["--recipe", name, "--proxy"], environ, lambda spec: spec.vocab_size or 512)
+        plan = read_plan(["--recipe", name, "--proxy"], environ, lambda config: config.vocab_size or 512)
         assert plan.parallel.world_size == num_ranks
 
 
@@ -84,7 +84,7 @@ def test_remainders_of_master_weights_train_to_the_bits_of_whole_ones(name: str)
     small = f"--recipe {name} --proxy --seq-length 32 --lr 1e-2 --kernel-backend reference --device cpu".split()
     figures = []
     for more in ((), ("--no-use-precision-aware-optimizer",)):
-        plan = read_plan([*small, *more], {}, lambda spec: spec.vocab_size or 512)
+        plan = read_plan([*small, *more], {}, lambda config: config.vocab_size or 512)
         assert plan.precision.params == "bf16" and plan.precision.remainders == (not more)
         figures.append(pipelines.train(plan, ParallelContext.single(dtype=torch.bfloat16)))
     EXACT.check_all(*figures, f"{name} with remainders")

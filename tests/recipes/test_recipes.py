@@ -11,13 +11,20 @@ from arguments.files import read_file, read_files
 from arguments.flags import Registry
 from arguments.parser import settle
 from arguments.read import read_plan
-from arguments.recipes.find import recipe_files, recipe_names
-from arguments.recipes.table import Row, document, planned, row_of, rows, waiting
-from megatron_moe.specs.count import count_parameters
-from megatron_moe.specs.families.differences import differences
-from megatron_moe.specs.grid import all_groups
-from megatron_moe.specs.parallel import Launch
-from tests.zoo import model_spec, zoo_rows
+from arguments.recipe_table import (
+    Row,
+    document,
+    planned,
+    row_of,
+    rows,
+    waiting,
+)
+from arguments.recipes import recipe_files, recipe_names
+from megatron_moe.config.model_differences import differences
+from megatron_moe.config.parallel import Launch
+from megatron_moe.cost_model.parameters import count_parameters
+from megatron_moe.parallel.grid import all_groups
+from tests.helpers.zoo import model_config, zoo_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = Registry.declared()
@@ -59,7 +66,7 @@ def test_a_recipe_breaks_no_rule_and_waits_for_features_alone(row: Row):
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if not row.waits_for], ids=lambda row: row.name)
 def test_a_recipe_that_waits_for_nothing_is_accepted_on_its_ranks(row: Row):
     plan = read_plan(
-        ["--recipe", row.name], launched(row.about.gpus), vocab_size_of=lambda spec: row.plan.data.vocab_size
+        ["--recipe", row.name], launched(row.about.gpus), vocab_size_of=lambda config: row.plan.data.vocab_size
     )
     assert plan.model == row.plan.model
     assert plan.parallel == row.plan.parallel
@@ -68,14 +75,14 @@ def test_a_recipe_that_waits_for_nothing_is_accepted_on_its_ranks(row: Row):
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if row.waits_for_speed], ids=lambda row: row.name)
 def test_a_recipe_that_waits_for_speed_alone_trains_without_it(row: Row):
     words = ["--recipe", row.name, "--moe-token-dispatcher-type", "alltoall", "--allow-ignored-flags"]
-    plan = read_plan(words, launched(row.about.gpus), vocab_size_of=lambda spec: spec.vocab_size or 0)
+    plan = read_plan(words, launched(row.about.gpus), vocab_size_of=lambda config: config.vocab_size or 0)
     assert (plan.parallel, plan.batch) == (row.plan.parallel, row.plan.batch)
 
 
 @pytest.mark.parametrize("row", OF_THE_ZOO, ids=lambda row: row.name)
 def test_a_recipe_means_the_published_model(row: Row):
     published = ZOO[row.about.model]
-    assert differences(row.plan.model, model_spec(published)) == []
+    assert differences(row.plan.model, model_config(published)) == []
     total = count_parameters(row.plan.model).without_mtp.total
     active = count_parameters(row.plan.model, active=True).without_mtp.total
     expected = published.cells["computed-total-B"], published.cells["computed-active-B"]
@@ -111,7 +118,7 @@ def test_a_recipe_is_the_same_when_it_is_written_and_read_back(tmp_path, row: Ro
 def test_what_was_chosen_here_fits_into_the_memory_of_its_gpu(row: Row):
     """Published recipes have run where they say; what is ours or mended is known from the dry run alone."""
     with pytest.raises(Finished) as caught:
-        read_plan(["--recipe", row.name, "--dry-run=json"], {}, vocab_size_of=lambda spec: spec.vocab_size or 0)
+        read_plan(["--recipe", row.name, "--dry-run=json"], {}, vocab_size_of=lambda config: config.vocab_size or 0)
     assert json.loads(caught.value.text)["memory"]["fits"]
 
 
@@ -168,6 +175,6 @@ def test_a_recipe_that_is_not_there_is_answered_with_those_that_are_near():
 
 def test_a_recipe_is_shorter_on_the_command_line():
     words = "--recipe q6 --num-layers 2 --train-iters 7 --lr 1e-3".split()
-    plan = read_plan(words, {}, vocab_size_of=lambda spec: 151936)
+    plan = read_plan(words, {}, vocab_size_of=lambda config: 151936)
     assert (len(plan.model.layers), plan.loop.train_iters, plan.lr.max_lr) == (2, 7, 1e-3)
     assert row_of("q6", REGISTRY).plan.loop.train_iters == 50

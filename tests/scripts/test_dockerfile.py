@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_moe.watch.packages import HOW_TO_BUILD
-from tests.ranks import REPOSITORY
+from megatron_moe.resilience.packages import HOW_TO_BUILD
+from tests.helpers.ranks import REPOSITORY
 from tests.scripts.dockerfile import findings, instructions
 
 TEXT = (REPOSITORY / "Dockerfile").read_text()

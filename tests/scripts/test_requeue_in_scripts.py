@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 
 from arguments.environment import Variable
-from arguments.jobs.scripts import Job, slurm_script, torchrun_script
-from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.watch.requeue import read_history
-from megatron_moe.watch.status import Report
-from tests.ranks import REPOSITORY
+from arguments.slurm import (
+    Job,
+    slurm_script,
+    torchrun_script,
+)
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.resilience.requeue import read_history
+from megatron_moe.resilience.run_status import StatusReport
+from tests.helpers.ranks import REPOSITORY
 from tests.scripts.stubs import asked, write_stubs
 
 BODY = (REPOSITORY / "scripts" / "slurm" / "body.sh").read_text()
@@ -38,7 +42,7 @@ def job_in(folder: Path) -> Job:
     )
 
 
-def start(folder: Path, script: str, report: Report | None, **more: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, script: str, report: StatusReport | None, **more: str) -> subprocess.CompletedProcess[str]:
     """Runs a script whose program leaves this report."""
     environment: Mapping[str, str] = write_stubs(folder) | {"STUB_PYTHON": sys.executable, **more}
     run_dir = folder / "run"
@@ -54,7 +58,7 @@ def requeued(folder: Path) -> bool:
 
 
 def test_slurm_starts_a_preempted_run_again(tmp_path):
-    report = Report(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
+    report = StatusReport(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
     done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), report, STUB_CODE="75")
     assert done.returncode == 0, done.stderr
     assert requeued(tmp_path) and "start again: it was preempted and has saved" in done.stdout
@@ -62,20 +66,20 @@ def test_slurm_starts_a_preempted_run_again(tmp_path):
 
 @pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICS, ExitCode.MEMORY])
 def test_slurm_leaves_a_users_mistake(tmp_path, code):
-    report = Report(state="failed", code=int(code), sentence="the sentence")
+    report = StatusReport(state="failed", code=int(code), sentence="the sentence")
     done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), report, STUB_CODE=str(int(code)))
     assert done.returncode == code
     assert not requeued(tmp_path) and "leave it: exit code" in done.stdout
 
 
 def test_slurm_leaves_a_finished_run_without_asking(tmp_path):
-    done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), Report(state="finished", code=0))
+    done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), StatusReport(state="finished", code=0))
     assert done.returncode == 0 and not requeued(tmp_path)
     assert [line.split()[0] for line in asked(tmp_path)] == ["srun", "python"]
 
 
 def test_slurm_gives_up_when_nothing_is_saved_any_more(tmp_path):
-    script, report = slurm_script(job_in(tmp_path), BODY), Report(state="running", iteration=9)
+    script, report = slurm_script(job_in(tmp_path), BODY), StatusReport(state="running", iteration=9)
     codes = [start(tmp_path, script, report, STUB_CODE="9").returncode for _ in range(3)]
     assert codes == [0, 0, 9]
     assert asked(tmp_path).count("scontrol requeue 4711") == 2
@@ -83,21 +87,21 @@ def test_slurm_gives_up_when_nothing_is_saved_any_more(tmp_path):
 
 
 def test_slurm_leaves_out_the_host_whose_weights_drifted(tmp_path):
-    report = Report(state="failed", code=int(ExitCode.DRIFT), host="node7")
+    report = StatusReport(state="failed", code=int(ExitCode.DRIFT), host="node7")
     job = replace(job_in(tmp_path), slurm=(("exclude", "node3"),))
     assert start(tmp_path, slurm_script(job, BODY), report, STUB_CODE="12").returncode == 0
     assert "scontrol update JobId=4711 ExcNodeList=node3,node7" in asked(tmp_path)
 
 
 def test_a_job_that_slurm_ends_is_not_started_again(tmp_path):
-    report = Report(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
+    report = StatusReport(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
     script = "export STUB_SIGNAL_TO=$$\n" + slurm_script(job_in(tmp_path), BODY)
     done = start(tmp_path, script, report, STUB_CODE="75", STUB_SIGNAL="yes")
     assert done.returncode == 75 and not requeued(tmp_path)
 
 
 def test_torchrun_is_started_again_as_often_as_allowed(tmp_path):
-    report = Report(state="failed", code=int(ExitCode.HANG))
+    report = StatusReport(state="failed", code=int(ExitCode.HANG))
     done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1", MAX_RESTARTS="1")
     starts = [line for line in asked(tmp_path) if "torch.distributed.run" in line]
     assert done.returncode == 1 and len(starts) == 2
@@ -105,7 +109,7 @@ def test_torchrun_is_started_again_as_often_as_allowed(tmp_path):
 
 
 def test_torchrun_is_not_started_again_after_a_users_mistake(tmp_path):
-    report = Report(state="failed", code=int(ExitCode.DATA), sentence="the sentence")
+    report = StatusReport(state="failed", code=int(ExitCode.DATA), sentence="the sentence")
     done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1")
     assert done.returncode == 1 and "leave it: exit code 4: the sentence" in done.stdout
     assert sum("torch.distributed.run" in line for line in asked(tmp_path)) == 1
@@ -115,7 +119,7 @@ def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
     script = torchrun_script(replace(job_in(tmp_path), nodes=2))
     alone = start(tmp_path, script, None)
     assert alone.returncode != 0 and "NODE_RANK" in alone.stderr
-    report = Report(state="failed", code=int(ExitCode.HANG))
+    report = StatusReport(state="failed", code=int(ExitCode.HANG))
     start(tmp_path, script, report, NODE_RANK="1", MASTER_ADDR="host0", STUB_CODE="1")
     starts = [line for line in asked(tmp_path) if "torch.distributed.run" in line]
     assert len(starts) == 1, "of several machines none is started again alone"
@@ -136,7 +140,7 @@ def test_a_variable_of_a_file_reaches_no_command_of_the_script(tmp_path, write, 
 
 
 def test_a_signal_ends_torchrun_for_good(tmp_path):
-    report = Report(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
+    report = StatusReport(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
     script = f"export STUB_SIGNAL_TO=$$\n{torchrun_script(job_in(tmp_path))}"
     done = start(tmp_path, script, report, STUB_CODE="1", STUB_SIGNAL="yes")
     assert sum("torch.distributed.run" in line for line in asked(tmp_path)) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY
 
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 GENERATED = sorted((REPOSITORY / "tests" / "goldens").glob("launch_*.txt"))

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.end_to_end.tiny_run import arguments, losses, make_data
-from tests.ranks import REPOSITORY, free_port
+from tests.helpers.ranks import REPOSITORY, free_port
 from tests.scripts.stubs import asked, write_stubs
 
 RANKS = ["--gpus-per-node", "2", "--submit", "--name", "tiny"]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.format import MANIFEST
-from megatron_moe.specs.exitcodes import ExitCode
-from tests.checkpoint_files import flip_bit, saved_folder
+from megatron_moe.checkpoint.manifest import MANIFEST
+from megatron_moe.config.exit_codes import ExitCode
+from tests.helpers.checkpoint_files import flip_bit, saved_folder
 from tools.check_checkpoint import main
 
 SOUND, DAMAGED = ExitCode.OK, ExitCode.CHECKPOINT

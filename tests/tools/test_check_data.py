@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.data.examine import examine
 from megatron_moe.data.indexed import IndexedWriter
-from megatron_moe.specs.exitcodes import ExitCode
 from tools.check_data import main
 
 DOCUMENTS = ([[5, 6], [7, 99]], [[]], [[1, 2, 3, 99]], [[4]])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from tools.compare_losses import main
 
 

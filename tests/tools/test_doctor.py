@@ -5,10 +5,15 @@ from dataclasses import replace
 import pytest
 
 from arguments.flags import Registry
-from megatron_moe.kernels.choose import Backend
-from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.watch.machine import Probe
-from megatron_moe.watch.packages import PACKAGES, Found, Package, find_all
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.kernels.registry import Backend
+from megatron_moe.resilience.machine import Probe
+from megatron_moe.resilience.packages import (
+    PACKAGES,
+    InstalledPackage,
+    Package,
+    find_all,
+)
 from tools import doctor
 
 REGISTRY = Registry.declared()
@@ -32,7 +37,7 @@ def test_a_machine_in_order_can_start_a_run(capsys):
 
 
 def test_a_missing_package_is_told_with_its_flags_and_how_to_get_it():
-    missing = Found(package=package("transformer-engine"), version=None, tested=None)
+    missing = InstalledPackage(package=package("transformer-engine"), version=None, tested=None)
     lines = doctor.package_lines([missing], [USER], REGISTRY)
     assert lines[1:] == [
         "      without it: --kernel-backend transformer_engine",
@@ -64,7 +69,7 @@ def test_something_that_does_not_work_is_an_environment_problem(capsys, monkeypa
 
 
 def test_a_wrong_package_brings_the_steps_that_build_the_right_one():
-    wrong = Found(package=package("apex"), version="0.9", tested=None, trouble="another program")
+    wrong = InstalledPackage(package=package("apex"), version="0.9", tested=None, trouble="another program")
     lines = doctor.build_lines([wrong])
     assert any("APEX_CUDA_EXT=1" in line for line in lines) and any("pip uninstall apex" in line for line in lines)
     assert doctor.build_lines([replace(wrong, trouble="")]) == []

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import pretrain_moe
-from megatron_moe.checkpoint.format import MANIFEST
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.checkpoint.manifest import MANIFEST
+from megatron_moe.config.exit_codes import ExitCode
 from tools import convert_checkpoint
 from tools.generate import main
 

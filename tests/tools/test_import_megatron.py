@@ -19,16 +19,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import read_manifest
-from megatron_moe.checkpoint.shards import TORCH_DTYPES as DTYPES
-from megatron_moe.checkpoint.shards import Box, FileReader, SavedTensor, fill
+from megatron_moe.checkpoint.megatron import source
+from megatron_moe.checkpoint.megatron.per_rank import PerRank
+from megatron_moe.checkpoint.megatron.pickles import (
+    Inert,
+    load_archive,
+    load_pickle,
+)
+from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES as DTYPES
+from megatron_moe.checkpoint.tensor_shards import (
+    FileReader,
+    SavedTensor,
+    TensorBox,
+    fill,
+)
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.data.batch import TokenMeta
-from megatron_moe.specs.exitcodes import CheckpointProblem, ExitCode
-from tests.tolerances import BF16_RUN, EXACT
+from tests.helpers.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
 from tools.generate import load_model, newest, plan_of
-from tools.megatron import source
-from tools.megatron.per_rank import PerRank
-from tools.megatron.pickles import Inert, load_archive, load_pickle
 
 FILES = Path(__file__).parents[1] / "data_files" / "megatron"
 COMMON = (
@@ -70,7 +79,7 @@ def imported(folder: Path, save: Path, model: str, *more: str, flags: str = "") 
     reader, tensors = FileReader(path, manifest.files), {}
     for key, entry in manifest.tensors.items():
         data = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        target = SavedTensor(entry.shape, (Box((0,) * data.dim(), data),))
+        target = SavedTensor(entry.shape, (TensorBox((0,) * data.dim(), data),))
         fill(target, entry, lambda piece, place, key=key, entry=entry: reader.piece(key, entry, piece, place))
         tensors[key] = data
     return tensors

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import Box, SavedTensor
+from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
+from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.exitcodes import ExitCode
-from tests.checkpoint_files import flip_bit, saved_folder
-from tests.tolerances import FP64_LAYOUT
+from tests.helpers.checkpoint_files import flip_bit, saved_folder
+from tests.helpers.tolerances import FP64_LAYOUT
 from tools.inspect_checkpoint import main
 
 RUN = """model:
@@ -21,7 +21,7 @@ RUN = """model:
 
 
 def save(folder: Path, iteration: int, tensors: dict[str, SavedTensor], run: str = RUN) -> Path:
-    saver = Saver(folder, ParallelContext.single(), say=lambda line: None)
+    saver = CheckpointSaver(folder, ParallelContext.single(), say=lambda line: None)
     path = saver.save(iteration, tensors, {}, texts={"run.yaml": run})
     saver.close()
     assert path is not None
@@ -30,7 +30,7 @@ def save(folder: Path, iteration: int, tensors: dict[str, SavedTensor], run: str
 
 def in_two(tensor: torch.Tensor) -> SavedTensor:
     upper, lower = tensor[:2], tensor[2:]
-    return SavedTensor(tuple(tensor.shape), (Box((0, 0), upper), Box((2, 0), lower)))
+    return SavedTensor(tuple(tensor.shape), (TensorBox((0, 0), upper), TensorBox((2, 0), lower)))
 
 
 def test_the_table_has_every_tensor_with_its_norm(tmp_path: Path, capsys):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
-from tests.command_lines import SMALL, words
+from megatron_moe.config.exit_codes import ExitCode
+from tests.helpers.command_lines import SMALL, words
 from tests.scripts.stubs import asked, write_stubs
 from tools.launch import ROOT, main, parser, size_of
 

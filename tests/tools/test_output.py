@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]
 SAVES = (

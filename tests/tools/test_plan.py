@@ -7,7 +7,7 @@ import pytest
 
 from arguments.errors import Finished
 from arguments.read import read_plan
-from megatron_moe.specs.exitcodes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode
 from tools import plan
 
 
@@ -16,7 +16,7 @@ def test_fit_leaves_a_recipe_that_reads_back(tmp_path: Path, capsys):
     assert plan.main([*words, str(tmp_path)]) == ExitCode.OK
     told = capsys.readouterr().out
     assert "does not fit: 98.6 of 79.2 GiB" in told and "moments in bf16" in told
-    read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda spec: 163840)
+    read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda config: 163840)
     assert read.precision.exp_avg == "bf16" and read.memory.recompute.granularity == "selective"
 
 

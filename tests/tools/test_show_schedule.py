@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
-from megatron_moe.specs.pipeline.actions import Action
-from megatron_moe.specs.pipeline.simulate import simulate
-from megatron_moe.specs.pipeline.stages import StageMap
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.pipeline.actions import Action
+from megatron_moe.pipeline.layout import StageMap
+from megatron_moe.pipeline.simulator import simulate
 from tools.schedule_drawing import draw, text_chart
 from tools.show_schedule import main, verdict
 

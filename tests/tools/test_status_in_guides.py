@@ -7,8 +7,8 @@ import pytest
 
 from arguments.flag import flag, flags_of
 from arguments.flags import Registry
-from arguments.names.recognised import find_recognised
-from tests.ranks import REPOSITORY
+from arguments.recognised import find_recognised
+from tests.helpers.ranks import REPOSITORY
 from tools.status_in_guides import refreshed, standing
 
 GUIDE = (REPOSITORY / "docs" / "optimize.md").read_text()

@@ -1,7 +1,7 @@
 """tools/summarize_run.py as a program."""
 
-from megatron_moe.specs.exitcodes import ExitCode
-from tests.run_folders import make_run
+from megatron_moe.config.exit_codes import ExitCode
+from tests.helpers.run_dirs import make_run
 from tools.summarize_run import main
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.specs.exitcodes import ExitCode
-from tests.command_lines import SMALL, words
-from tests.run_folders import make_run
+from megatron_moe.config.exit_codes import ExitCode
+from tests.helpers.command_lines import SMALL, words
+from tests.helpers.run_dirs import make_run
 from tests.scripts.stubs import asked, write_stubs
 from tools.sweep import main
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_moe.specs.train import TokenizerSpec
 from tools.make_corpus import main as make_corpus
 from tools.train_tokenizer import main, sample_lines
 
@@ -20,7 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokenizer_at(path: Path) -> Tokenizer:
-    return load_tokenizer(TokenizerSpec(kind="SentencePieceTokenizer", model=path))
+    return load_tokenizer(TokenizerConfig(kind="SentencePieceTokenizer", model=path))
 
 
 def train(corpus: Path, output: Path, *options: str) -> Tokenizer:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron_moe.compare.plant import Plant, UnknownPlant
-from megatron_moe.compare.table import Comparison, Row
-from megatron_moe.compare.verify import summary
-from megatron_moe.specs.exitcodes import ExitCode
-from tests.command_lines import SMALL, words
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.layout_check.fault_seeds import FaultSeed, UnknownFaultSeed
+from megatron_moe.layout_check.table import Comparison, ComparisonRow
+from megatron_moe.layout_check.verify import summary
+from tests.helpers.command_lines import SMALL, words
 from tools.verify_layout import main
 
 LAYOUT = """
@@ -97,24 +97,24 @@ def test_what_cannot_be_verified_is_refused(more, code, text, capsys):
 @pytest.mark.parametrize(
     ("text", "plant"),
     [
-        ("scale-expert-grads:2", Plant("scale-expert-grads", 2.0)),
-        ("scale-attention-grads:0.5", Plant("scale-attention-grads", 0.5)),
-        ("skip-partial-sums", Plant("skip-partial-sums")),
+        ("scale-expert-grads:2", FaultSeed("scale-expert-grads", 2.0)),
+        ("scale-attention-grads:0.5", FaultSeed("scale-attention-grads", 0.5)),
+        ("skip-partial-sums", FaultSeed("skip-partial-sums")),
     ],
 )
 def test_errors_to_plant_are_written_with_their_factor(text, plant):
-    assert Plant.parse(text) == plant
+    assert FaultSeed.parse(text) == plant
 
 
 @pytest.mark.parametrize("text", ["scale-expert-grads", "scale-expert-grads:x", "skip-partial-sums:2", "", "nan:nan"])
 def test_other_errors_are_unknown(text):
-    with pytest.raises(UnknownPlant, match="choose one of: scale-expert-grads:FACTOR"):
-        Plant.parse(text)
+    with pytest.raises(UnknownFaultSeed, match="choose one of: scale-expert-grads:FACTOR"):
+        FaultSeed.parse(text)
 
 
 def test_the_summary_takes_layers_and_steps_together_and_shows_the_worst():
-    def row(name: str, error: float, bad: bool = False, what: str = "gradient") -> Row:
-        return Row(what, name, "attention", error, 2.0 if bad else None, "doubled" if bad else "", bad)
+    def row(name: str, error: float, bad: bool = False, what: str = "gradient") -> ComparisonRow:
+        return ComparisonRow(what, name, "attention", error, 2.0 if bad else None, "doubled" if bad else "", bad)
 
     rows = (row("a.0.w", 1e-16), row("a.1.w", 1.0, bad=True), row("b", 2e-16), row("loss, step 2", 0.5, True, "metric"))
     lines = summary(Comparison(rows)).splitlines()

@@ -7,43 +7,47 @@ import pytest
 import torch
 
 from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader
+from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import LoopConfig
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import AttentionSpec, MLASpec
-from megatron_moe.specs.model import ModelSpec, MTPSpec
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import LoopSpec
-from megatron_moe.train.evaluate import evaluate
-from megatron_moe.train.stage import Pipeline
-from tests import tiny, tiny_data, tiny_models
-from tests.ranks import on_threads
-from tests.tolerances import FP64_LAYOUT
-from tests.train.test_step import STEPS, train
+from megatron_moe.train.evaluation import evaluate
+from megatron_moe.train.pipeline_stage import Pipeline
+from tests.helpers import (
+    tiny,
+    tiny_data,
+    tiny_models,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
+from tests.train.test_trainer import STEPS, train
 
 KERNELS = reference.bundle()
-CP2 = ParallelSpec(world_size=2, cp=2)
-CP4 = ParallelSpec(world_size=4, cp=4)
-LEVELS = ParallelSpec(world_size=4, cp=4, cp_sub_axes=(2, 2))
+CP2 = ParallelConfig(world_size=2, cp=2)
+CP4 = ParallelConfig(world_size=4, cp=4)
+LEVELS = ParallelConfig(world_size=4, cp=4, cp_sub_axes=(2, 2))
 LOOPS = (tiny.plan().loop, replace(tiny.plan().loop, per_token_loss=True))
 
 
-def windowed() -> AttentionSpec:
+def windowed() -> AttentionConfig:
     core = replace(tiny.attention().core, window=(5, 0), sinks=True)
     return tiny.attention(core=core, qk_norm="per_head", output_gate=True)
 
 
-MIXERS = {"gqa": tiny.attention(), "mla": tiny_models.mla_spec(num_heads=4), "window and sinks": windowed()}
+MIXERS = {"gqa": tiny.attention(), "mla": tiny_models.mla_config(num_heads=4), "window and sinks": windowed()}
 
 
-def model(mixer: AttentionSpec | MLASpec, exchange: Any, **changes: Any) -> ModelSpec:
+def model(mixer: AttentionConfig | MLAConfig, exchange: Any, **changes: Any) -> ModelConfig:
     """A dense layer and two MoE layers with balancing losses."""
-    spec = tiny.model(**{"vocab_size": 104, **changes})
+    config = tiny.model(**{"vocab_size": 104, **changes})
     mixer = replace(mixer, core=replace(mixer.core, context_exchange=exchange))
-    return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
+    return replace(config, layers=tuple(replace(layer, mixer=mixer) for layer in config.layers))
 
 
-def check(plan: RunPlan, parallel: ParallelSpec, *, only: tuple[str, ...] = ("",)) -> None:
+def check(plan: RunPlan, parallel: ParallelConfig, *, only: tuple[str, ...] = ("",)) -> None:
     """Losses, norms, metrics and weights of three steps; `only` those whose names begin so."""
 
     def figures(context: ParallelContext) -> dict[str, torch.Tensor]:
@@ -64,7 +68,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
         train=(tiny_data.corpus(folder),),
         valid=(tiny_data.corpus(folder, name="valid", seed=5),),
         vocab_size=tiny_data.VOCAB,
-        tokenizer=tiny_data.data_spec().tokenizer,
+        tokenizer=tiny_data.data_config().tokenizer,
     )
     return tiny.plan(data=data, model=model(tiny.attention(), "p2p"))
 
@@ -84,20 +88,20 @@ def packed(plan: RunPlan) -> RunPlan:
         ("a2a+p2p", "gqa", LEVELS),
     ],
 )
-def test_three_steps_are_those_of_one_rank(plan: RunPlan, exchange: str, mixer: str, parallel: ParallelSpec) -> None:
+def test_three_steps_are_those_of_one_rank(plan: RunPlan, exchange: str, mixer: str, parallel: ParallelConfig) -> None:
     check(replace(plan, model=model(MIXERS[mixer], exchange)), parallel)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_packed_documents_train_alike(plan: RunPlan, loop: LoopSpec) -> None:
+def test_packed_documents_train_alike(plan: RunPlan, loop: LoopConfig) -> None:
     """Microbatches weigh the same, or tokens do; parts of a sequence weigh by their tokens."""
     check(replace(packed(plan), loop=loop), CP2)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_multi_token_prediction_trains_alike(plan: RunPlan, loop: LoopSpec) -> None:
-    spec = model(tiny.attention(), "p2p", mtp=MTPSpec(num_layers=2))
-    check(replace(packed(plan), model=spec, loop=loop), CP2)
+def test_multi_token_prediction_trains_alike(plan: RunPlan, loop: LoopConfig) -> None:
+    config = model(tiny.attention(), "p2p", mtp=MTPConfig(num_layers=2))
+    check(replace(packed(plan), model=config, loop=loop), CP2)
 
 
 def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
@@ -113,15 +117,15 @@ def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
 
 
 def test_data_parallel_ranks_beside_context_parallel_ones(plan: RunPlan) -> None:
-    check(plan, ParallelSpec(world_size=4, cp=2))
+    check(plan, ParallelConfig(world_size=4, cp=2))
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_experts_over_context_parallel_ranks(plan: RunPlan, loop: LoopSpec) -> None:
+def test_experts_over_context_parallel_ranks(plan: RunPlan, loop: LoopConfig) -> None:
     """The ranks that split the sequence share the experts, so weights of experts are not those of one rank in shape."""
-    spec = model(tiny.attention(), "allgather", moe_spec=tiny.moe(dispatcher="alltoall"))
+    config = model(tiny.attention(), "allgather", moe_config=tiny.moe(dispatcher="alltoall"))
     figures = ("loss", "norm", "load_balancing_loss")
-    check(replace(plan, model=spec, loop=loop), ParallelSpec(world_size=2, cp=2, ep=2), only=figures)
+    check(replace(plan, model=config, loop=loop), ParallelConfig(world_size=2, cp=2, ep=2), only=figures)
 
 
 def test_an_evaluation_is_that_of_one_rank(plan: RunPlan) -> None:
@@ -133,5 +137,5 @@ def test_an_evaluation_is_that_of_one_rank(plan: RunPlan) -> None:
         return evaluate(pipeline, loader.batches(), num_microbatches=2)
 
     single = loss(ParallelContext.single())
-    for parallel in (CP4, ParallelSpec(world_size=4, cp=2)):
+    for parallel in (CP4, ParallelConfig(world_size=4, cp=2)):
         FP64_LAYOUT.check(torch.tensor(on_threads(parallel, loss)), torch.full((4,), single).double())

@@ -9,24 +9,33 @@ import torch
 from torch import Tensor
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer, record_steps
+from megatron_moe.config.memory import (
+    ActivationOffloadConfig,
+    CudaGraphConfig,
+    MemoryConfig,
+    RecomputeConfig,
+)
+from megatron_moe.config.model import (
+    LayerConfig,
+    ModelConfig,
+    MTPConfig,
+)
+from megatron_moe.config.moe import CapacityConfig, SharedExpertsConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.bundle import OPS, Bundle
-from megatron_moe.memory.recorder import Repeater
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.memory.cuda_graphs.capture import EagerRecorder
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.memory import GraphSpec, MemorySpec, OffloadSpec, RecomputeSpec
-from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
-from megatron_moe.specs.moe import CapacitySpec, SharedExpertsSpec
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import BatchSpec
-from megatron_moe.train.evaluate import evaluate
-from megatron_moe.train.state import TrainState
-from megatron_moe.train.step import Trainer
-from tests import tiny, tiny_models
-from tests.pipelines import laid_out, run_steps
-from tests.ranks import on_threads
-from tests.tolerances import FP64_LAYOUT
+from megatron_moe.train.evaluation import evaluate
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+from tests.helpers import tiny, tiny_models
+from tests.helpers.pipelines import laid_out, run_steps
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
 
 STEPS = 2
 
@@ -35,66 +44,66 @@ def experts(**changes: Any) -> Any:
     return replace(tiny.moe().experts, **changes)
 
 
-def model(num_layers: int = 2, *, moe: Any = None, **changes: Any) -> ModelSpec:
+def model(num_layers: int = 2, *, moe: Any = None, **changes: Any) -> ModelConfig:
     """Experts in every layer."""
-    layer = LayerSpec(mixer=tiny.attention(), feed_forward=moe or tiny.moe(), norm=tiny.NORM)
+    layer = LayerConfig(mixer=tiny.attention(), feed_forward=moe or tiny.moe(), norm=tiny.NORM)
     return tiny.model(layers=(layer,) * num_layers, **changes)
 
 
-def plan(num_microbatches: int = 4, spec: ModelSpec | None = None, *, dp: int = 1, **changes: Any) -> RunPlan:
+def plan(num_microbatches: int = 4, config: ModelConfig | None = None, *, dp: int = 1, **changes: Any) -> RunPlan:
     """Microbatches of one short sequence."""
     return tiny.plan(
-        model=spec or model(),
+        model=config or model(),
         data=replace(tiny.plan().data, seq_length=8),
-        batch=BatchSpec(micro=1, global_size=num_microbatches * dp),
+        batch=BatchConfig(micro=1, global_size=num_microbatches * dp),
         **changes,
     )
 
 
 def over_ranks(num_microbatches: int = 3, moe: Any = None, **sizes: Any) -> RunPlan:
     """Two ranks that share the experts and see different tokens."""
-    parallel = ParallelSpec(**{"world_size": 2, "ep": 2, **sizes})
+    parallel = ParallelConfig(**{"world_size": 2, "ep": 2, **sizes})
     return plan(num_microbatches, model(moe=moe), dp=2, parallel=parallel)
 
 
-def selective(*modules: str) -> MemorySpec:
-    return MemorySpec(recompute=RecomputeSpec(granularity="selective", modules=modules))
+def selective(*modules: str) -> MemoryConfig:
+    return MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=modules))
 
 
 LATENT = tiny.moe(
     latent_size=16,
     experts=experts(hidden_size=16),
-    shared=SharedExpertsSpec(mlp=tiny_models.mlp_spec(ffn_hidden_size=16)),
+    shared=SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16)),
 )
-AGAIN = MTPSpec(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
+AGAIN = MTPConfig(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
 ALL_TO_ALL, ALL_GATHER = tiny.moe(dispatcher="alltoall"), tiny.moe(dispatcher="allgather")
 STAGES = laid_out(plan(), "Et|tL", 2)
-CHUNKS = laid_out(plan(spec=model(4)), "Et|t|t|tL", 2)
-PAIRS = PipelineSpec(overlap=True, split_backward=True)
-EARLY = DataParallelSpec(overlap_grad_reduce=True, sharded_optimizer=True, bucket_size=1)
-MOVED = OffloadSpec(modules=("expert_fc1", "moe_act"), min_elements=1)
+CHUNKS = laid_out(plan(config=model(4)), "Et|t|t|tL", 2)
+PAIRS = PipelineConfig(overlap=True, split_backward=True)
+EARLY = DataParallelConfig(overlap_grad_reduce=True, sharded_optimizer=True, bucket_size=1)
+MOVED = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"), min_elements=1)
 CASES = {
     **{f"{number} microbatches": plan(number) for number in (1, 3, 5)},
     "experts by all-to-all": over_ranks(moe=ALL_TO_ALL),
     "experts by all-gather": over_ranks(moe=ALL_GATHER),
     "one expert on every rank": over_ranks(moe=tiny.moe(tiny.router(num_experts=2), dispatcher="alltoall")),
-    "padded to a capacity": over_ranks(moe=replace(ALL_TO_ALL, capacity=CapacitySpec(factor=1.0, pad=True))),
+    "padded to a capacity": over_ranks(moe=replace(ALL_TO_ALL, capacity=CapacityConfig(factor=1.0, pad=True))),
     "slices of experts": over_ranks(moe=ALL_TO_ALL, ep=1, tp=1, etp=2),
     "copies of experts, reduced early": replace(over_ranks(4, ep=1), data_parallel=EARLY),
     "1F1B": STAGES,
     "chunks": CHUNKS,
-    "weight gradients apart": replace(plan(5), pipeline=PipelineSpec(split_backward=True)),
+    "weight gradients apart": replace(plan(5), pipeline=PipelineConfig(split_backward=True)),
     "pairs of chunks": replace(CHUNKS, pipeline=replace(PAIRS, layout=CHUNKS.pipeline.layout)),
     "pairs over experts": replace(over_ranks(moe=ALL_TO_ALL), pipeline=PAIRS),
     "activation again": plan(memory=selective("moe_act", "layernorm")),
     "layer again": plan(memory=selective("moe")),
-    "whole layers again": plan(memory=MemorySpec(recompute=RecomputeSpec(granularity="full"))),
-    "rows on the host": plan(memory=MemorySpec(offload=MOVED)),
-    "standard permutation, bias": plan(spec=model(moe=tiny.moe(experts=experts(probs_on_output=True, bias=True)))),
-    "one by one": plan(spec=model(moe=tiny.moe(experts=experts(grouped=False)))),
+    "whole layers again": plan(memory=MemoryConfig(recompute=RecomputeConfig(granularity="full"))),
+    "rows on the host": plan(memory=MemoryConfig(offload=MOVED)),
+    "standard permutation, bias": plan(config=model(moe=tiny.moe(experts=experts(probs_on_output=True, bias=True)))),
+    "one by one": plan(config=model(moe=tiny.moe(experts=experts(grouped=False)))),
     "latent, prediction by a repeated layer": plan(3, model(moe=LATENT, mtp=AGAIN)),
-    "recorded attention": plan(graphs=GraphSpec(modules=("attn", "moe_router"), warmup_steps=1)),
-    "recorded steps": plan(graphs=GraphSpec(whole_step=True, warmup_steps=1)),
+    "recorded attention": plan(graphs=CudaGraphConfig(modules=("attn", "moe_router"), warmup_steps=1)),
+    "recorded steps": plan(graphs=CudaGraphConfig(full_iteration=True, warmup_steps=1)),
 }  # fmt: skip
 
 
@@ -102,7 +111,7 @@ def every(interval: int, each: RunPlan) -> RunPlan:
     return replace(each, memory=replace(each.memory, expert_wgrad_interval=interval))
 
 
-def counting(calls: Counter[int]) -> Bundle:
+def counting(calls: Counter[int]) -> KernelSet:
     """Plain torch, which notes how many parts the weight gradients of experts have."""
     plain = reference.bundle()
 
@@ -111,13 +120,13 @@ def counting(calls: Counter[int]) -> Bundle:
         plain.grouped_weight_grad(parts, out, accumulate)
 
     functions = {op: getattr(plain, op) for op in OPS} | {"grouped_weight_grad": grouped_weight_grad}
-    return Bundle.of(functions, plain.choices)
+    return KernelSet.of(functions, plain.choices)
 
 
 def trainer_of(each: RunPlan, context: ParallelContext, calls: Counter[int] | None = None) -> Trainer:
     kernels = counting(Counter() if calls is None else calls)
     trainer = build_trainer(each, context, build_model(each, context, kernels), kernels)
-    record_steps(trainer, Repeater())
+    record_steps(trainer, EagerRecorder())
     return trainer
 
 
@@ -140,7 +149,7 @@ def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
 
 @pytest.mark.parametrize("module", ["moe", "moe_preprocess"])
 def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
-    recorded = plan(graphs=GraphSpec(modules=(module,), warmup_steps=1))  # type: ignore[arg-type]
+    recorded = plan(graphs=CudaGraphConfig(modules=(module,), warmup_steps=1))  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="rows of 2 microbatches wait"):
         trainer_of(every(2, recorded), ParallelContext.single(dtype=torch.float64))
 

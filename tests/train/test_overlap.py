@@ -8,71 +8,81 @@ import pytest
 import torch
 
 from megatron_moe.build import record_steps
-from megatron_moe.compare.record import record_run
-from megatron_moe.compare.samples import random_datasets
+from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.model import (
+    LayerConfig,
+    ModelConfig,
+    MTPConfig,
+)
+from megatron_moe.config.moe import CapacityConfig, SharedExpertsConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
-from megatron_moe.memory.recorder import Repeater
+from megatron_moe.layout_check.record import record_run
+from megatron_moe.layout_check.samples import random_datasets
+from megatron_moe.memory.cuda_graphs.capture import EagerRecorder
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.memory import GraphSpec
-from megatron_moe.specs.model import LayerSpec, ModelSpec, MTPSpec
-from megatron_moe.specs.moe import CapacitySpec, SharedExpertsSpec
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.pipeline.layout import parse_layout
-from megatron_moe.specs.pipeline.spec import PipelineSpec
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import BatchSpec
-from megatron_moe.train.step import Trainer
-from tests import tiny, tiny_models
-from tests.ranks import on_processes, on_threads
-from tests.tolerances import EXACT, FP64_LAYOUT, Tolerance
+from megatron_moe.pipeline.layout import parse_layout
+from megatron_moe.train.trainer import Trainer
+from tests.helpers import tiny, tiny_models
+from tests.helpers.ranks import on_processes, on_threads
+from tests.helpers.tolerances import (
+    EXACT,
+    FP64_LAYOUT,
+    Tolerance,
+)
 
 ORDERS = {
-    "pairs": PipelineSpec(overlap=True),
-    "weight gradients later": PipelineSpec(overlap=True, split_backward=True),
-    "attention early": PipelineSpec(overlap=True, split_backward=True, early_attention_backward=True),
+    "pairs": PipelineConfig(overlap=True),
+    "weight gradients later": PipelineConfig(overlap=True, split_backward=True),
+    "attention early": PipelineConfig(overlap=True, split_backward=True, early_attention_backward=True),
 }
 
 
 def moe(**changes):
     """Four experts by all-to-all, with a gated shared expert, unless changed."""
     router = tiny.router(num_experts=4, z_loss_coeff=0.01)
-    shared = SharedExpertsSpec(mlp=tiny_models.mlp_spec(ffn_hidden_size=16), gate=True)
+    shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16), gate=True)
     return tiny.moe(router, **{"dispatcher": "alltoall", "shared": shared, **changes})
 
 
-def model(num_layers=3, moe_spec=None, *, dropout=0.0, mla=False, **changes) -> ModelSpec:
+def model(num_layers=3, moe_config=None, *, dropout=0.0, mla=False, **changes) -> ModelConfig:
     """One dense layer, then MoE layers."""
-    mixer = tiny_models.mla_spec(num_heads=4) if mla else tiny.attention()
-    dense = tiny_models.mlp_spec(ffn_hidden_size=48)
-    kinds = [dense, *[moe_spec or moe()] * (num_layers - 1)]
-    layers = tuple(LayerSpec(mixer=mixer, feed_forward=kind, norm=tiny.NORM, hidden_dropout=dropout) for kind in kinds)
+    mixer = tiny_models.mla_config(num_heads=4) if mla else tiny.attention()
+    dense = tiny_models.mlp_config(ffn_hidden_size=48)
+    kinds = [dense, *[moe_config or moe()] * (num_layers - 1)]
+    layers = tuple(
+        LayerConfig(mixer=mixer, feed_forward=kind, norm=tiny.NORM, hidden_dropout=dropout) for kind in kinds
+    )
     return tiny.model(layers=layers, embedding_dropout=dropout, **changes)
 
 
 def latent():
-    spec = moe(latent_size=16)
-    return replace(spec, experts=replace(spec.experts, hidden_size=16))
+    config = moe(latent_size=16)
+    return replace(config, experts=replace(config.experts, hidden_size=16))
 
 
-def plan(spec: ModelSpec, layout: str = "", *, pp: int = 2, micro: int = 1, samples: int = 8, **sizes) -> RunPlan:
+def plan(config: ModelConfig, layout: str = "", *, pp: int = 2, micro: int = 1, samples: int = 8, **sizes) -> RunPlan:
     """A step of few short samples; `layout` in Megatron's language for `pp` ranks."""
-    parallel = ParallelSpec(ep=2, **{"world_size": 2, **sizes})
+    parallel = ParallelConfig(ep=2, **{"world_size": 2, **sizes})
     placed = None
     if layout:
-        num_mtp = spec.mtp.num_layers if spec.mtp else 0
-        placed = parse_layout(layout, pp=pp, num_layers=len(spec.layers), num_mtp=num_mtp)
-        holders = placed.embedding_ranks(tied=spec.tied_embeddings)
+        num_mtp = config.mtp.num_layers if config.mtp else 0
+        placed = parse_layout(layout, pp=pp, num_layers=len(config.layers), num_mtp=num_mtp)
+        holders = placed.embedding_ranks(tied=config.tied_embeddings)
         parallel = replace(parallel, pp=pp, virtual_stages=placed.vpp, embedding_ranks=holders)
     return tiny.plan(
-        model=spec,
+        model=config,
         parallel=parallel,
-        pipeline=PipelineSpec(layout=placed),
+        pipeline=PipelineConfig(layout=placed),
         data=replace(tiny.plan().data, seq_length=8),
-        batch=BatchSpec(micro=micro, global_size=samples),
+        batch=BatchConfig(micro=micro, global_size=samples),
     )
 
 
-MTP = MTPSpec(num_layers=1, loss_scaling_factor=0.3)
+MTP = MTPConfig(num_layers=1, loss_scaling_factor=0.3)
 CASES = {
     "experts over two ranks": plan(model()),
     "MLA, multi-token prediction, dropout": plan(model(mla=True, mtp=MTP, dropout=0.1)),
@@ -80,9 +90,9 @@ CASES = {
         model(mtp=replace(MTP, detach_heads=True), tied_embeddings=True)
     ),
     "dropped and padded, bias": plan(
-        model(moe_spec=replace(moe(), capacity=CapacitySpec(factor=1.0, pad=True), shared=None))
+        model(moe_config=replace(moe(), capacity=CapacityConfig(factor=1.0, pad=True), shared=None))
     ),
-    "latent experts": plan(model(moe_spec=latent())),
+    "latent experts": plan(model(moe_config=latent())),
     "two chunks on each of two stages": plan(model(4, mtp=MTP), "Et|t|t|tmL", world_size=4),
     "uneven chunks, some empty, prediction before the loss": plan(
         model(3, mtp=MTP), "Et|t|t||m|L", pp=3, world_size=6, samples=12
@@ -91,7 +101,7 @@ CASES = {
     "tensor parallel": plan(model(mla=True), tp=2, sequence_parallel=True),
     "expert tensor parallel": plan(model(), world_size=4, etp=2),
     "gradients reduced early": replace(
-        plan(model(), micro=2), data_parallel=DataParallelSpec(overlap_grad_reduce=True, sharded_optimizer=True)
+        plan(model(), micro=2), data_parallel=DataParallelConfig(overlap_grad_reduce=True, sharded_optimizer=True)
     ),
 }  # fmt: skip
 
@@ -108,12 +118,12 @@ def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tenso
     trainers: list[Trainer] = []
 
     def capture(trainer: Trainer) -> None:
-        record_steps(trainer, Repeater())
+        record_steps(trainer, EagerRecorder())
         trainers.append(trainer)
 
     record = record_run(each, context, reference.bundle(), datasets, num_steps=2, prepare=capture)
-    flights = trainers[0].pipeline.flights or ()
-    assert bool(each.graphs.modules) == any(flight.num_recordings for flight in flights)
+    graph_instances = trainers[0].pipeline.graph_instances or ()
+    assert bool(each.graphs.modules) == any(flight.num_recordings for flight in graph_instances)
     found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
     for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):
         found |= {f"{name} norm {step}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
@@ -173,10 +183,12 @@ def test_pairs_over_processes_train_the_same_weights(case):
 def test_pairs_replay_captured_modules(case, order, modules):
     each = in_order(case, order)
     pipeline = replace(each.pipeline, split_backward=False)
-    check(ranks_of(replace(each, pipeline=pipeline, graphs=GraphSpec(modules=modules, warmup_steps=0))), case)
+    check(ranks_of(replace(each, pipeline=pipeline, graphs=CudaGraphConfig(modules=modules, warmup_steps=0))), case)
 
 
 def test_shared_experts_overlap_exchanges_between_captured_modules():
-    overlapped = plan(model(moe_spec=moe(shared_overlap=True)))
+    overlapped = plan(model(moe_config=moe(shared_overlap=True)))
     modules = ("attn", "mlp", "moe_router", "moe_preprocess")
-    check(ranks_of(replace(overlapped, graphs=GraphSpec(modules=modules, warmup_steps=1))), "experts over two ranks")
+    check(
+        ranks_of(replace(overlapped, graphs=CudaGraphConfig(modules=modules, warmup_steps=1))), "experts over two ranks"
+    )

@@ -6,39 +6,44 @@ import pytest
 import torch
 
 from megatron_moe.build import build_data, build_eval_loaders, build_train_loader
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.model import MTPConfig
+from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.model import MTPSpec
-from megatron_moe.specs.parallel import DataParallelSpec
-from megatron_moe.specs.train import BatchSpec
-from megatron_moe.train.evaluate import evaluate
-from megatron_moe.train.state import TrainState
-from tests import tiny
-from tests.pipelines import laid_out, make_trainer, train, train_on_ranks
-from tests.ranks import on_threads
-from tests.tolerances import FP64_LAYOUT
+from megatron_moe.train.evaluation import evaluate
+from megatron_moe.train.train_state import TrainState
+from tests.helpers import tiny
+from tests.helpers.pipelines import (
+    laid_out,
+    make_trainer,
+    train,
+    train_on_ranks,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
 
 
 def model(num_layers=4, *, noisy=False, **changes):
     """One dense layer, then MoE layers with expert bias; with dropout everywhere when noisy."""
     biased = tiny.router(num_experts=4, score_function="sigmoid", expert_bias=True, bias_update_rate=0.01)
-    spec = tiny.model(num_layers=num_layers, moe_spec=tiny.moe(biased), **changes)
+    config = tiny.model(num_layers=num_layers, moe_config=tiny.moe(biased), **changes)
     if not noisy:
-        return spec
-    core = CoreAttentionSpec(softmax_scale=8**-0.5, dropout=0.1)
-    layers = tuple(replace(layer, hidden_dropout=0.1, mixer=replace(layer.mixer, core=core)) for layer in spec.layers)
-    return replace(spec, layers=layers, embedding_dropout=0.1)
+        return config
+    core = CoreAttentionConfig(softmax_scale=8**-0.5, dropout=0.1)
+    layers = tuple(replace(layer, hidden_dropout=0.1, mixer=replace(layer.mixer, core=core)) for layer in config.layers)
+    return replace(config, layers=layers, embedding_dropout=0.1)
 
 
-def plan(spec=None, *, num_microbatches=4, **changes):
+def plan(config=None, *, num_microbatches=4, **changes):
     short = replace(tiny.plan().data, seq_length=12)
     return tiny.plan(
-        model=spec or model(), data=short, batch=BatchSpec(micro=1, global_size=num_microbatches), **changes
+        model=config or model(), data=short, batch=BatchConfig(micro=1, global_size=num_microbatches), **changes
     )
 
 
 PER_TOKEN = replace(tiny.plan().loop, per_token_loss=True)
-MTP = MTPSpec(num_layers=2, loss_scaling_factor=0.3)
+MTP = MTPConfig(num_layers=2, loss_scaling_factor=0.3)
 CASES = {
     "two stages": (plan(), "Ett|ttL", 2, {}),
     "four uneven stages, one empty, loss alone": (plan(), "Et|ttt||L", 4, {}),
@@ -74,10 +79,10 @@ def test_processes_give_the_numbers_of_one_rank():
     FP64_LAYOUT.check_all(ranks, single, "two processes")
 
 
-EARLY = DataParallelSpec(overlap_grad_reduce=True, bucket_size=500)
+EARLY = DataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
 
 
-@pytest.mark.parametrize("data_parallel", [DataParallelSpec(), EARLY], ids=["reduce at the end", "reduce early"])
+@pytest.mark.parametrize("data_parallel", [DataParallelConfig(), EARLY], ids=["reduce at the end", "reduce early"])
 def test_pipelines_beside_each_other_share_the_batch(data_parallel):
     single_plan = plan(model(tied_embeddings=True, mtp=MTP))
     single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps=2)

@@ -5,43 +5,49 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.checkpoint.format import decode
 from megatron_moe.checkpoint.load import find, load
-from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.manifest import decode
+from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.verify import verify
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.model import MTPConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.model import MTPSpec
-from megatron_moe.specs.parallel import DataParallelSpec, ParallelSpec
-from megatron_moe.specs.train import BatchSpec, CheckpointSpec
-from megatron_moe.train.checkpoints import saved_tensors
-from megatron_moe.train.state import TrainState
-from tests import tiny
-from tests.pipelines import laid_out, make_trainer, run_steps, together
-from tests.ranks import on_threads
-from tests.tolerances import FP64_LAYOUT
+from megatron_moe.train.checkpointing import saved_tensors
+from megatron_moe.train.train_state import TrainState
+from tests.helpers import tiny
+from tests.helpers.pipelines import (
+    laid_out,
+    make_trainer,
+    run_steps,
+    together,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
 
 BIASED = tiny.router(
     score_function="sigmoid", expert_bias=True, bias_update_rate=0.01, balancing=("none",), aux_loss_coeffs=(0.0,)
 )
-MODEL = tiny.model(num_layers=4, moe_spec=tiny.moe(BIASED), tied_embeddings=True, mtp=MTPSpec(num_layers=1))
+MODEL = tiny.model(num_layers=4, moe_config=tiny.moe(BIASED), tied_embeddings=True, mtp=MTPConfig(num_layers=1))
 
 
-def over_ranks(spec):
+def over_ranks(config):
     """With the dispatcher that moves rows between ranks."""
     layers = tuple(
         replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
-        for layer in spec.layers
+        for layer in config.layers
     )
-    return replace(spec, layers=layers)
+    return replace(config, layers=layers)
 
 
-PLAN = tiny.plan(model=MODEL, batch=BatchSpec(micro=1, global_size=4), data=replace(tiny.plan().data, seq_length=12))
-ZERO = DataParallelSpec(sharded_optimizer=True)
+PLAN = tiny.plan(model=MODEL, batch=BatchConfig(micro=1, global_size=4), data=replace(tiny.plan().data, seq_length=12))
+ZERO = DataParallelConfig(sharded_optimizer=True)
 PLANS = {
     "one rank": PLAN,
     "pp 2": laid_out(PLAN, "Ett|ttmL", 2),
     "pp 4 with chunks": laid_out(PLAN, "E|t|t||t|t|m|L", 4),
-    "dp 2 with shards": replace(PLAN, parallel=ParallelSpec(world_size=2), data_parallel=ZERO),
+    "dp 2 with shards": replace(PLAN, parallel=ParallelConfig(world_size=2), data_parallel=ZERO),
 }
 PLANS["dp 2 x pp 2 with shards"] = replace(
     PLANS["pp 2"], parallel=replace(PLANS["pp 2"].parallel, world_size=4), data_parallel=ZERO
@@ -75,7 +81,7 @@ def start_and_save(plan, folder):
         trainer = make_trainer(plan, context)
         state = TrainState()
         run_steps(plan, trainer, state, 1)
-        saver = Saver(folder, context, say=lambda line: None)
+        saver = CheckpointSaver(folder, context, say=lambda line: None)
         assert saver.save(1, saved_tensors(trainer, optimizer=True), state.to_json(plan)) is not None
         saver.close()
         return {}
@@ -89,7 +95,7 @@ def go_on(plan, folder):
     def main(context):
         other_seed = replace(plan, loop=replace(plan.loop, seed=99))
         trainer = make_trainer(other_seed, context)
-        source = find(CheckpointSpec(save=folder), context, say=lambda line: None)
+        source = find(CheckpointConfig(save=folder), context, say=lambda line: None)
         assert source is not None
         loaded = load(source, saved_tensors(trainer, optimizer=True), context)
         trainer.restored(with_optimizer=True)

@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
-from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.shards import TORCH_DTYPES, SavedTensor, fill
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import (
+    TORCH_DTYPES,
+    SavedTensor,
+    fill,
+)
 from megatron_moe.checkpoint.verify import verified
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.precision import PrecisionSpec
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import CheckpointSpec
-from megatron_moe.train.checkpoints import saved_tensors
-from megatron_moe.train.state import TrainState
-from megatron_moe.train.step import Trainer
+from megatron_moe.train.checkpointing import saved_tensors
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+from tests.helpers.pipelines import make_trainer, run_steps
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.parity.cells import plan_of
 from tests.parity.dimensions import cell_of
-from tests.pipelines import make_trainer, run_steps
-from tests.ranks import on_threads
-from tests.tolerances import EXACT, FP64_LAYOUT
 
 MODELS = {
     "bias, mtp": "balance=bias mtp=on",
@@ -55,7 +59,7 @@ def plan(model: str, layout: str) -> RunPlan:
 
 
 def save(trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
-    saver = Saver(folder, context, say=lambda line: None)
+    saver = CheckpointSaver(folder, context, say=lambda line: None)
     tensors = saved_tensors(trainer, optimizer=True)
     assert saver.save(state.iteration, tensors, state.to_json(trainer.plan)) is not None
     saver.close()
@@ -79,7 +83,7 @@ def go_on(plan: RunPlan, source: Path, folder: Path) -> None:
     def main(context: ParallelContext) -> None:
         other_seed = replace(plan, loop=replace(plan.loop, seed=99))
         trainer = make_trainer(other_seed, context)
-        found = find(CheckpointSpec(load=str(source), ckpt_step=1), context, say=lambda line: None)
+        found = find(CheckpointConfig(load=str(source), ckpt_step=1), context, say=lambda line: None)
         assert found is not None
         loaded = load(found, saved_tensors(trainer, optimizer=True), context)
         trainer.restored(with_optimizer=True)
@@ -140,7 +144,7 @@ def test_p3_the_same_layout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> None:
     """From shards of two ranks to one, and back. Files have them in fp32, whatever they are kept in."""
-    precision = PrecisionSpec(params="bf16", grads="fp32", master="fp32", exp_avg="bf16", exp_avg_sq="bf16")
+    precision = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg="bf16", exp_avg_sq="bf16")
     sharded, single = (replace(plan("bias, mtp", name), precision=precision) for name in ("dp=2 zero=on", "plain"))
     train_and_save(sharded, tmp_path / "a")
     go_on(single, tmp_path / "a", tmp_path / "b")

@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.specs.attention import NormSpec, RopeSpec
-from megatron_moe.specs.exitcodes import CheckpointProblem
-from megatron_moe.specs.model import ModelSpec
-from megatron_moe.specs.precision import PrecisionSpec, StateName
-from megatron_moe.specs.run import RunPlan
-from megatron_moe.specs.train import BatchSpec, StateOffloadSpec
-from megatron_moe.train.checkpoints import saved_tensors
-from tests import tiny
-from tests.tolerances import EXACT, FP64_LAYOUT
-from tests.train.test_checkpoints import Run, plan_of, start
+from megatron_moe.config.attention import NormConfig, RopeConfig
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.optimizer import OptimizerOffloadConfig
+from megatron_moe.config.precision import PrecisionConfig, StateName
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.train.checkpointing import saved_tensors
+from tests.helpers import tiny
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+from tests.train.test_checkpointing import (
+    Run,
+    plan_of,
+    start,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +63,9 @@ def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on
 
 
 def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained: tuple[Path, Run]) -> None:
-    plain = tiny.model(moe_spec=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
+    plain = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     first = start(plan_of(load=trained[0], model=plain))
-    other = start(plan_of(load=trained[0], model=plain, batch=BatchSpec(micro=4, global_size=8)))
+    other = start(plan_of(load=trained[0], model=plain, batch=BatchConfig(micro=4, global_size=8)))
     for run in (first, other):
         run.train(1)
     FP64_LAYOUT.check_all(other.weights(), first.weights())
@@ -70,27 +75,27 @@ def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained:
 @pytest.mark.parametrize("override", [False, True], ids=["goes on by samples", "the command line wins"])
 def test_another_global_batch_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
     """100 iterations of 8 sequences become 100 of 4: the command line's lengths are half of the checkpoint's."""
-    plan = plan_of(load=trained[0], batch=BatchSpec(micro=2, global_size=4))
+    plan = plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4))
     halved = replace(plan, lr=replace(plan.lr, decay_samples=400, override=override))
     run = start(halved)
-    assert run.trainer.schedule.spec.decay_samples == (400 if override else 800)
+    assert run.trainer.schedule.config.decay_samples == (400 if override else 800)
     assert "decay_samples 400 (checkpoint: 800), the" in run.said
     for lr in (replace(halved.lr, decay_samples=500, override=False), replace(halved.lr, max_lr=1.0, override=False)):
         with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
             start(replace(halved, lr=lr))
 
 
-def model_functions() -> dict[str, tuple[ModelSpec, str]]:
+def model_functions() -> dict[str, tuple[ModelConfig, str]]:
     """Models that compute something else from the same tensors, and what is said of it."""
 
-    def with_router(**changes: Any) -> ModelSpec:
-        return tiny.model(moe_spec=tiny.moe(tiny.router(**changes)))
+    def with_router(**changes: Any) -> ModelConfig:
+        return tiny.model(moe_config=tiny.moe(tiny.router(**changes)))
 
-    def with_attention(**changes: Any) -> ModelSpec:
+    def with_attention(**changes: Any) -> ModelConfig:
         layers = tuple(replace(layer, mixer=tiny.attention(**changes)) for layer in tiny.model().layers)
         return replace(tiny.model(), layers=layers)
 
-    eps = NormSpec(kind="RMSNorm", eps=1e-3)
+    eps = NormConfig(kind="RMSNorm", eps=1e-3)
     sinkhorn = with_router(balancing=("sinkhorn",), aux_loss_coeffs=(0.0,))
     unrotated = replace(tiny.model(), position_embedding="none")
     core = tiny.attention().core
@@ -98,8 +103,8 @@ def model_functions() -> dict[str, tuple[ModelSpec, str]]:
         "top-k": (with_router(topk=3), "layers 1-2 feed_forward router topk: 3, checkpoint 2"),
         "score function": (with_router(score_function="sigmoid"), "score_function: 'sigmoid', checkpoint 'softmax'"),
         "selection": (sinkhorn, "router selection: 'sinkhorn', checkpoint 'topk'"),
-        "rotary base": (with_attention(rope=RopeSpec(dim=8, base=1e6)), "layers 0-2 mixer rope base: 1000000.0"),
-        "rotary dim": (with_attention(rope=None), "mixer rope: None, checkpoint RopeSpec"),
+        "rotary base": (with_attention(rope=RopeConfig(dim=8, base=1e6)), "layers 0-2 mixer rope base: 1000000.0"),
+        "rotary dim": (with_attention(rope=None), "mixer rope: None, checkpoint RopeConfig"),
         "window": (with_attention(core=replace(core, window=(7, 0))), "mixer core window: (7, 0), checkpoint None"),
         "epsilon": (replace(tiny.model(), norm=eps), "norm eps: 0.001, checkpoint 1e-05"),
         "positions": (unrotated, "position_embedding: 'none', checkpoint 'rope'"),
@@ -118,7 +123,7 @@ def test_another_function_of_the_same_tensors_is_refused(trained: tuple[Path, Ru
 
 
 def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -> None:
-    model = tiny.model(moe_spec=tiny.moe(tiny.router(aux_loss_coeffs=(0.5,))))
+    model = tiny.model(moe_config=tiny.moe(tiny.router(aux_loss_coeffs=(0.5,))))
     model = replace(model, layers=tuple(replace(layer, hidden_dropout=0.25) for layer in model.layers))
     plan = plan_of(load=trained[0], model=model)
     plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, beta2=0.5))
@@ -132,7 +137,7 @@ def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -
 
 
 def test_another_global_batch_is_told_and_the_learning_rate_goes_on_by_samples(trained: tuple[Path, Run]) -> None:
-    run = start(plan_of(load=trained[0], batch=BatchSpec(micro=2, global_size=4)))
+    run = start(plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4)))
     assert (
         "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)" in run.said
     )
@@ -141,11 +146,11 @@ def test_another_global_batch_is_told_and_the_learning_rate_goes_on_by_samples(t
     assert run.state.consumed_samples == 20
 
 
-def other_models() -> dict[str, ModelSpec]:
+def other_models() -> dict[str, ModelConfig]:
     more_experts = tiny.moe(tiny.router(num_experts=16))
     dense = tiny.model().layers[0]
     return {
-        "experts": tiny.model(moe_spec=more_experts),
+        "experts": tiny.model(moe_config=more_experts),
         "layers": tiny.model(num_layers=4),
         "a dense layer": replace(tiny.model(), layers=(dense, dense, tiny.model().layers[2])),
         "vocabulary": tiny.model(vocab_size=128),
@@ -161,7 +166,7 @@ def test_another_model_is_refused_with_every_tensor_and_a_way_on(trained: tuple[
 
 def test_weights_of_another_type_are_refused_and_taken_over_without_the_optimizer(trained: tuple[Path, Run]) -> None:
     """Row "precision"."""
-    bf16 = PrecisionSpec(params="bf16", grads="fp32")
+    bf16 = PrecisionConfig(params="bf16", grads="fp32")
     with pytest.raises(CheckpointProblem, match=r"does not fit this run in \d+ tensors"):
         start(plan_of(load=trained[0], precision=bf16))
     run = start(plan_of(load=trained[0], precision=bf16, flags={"load_optim": False}))
@@ -187,7 +192,7 @@ def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabu
 @pytest.mark.parametrize("kept", ["fp16", "fp8"])
 def test_moments_of_few_bits_go_on_bitwise_and_become_fp32(kept: StateName, tmp_path: Path) -> None:
     """Row "moments kept in another type"."""
-    narrow = PrecisionSpec(params="bf16", grads="fp32", master="fp32", exp_avg=kept, exp_avg_sq=kept)
+    narrow = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg=kept, exp_avg_sq=kept)
     run = start(plan_of(save=tmp_path, precision=narrow))
     run.train(2)
     run.checkpoints.save_last(run.state, run.loader)
@@ -204,7 +209,7 @@ def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
     host_steps: bool, trained: tuple[Path, Run], tmp_path: Path
 ) -> None:
     """The part ends inside of a parameter, whose moments are then kept in two places."""
-    split = StateOffloadSpec(fraction=0.5, host_steps=host_steps)
+    split = OptimizerOffloadConfig(fraction=0.5, host_steps=host_steps)
     optimizer = replace(plan_of().optimizer, offload=split)
     run = start(plan_of(load=trained[0], save=tmp_path, optimizer=optimizer))
     states = saved_tensors(run.trainer, optimizer=True).items()
@@ -219,7 +224,7 @@ def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
 def test_kernels_and_loops_over_experts_are_no_part_of_the_state(trained: tuple[Path, Run]) -> None:
     """Row "kernels, loops over experts": silently."""
     grouped = tiny.moe()
-    looped = replace(grouped, experts=replace(grouped.experts, grouped=False))
-    run = gone_on(plan_of(load=trained[0], model=tiny.model(moe_spec=looped)))
+    sequential = replace(grouped, experts=replace(grouped.experts, grouped=False))
+    run = gone_on(plan_of(load=trained[0], model=tiny.model(moe_config=sequential)))
     FP64_LAYOUT.check_all(run.weights(), trained[1].weights())
     assert "differ" not in run.said

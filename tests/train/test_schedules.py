@@ -6,17 +6,22 @@ import pytest
 import torch
 
 from megatron_moe.build import build_data, build_model, introduction
+from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.pipeline.spec import PipelineSpec
-from tests import tiny
-from tests.pipelines import KERNELS, laid_out, train, train_on_ranks
-from tests.ranks import on_threads
-from tests.tolerances import EXACT
+from tests.helpers import tiny
+from tests.helpers.pipelines import (
+    KERNELS,
+    laid_out,
+    train,
+    train_on_ranks,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
 
 ORDERS = {
-    "pairs": PipelineSpec(overlap=True),
-    "split": PipelineSpec(split_backward=True),
-    "split pairs": PipelineSpec(overlap=True, split_backward=True),
+    "pairs": PipelineConfig(overlap=True),
+    "split": PipelineConfig(split_backward=True),
+    "split pairs": PipelineConfig(overlap=True, split_backward=True),
 }
 
 

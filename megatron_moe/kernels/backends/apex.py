@@ -9,7 +9,7 @@ from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_r
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import Operand
 
 NAME = "apex"
@@ -18,15 +18,15 @@ BY_WISH = True
 PROVIDES = ("linear_weight_grad", "rms_norm", "layer_norm")
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
-    """See `megatron_moe.kernels.choose`."""
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+    """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
-        return Judgement(Fit.NO, "it computes on NVIDIA GPUs only")
+        return Support(Priority.NO, "it computes on NVIDIA GPUs only")
     if dtype is torch.float64:
-        return Judgement(Fit.NO, "fp64 is for proofs, which run on plain torch")
+        return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")
     if op == "linear_weight_grad":
-        return Judgement(Fit.YES, "accumulates inside the gradient buffer")
-    return Judgement(Fit.YES, "its kernel")
+        return Support(Priority.YES, "accumulates inside the gradient buffer")
+    return Support(Priority.YES, "its kernel")
 
 
 def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:

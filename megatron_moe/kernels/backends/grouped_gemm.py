@@ -10,7 +10,7 @@ from grouped_gemm import backend
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import GroupedPart, Operand
 
 NAME = "grouped_gemm"
@@ -19,13 +19,13 @@ BY_WISH = True
 PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
-    """See `megatron_moe.kernels.choose`."""
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+    """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
-        return Judgement(Fit.NO, "it computes on NVIDIA GPUs only")
+        return Support(Priority.NO, "it computes on NVIDIA GPUs only")
     if dtype is not torch.bfloat16:
-        return Judgement(Fit.NO, "it computes in bfloat16 only")
-    return Judgement(Fit.YES, "the host waits for the rows of every expert")
+        return Support(Priority.NO, "it computes in bfloat16 only")
+    return Support(Priority.YES, "the host waits for the rows of every expert")
 
 
 def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:

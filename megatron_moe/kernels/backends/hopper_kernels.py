@@ -15,7 +15,7 @@ from megatron_moe.kernels.backends.hopper import weight_grad
 from megatron_moe.kernels.backends.hopper.product import grouped_forward as grouped_forward
 from megatron_moe.kernels.backends.hopper.product import grouped_input_grad as grouped_input_grad
 from megatron_moe.kernels.backends.triton import experts
-from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import GroupedPart
 
 NAME = "hopper"
@@ -25,18 +25,18 @@ GLUON = "3.6"
 """Triton whose Gluon they are written in: other versions lack some of its operations (docs/decisions/0293)."""
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
-    """See `megatron_moe.kernels.choose`."""
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+    """See `megatron_moe.kernels.registry`."""
     if dtype is not torch.bfloat16:
-        return Judgement(Fit.NO, "it multiplies bf16")
+        return Support(Priority.NO, "it multiplies bf16")
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
-        return Judgement(Fit.NO, "it is written for compute capability 9 (H100, H200)")
+        return Support(Priority.NO, "it is written for compute capability 9 (H100, H200)")
     if not triton.__version__.startswith(f"{GLUON}."):
-        return Judgement(Fit.NO, f"it is written in the Gluon of Triton {GLUON}, and here is {triton.__version__}")
+        return Support(Priority.NO, f"it is written in the Gluon of Triton {GLUON}, and here is {triton.__version__}")
     reason = "TMA and warpgroups; offsets stay on the device"
     if op == "grouped_weight_grad":
         reason += "; added in fp32 inside the gradient buffer"
-    return Judgement(Fit.TAILORED, reason)
+    return Support(Priority.TAILORED, reason)
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:

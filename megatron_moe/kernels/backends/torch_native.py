@@ -1,7 +1,7 @@
 """Ops by what torch itself brings: grouped products, scaled-dot-product attention, fused norms, losses and AdamW.
 
 In the CUDA paths nothing is read from the device by the host. Where `auto` prefers this backend was measured with
-`tools/time_kernels.py`; the tables are in benchmarks/.
+`benchmarks/harness/time_kernels.py`; the tables are in benchmarks/.
 """
 
 from collections.abc import Sequence
@@ -13,26 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
-from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.kernel_set import Priority, Support
+from megatron_moe.kernels.low_precision_state import PackedState, round_weights
 from megatron_moe.kernels.ops import (
     AdamWStep,
     GroupedPart,
     Operand,
+    PositionSpan,
     RowIndex,
-    Span,
     internal_dtype,
     mark_nonfinite,
 )
-from megatron_moe.kernels.packed import Packed, round_weights
-from megatron_moe.kernels.pairs import Pair, pairs
+from megatron_moe.kernels.permute import RowCopies
 from megatron_moe.kernels.reference_blocks import merge_
-from megatron_moe.kernels.row_copies import RowCopies
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.exitcodes import EnvironmentProblem
-from megatron_moe.specs.moe import ActivationSpec
-from megatron_moe.specs.params import Part
+from megatron_moe.parallel.param_meta import Part
 
 NAME = "torch_native"
 NEEDS = ("torch",)
@@ -75,14 +75,14 @@ BEST_ANYWHERE = (
 """Faster than plain torch on every device."""
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
-    """See `megatron_moe.kernels.choose`."""
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+    """See `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
-        return Judgement(Fit.NO, "fp64 is for proofs, which run on plain torch")
+        return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")
     if op in GROUPED and device.type == "cuda" and dtype is not torch.bfloat16:
-        return Judgement(Fit.NO, "torch's grouped_mm leaves the offsets on the device in bfloat16 only")
+        return Support(Priority.NO, "torch's grouped_mm leaves the offsets on the device in bfloat16 only")
     if device.type == "cpu" and op not in BEST_ANYWHERE:
-        return Judgement(Fit.YES, "no faster on the CPU")
+        return Support(Priority.YES, "no faster on the CPU")
     reasons = {
         **dict.fromkeys(GROUPED, "grouped_mm, offsets stay on the device"),
         "linear_weight_grad": "accumulates in the dtype of the gradient buffer inside the product",
@@ -102,7 +102,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "adamw_": "fused",
         "adamw_packed_": "fused, between unpacking and packing",
     }
-    return Judgement(Fit.BETTER, reasons[op])
+    return Support(Priority.BETTER, reasons[op])
 
 
 # matrix products
@@ -201,7 +201,7 @@ def attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
-    spec: CoreAttentionSpec,
+    config: CoreAttentionConfig,
     sinks_N: Tensor | None,
     segments_BS: Tensor | None,
     dropout_key: tuple[int | str, ...] | None,
@@ -209,15 +209,15 @@ def attention(
 ) -> Tensor:
     """Sinks by cuDNN without window and documents. Other sinks, and dropout with our keys, are more than SDPA knows:
     those are the reference's."""
-    drops = spec.dropout > 0.0 and dropout_key is not None
-    has_sinks, masked = sinks_N is not None or spec.off_by_one, spec.window is not None or segments_BS is not None
-    if has_sinks and not masked and not drops and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=spec.causal):
-        return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, spec)
+    drops = config.dropout > 0.0 and dropout_key is not None
+    has_sinks, masked = sinks_N is not None or config.off_by_one, config.window is not None or segments_BS is not None
+    if has_sinks and not masked and not drops and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal):
+        return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config)
     if has_sinks or drops:
-        return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
+        return reference.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part)
     mask = None
     if masked:
-        mask = reference.visible_pairs(q_SBND.shape[0], spec, segments_BS, q_SBND.device)
+        mask = reference.visible_pairs(q_SBND.shape[0], config, segments_BS, q_SBND.device)
     q_BNSD, k_BGSD, v_BGSE = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
     with _attention_order(q_SBND.device):
         out_BNSE = F.scaled_dot_product_attention(
@@ -225,8 +225,8 @@ def attention(
             k_BGSD,
             v_BGSE,
             attn_mask=mask,
-            is_causal=spec.causal and mask is None,
-            scale=spec.softmax_scale,
+            is_causal=config.causal and mask is None,
+            scale=config.softmax_scale,
             enable_gqa=True,
         )
     return out_BNSE.permute(2, 0, 1, 3)
@@ -245,19 +245,19 @@ def attention_block(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
-    spec: CoreAttentionSpec,
-    query: Span,
-    key: Span,
+    config: CoreAttentionConfig,
+    query: PositionSpan,
+    key: PositionSpan,
     dropout_key: tuple[int | str, ...] | None,
     out_SBNE: Tensor,
     lse_SBN: Tensor,
 ) -> None:
-    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key)
+    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key)
     if rectangles is None:
-        reference.attention_block(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key, out_SBNE, lse_SBN)
+        reference.attention_block(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key, out_SBNE, lse_SBN)
         return
     for pair in rectangles:
-        part_SBNE, lse_BNS = cudnn.forward_pair(q_SBND, k_SBGD, v_SBGE, spec, pair)
+        part_SBNE, lse_BNS = cudnn.forward_pair(q_SBND, k_SBGD, v_SBGE, config, pair)
         merge_(out_SBNE[pair.rows], lse_SBN[pair.rows], part_SBNE, lse_BNS.permute(2, 0, 1))
 
 
@@ -269,33 +269,33 @@ def attention_block_grad(
     out_SBNE: Tensor,
     lse_SBN: Tensor,
     delta_SBN: Tensor,
-    spec: CoreAttentionSpec,
-    query: Span,
-    key: Span,
+    config: CoreAttentionConfig,
+    query: PositionSpan,
+    key: PositionSpan,
     dropout_key: tuple[int | str, ...] | None,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, spec, query, key, dropout_key)
+    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key)
     if rectangles is None:
         known = grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, delta_SBN
-        reference.attention_block_grad(*known, spec, query, key, dropout_key, into)
+        reference.attention_block_grad(*known, config, query, key, dropout_key, into)
         return
     for pair in rectangles:
-        cudnn.backward_pair(grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, spec, pair, into)
+        cudnn.backward_pair(grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, config, pair, into)
 
 
 def _rectangles(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
-    spec: CoreAttentionSpec,
-    query: Span,
-    key: Span,
+    config: CoreAttentionConfig,
+    query: PositionSpan,
+    key: PositionSpan,
     dropout_key: tuple[int | str, ...] | None,
-) -> list[Pair] | None:
+) -> list[MaskBlock] | None:
     """What cuDNN has to compute of a block; None if it cannot compute all of it."""
-    found = pairs(query.chunks, key.chunks, spec)
-    drops = spec.dropout > 0.0 and dropout_key is not None
+    found = mask_blocks(query.chunks, key.chunks, config)
+    drops = config.dropout > 0.0 and dropout_key is not None
     able = not drops and all(cudnn.serves_pair(q_SBND, k_SBGD, v_SBGE, query, pair) for pair in found)
     return found if able else None
 
@@ -303,8 +303,8 @@ def _rectangles(
 # elementwise and loss
 
 
-def activation(x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
-    out: Tensor = _Activation.apply(x_RF, probs_R, spec)  # type: ignore[no-untyped-call]
+def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
+    out: Tensor = _Activation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -312,16 +312,16 @@ class _Activation(torch.autograd.Function):
     """Keeps the input and computes the rest again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+    def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
         ctx.save_for_backward(x_RF, probs_R)
-        ctx.spec = spec
-        return _zero_where_empty(_activate(x_RF, probs_R, spec), probs_R)
+        ctx.config = config
+        return _zero_where_empty(_activate(x_RF, probs_R, config), probs_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [saved.detach().requires_grad_() for saved in ctx.saved_tensors if saved is not None]
         with torch.enable_grad():
-            out = _activate(inputs[0], inputs[1] if len(inputs) == 2 else None, ctx.spec)
+            out = _activate(inputs[0], inputs[1] if len(inputs) == 2 else None, ctx.config)
         grad_x, *rest = torch.autograd.grad(out, inputs, grads)
         if not rest:
             return grad_x, None, None
@@ -329,9 +329,9 @@ class _Activation(torch.autograd.Function):
         return _zero_where_empty(grad_x, probs_R), grad_probs.masked_fill_(probs_R == 0, 0), None
 
 
-def _activate(x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+def _activate(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
     wide = x_RF.to(internal_dtype(x_RF.dtype))
-    out = reference.gated(wide, spec) if spec.gated else reference.nonlinearity(wide, spec.kind)
+    out = reference.gated(wide, config) if config.gated else reference.nonlinearity(wide, config.kind)
     return (out if probs_R is None else out * probs_R.to(wide.dtype)[..., None]).to(x_RF.dtype)
 
 
@@ -446,7 +446,7 @@ def adamw_(
     """
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
         # so that narrow state has the arithmetic of wide state
-        states = (Packed("plain", master), grad, Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
+        states = (PackedState("plain", master), grad, PackedState("plain", exp_avg), PackedState("plain", exp_avg_sq))
         adamw_packed_(*states, move, weights)
         return
     step, divisor = move.step.to(torch.float32), move.grad_scale.to(torch.float32).reciprocal()
@@ -479,10 +479,10 @@ def adamw_(
 
 
 def adamw_packed_(
-    master: Packed,
+    master: PackedState,
     grad: Tensor,
-    exp_avg: Packed,
-    exp_avg_sq: Packed,
+    exp_avg: PackedState,
+    exp_avg_sq: PackedState,
     move: AdamWStep,
     weights: Tensor | None = None,
     first: int = 0,

@@ -15,12 +15,12 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import GroupedPart, Operand
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.moe import ActivationSpec
-from megatron_moe.specs.params import Part
+from megatron_moe.parallel.param_meta import Part
 
 NAME = "transformer_engine"
 NEEDS = ("transformer_engine",)
@@ -40,14 +40,14 @@ PROVIDES = (
 )
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
-    """See `megatron_moe.kernels.choose`."""
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+    """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
-        return Judgement(Fit.NO, "it computes on NVIDIA GPUs only")
+        return Support(Priority.NO, "it computes on NVIDIA GPUs only")
     if dtype is torch.float64:
-        return Judgement(Fit.NO, "it has no fp64")
+        return Support(Priority.NO, "it has no fp64")
     if op == "attention" and dtype is torch.float32:
-        return Judgement(Fit.NO, "its attention has no fp32")
+        return Support(Priority.NO, "its attention has no fp32")
     reasons = {
         "grouped_forward": "GroupedLinear's products; the host waits for the rows of every expert",
         "grouped_input_grad": "as grouped_forward",
@@ -56,7 +56,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "attention": "DotProductAttention; sinks, dropout and documents are plain torch",
         "activation": "SwiGLU; other activations are plain torch",
     }
-    return Judgement(Fit.YES, reasons.get(op, "its kernel"))
+    return Support(Priority.YES, reasons.get(op, "its kernel"))
 
 
 # matrix products: its operands stand in the order weight, input, and "TN" multiplies input by weight transposed
@@ -219,16 +219,16 @@ def attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
-    spec: CoreAttentionSpec,
+    config: CoreAttentionConfig,
     sinks_N: Tensor | None,
     segments_BS: Tensor | None,
     dropout_key: tuple[int | str, ...] | None,
     head_part: Part = (0, 1),
 ) -> Tensor:
     """Causal and sliding-window attention of one document."""
-    drops = spec.dropout > 0.0 and dropout_key is not None
-    if sinks_N is not None or spec.off_by_one or drops or segments_BS is not None or not spec.causal:
-        return reference.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
+    drops = config.dropout > 0.0 and dropout_key is not None
+    if sinks_N is not None or config.off_by_one or drops or segments_BS is not None or not config.causal:
+        return reference.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part)
     num_heads, width = q_SBND.shape[2:]
     module = te.DotProductAttention(
         num_heads,
@@ -236,8 +236,8 @@ def attention(
         num_gqa_groups=k_SBGD.shape[2],
         qkv_format="sbhd",
         attn_mask_type="causal",
-        window_size=spec.window,
-        softmax_scale=spec.softmax_scale,
+        window_size=config.window,
+        softmax_scale=config.softmax_scale,
     )
     out_SBF: Tensor = module(q_SBND.contiguous(), k_SBGD.contiguous(), v_SBGE.contiguous())
     return out_SBF.unflatten(-1, (num_heads, v_SBGE.shape[3]))
@@ -246,10 +246,10 @@ def attention(
 # elementwise and loss
 
 
-def activation(x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
-    plain_swiglu = spec == ActivationSpec(kind="silu", gated=True)
+def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
+    plain_swiglu = config == ActivationConfig(kind="silu", gated=True)
     if not plain_swiglu or x_RF.numel() == 0:
-        return reference.activation(x_RF, probs_R, spec)
+        return reference.activation(x_RF, probs_R, config)
     out: Tensor = _SwiGLU.apply(x_RF, probs_R)  # type: ignore[no-untyped-call]
     return out
 

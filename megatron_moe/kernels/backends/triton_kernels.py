@@ -32,7 +32,7 @@ from megatron_moe.kernels.backends.triton.rows import permute as permute
 from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
 from megatron_moe.kernels.backends.triton.sort import count_tokens as count_tokens
 from megatron_moe.kernels.backends.triton.sort import sort_rows as sort_rows
-from megatron_moe.kernels.bundle import Fit, Judgement
+from megatron_moe.kernels.kernel_set import Priority, Support
 
 NAME = "triton"
 NEEDS = ("triton",)
@@ -65,18 +65,18 @@ PROVIDES = (
 )
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
-    """See `megatron_moe.kernels.choose`."""
+def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+    """See `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
-        return Judgement(Fit.NO, "fp64 is for proofs, which run on plain torch")
+        return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")
     if device.type == "cpu":
         if triton.knobs.runtime.interpret:
-            return Judgement(Fit.YES, "interpreted, for tests")
-        return Judgement(Fit.NO, "Triton compiles for GPUs")
+            return Support(Priority.YES, "interpreted, for tests")
+        return Support(Priority.NO, "Triton compiles for GPUs")
     if op == "grouped_weight_grad" and dtype is torch.float32:
-        return Judgement(Fit.YES, "tf32 or slow: matrix units have no fp32")
+        return Support(Priority.YES, "tf32 or slow: matrix units have no fp32")
     if op == "gate_product" and dtype is not torch.bfloat16:
-        return Judgement(Fit.YES, "bf16 alone is its own, the rest torch's")
+        return Support(Priority.YES, "bf16 alone is its own, the rest torch's")
     reasons = {
         "attention": "windows, documents and --deterministic-mode tile by tile; sinks by cuDNN; else torch's",
         "attention_block": "cuDNN, one pass to merge; windows, documents and --deterministic-mode tile by tile",
@@ -90,4 +90,4 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Judgement:
         "sort_rows": "a counting sort in two launches",
         "count_tokens": "a histogram without atomics",
     }
-    return Judgement(Fit.BEST, reasons.get(op, "one pass over memory"))
+    return Support(Priority.BEST, reasons.get(op, "one pass over memory"))

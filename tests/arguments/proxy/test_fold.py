@@ -3,7 +3,7 @@
 import pytest
 
 from arguments.proxy.fold import Sizes, Wish, fold, lost_axes, smallest_fold
-from megatron_moe.specs.grid import FoldError
+from megatron_moe.parallel.grid import FoldError
 
 DEEPSEEK = Sizes(pp=8, ep=64, dp=128, edp=2)
 """DeepSeek-V3 on 1,024 ranks."""

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments.proxy.layers import Kept, fewer_layers
-from megatron_moe.specs.pipeline.layout import parse_layout
+from megatron_moe.pipeline.layout import parse_layout
 
 
 def kept(kinds: str, layout: str, *, full_pp: int, pp: int, vpp: int = 1, at_least: int | None = None) -> Kept:

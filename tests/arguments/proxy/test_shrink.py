@@ -8,11 +8,15 @@ from hypothesis import strategies as st
 
 from arguments.errors import FlagErrors
 from arguments.read import layout_to_fold, read_plan
-from megatron_moe.specs.attention import AttentionSpec
-from megatron_moe.specs.model import LayerSpec
-from megatron_moe.specs.run import RunPlan
-from tests.command_lines import SMALL, words
-from tests.zoo import ZooRow, command_line, zoo_rows
+from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.run import RunPlan
+from tests.helpers.command_lines import SMALL, words
+from tests.helpers.zoo import (
+    ZooRow,
+    command_line,
+    zoo_rows,
+)
 
 ROWS = zoo_rows()
 
@@ -34,9 +38,9 @@ def rewrites(plan: RunPlan) -> list[str]:
     return [note for note in plan.notes if note.startswith("proxy: ")]
 
 
-def kind(layer: LayerSpec) -> tuple[bool, bool, bool]:
+def kind(layer: LayerConfig) -> tuple[bool, bool, bool]:
     """Has it experts, a window, a rotation?"""
-    rotates = not isinstance(layer.mixer, AttentionSpec) or layer.mixer.rope is not None
+    rotates = not isinstance(layer.mixer, AttentionConfig) or layer.mixer.rope is not None
     return layer.is_moe, layer.mixer.core.window is not None, rotates
 
 
@@ -96,10 +100,10 @@ def test_any_layout_of_any_public_model_folds_to_any_number_of_ranks(case: tuple
     except FlagErrors:
         assume(False)
     plan = proxy(argv, num_ranks=num_ranks)  # raises if any rule is broken
-    spec = plan.parallel
-    assert spec.tp * spec.cp * spec.pp * spec.dp == spec.etp * spec.ep * spec.pp * spec.edp == num_ranks
+    config = plan.parallel
+    assert config.tp * config.cp * config.pp * config.dp == config.etp * config.ep * config.pp * config.edp == num_ranks
     for axis in ("tp", "cp", "pp", "ep"):
-        assert getattr(spec, axis) <= full.axes[axis]
+        assert getattr(config, axis) <= full.axes[axis]
     assert kinds(plan) == kinds(read_plan(command_line(row), {}))
     assert sum(stage.num_mtp for stage in plan.layout.stages) == row.integer("mtp-num-layers")
 

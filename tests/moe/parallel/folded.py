@@ -7,45 +7,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.model import InitConfig
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    CapacityConfig,
+    ExpertsConfig,
+    MLPConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
+)
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import reference
-from megatron_moe.logs.tally import Tally
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.init import init_parameters
-from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters, write_part
-from megatron_moe.specs.model import InitSpec
-from megatron_moe.specs.moe import (
-    ActivationSpec,
-    CapacitySpec,
-    ExpertsSpec,
-    MLPSpec,
-    MoESpec,
-    RouterSpec,
-    SharedExpertsSpec,
-)
-from megatron_moe.specs.parallel import ParallelSpec
-from tests.ranks import on_threads
+from tests.helpers.ranks import on_threads
 
 HIDDEN, LATENT, FFN, EXPERTS, STEPS, BATCH = 8, 6, 8, 8, 8, 2
-SWIGLU = ActivationSpec(kind="silu", gated=True)
-SHARED = SharedExpertsSpec(mlp=MLPSpec(hidden_size=HIDDEN, ffn_hidden_size=8, activation=SWIGLU), gate=True)
+SWIGLU = ActivationConfig(kind="silu", gated=True)
+SHARED = SharedExpertsConfig(mlp=MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=8, activation=SWIGLU), gate=True)
 KERNELS = reference.bundle()
 
 
-def moe_spec(
+def moe_config(
     *,
     dispatcher: str = "alltoall",
     latent: bool = False,
     shared: bool = False,
     overlap: bool = False,
-    capacity: CapacitySpec | None = None,
+    capacity: CapacityConfig | None = None,
     router: dict[str, Any] | None = None,
     **experts: Any,
-) -> MoESpec:
-    return MoESpec(
-        router=RouterSpec(**{"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **(router or {})}),
-        experts=ExpertsSpec(
+) -> MoEConfig:
+    return MoEConfig(
+        router=RouterConfig(**{"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **(router or {})}),
+        experts=ExpertsConfig(
             **{
                 "num_experts": (router or {}).get("num_experts", EXPERTS),
                 "hidden_size": LATENT if latent else HIDDEN,
@@ -62,7 +62,7 @@ def moe_spec(
     )
 
 
-def folds(world_size: int) -> Iterator[ParallelSpec]:
+def folds(world_size: int) -> Iterator[ParallelConfig]:
     """Every legal way to lay attention (tp with sequence parallelism, dp) and experts (etp, ep) over the ranks."""
     for tp in divisors(world_size):
         for etp in divisors(world_size):
@@ -71,16 +71,16 @@ def folds(world_size: int) -> Iterator[ParallelSpec]:
                     yield parallel(world_size, tp=tp, etp=etp, ep=ep)
 
 
-def parallel(world_size: int, *, tp: int = 1, cp: int = 1, etp: int = 1, ep: int = 1, **fields: Any) -> ParallelSpec:
-    return ParallelSpec(world_size=world_size, tp=tp, cp=cp, etp=etp, ep=ep, sequence_parallel=tp > 1, **fields)
+def parallel(world_size: int, *, tp: int = 1, cp: int = 1, etp: int = 1, ep: int = 1, **fields: Any) -> ParallelConfig:
+    return ParallelConfig(world_size=world_size, tp=tp, cp=cp, etp=etp, ep=ep, sequence_parallel=tp > 1, **fields)
 
 
 def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def name_of(spec: ParallelSpec) -> str:
-    return f"tp{spec.tp} cp{spec.cp} dp{spec.dp} etp{spec.etp} ep{spec.ep}"
+def name_of(config: ParallelConfig) -> str:
+    return f"tp{config.tp} cp{config.cp} dp{config.dp} etp{config.etp} ep{config.ep}"
 
 
 @dataclass
@@ -104,10 +104,10 @@ class Data:
             valid = [torch.arange(STEPS) < length for length in lengths]
         return cls(hidden, push, valid)
 
-    def piece(self, spec: ParallelSpec, dp: int, cp: int, tp: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def piece(self, config: ParallelConfig, dp: int, cp: int, tp: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden, push and validity of the positions that one rank holds."""
-        length = STEPS // (spec.cp * spec.tp)
-        at = slice((cp * spec.tp + tp) * length, (cp * spec.tp + tp + 1) * length)
+        length = STEPS // (config.cp * config.tp)
+        at = slice((cp * config.tp + tp) * length, (cp * config.tp + tp + 1) * length)
         valid = self.valid[dp]
         return self.hidden[dp][at], self.push[dp][at], None if valid is None else valid[:, at]
 
@@ -130,9 +130,9 @@ def leave(layer: MoELayer) -> None:
     pass
 
 
-def make_layer(spec: MoESpec, ctx: ParallelContext, change: Change = leave) -> MoELayer:
-    layer = MoELayer(spec, 3, ctx, KERNELS)
-    init_parameters(layer, 5, InitSpec(method="unit_gain"))
+def make_layer(config: MoEConfig, ctx: ParallelContext, change: Change = leave) -> MoELayer:
+    layer = MoELayer(config, 3, ctx, KERNELS)
+    init_parameters(layer, 5, InitConfig(method="unit_gain"))
     change(layer)
     return layer
 
@@ -142,53 +142,59 @@ def meta_of(hidden: Tensor, valid: Tensor | None, **fields: Any) -> TokenMeta:
     return TokenMeta(positions_BS=torch.arange(steps).expand(batch, steps), valid_BS=valid, **fields)
 
 
-def on_one_rank(spec: MoESpec, data: Data, partition: ParallelSpec | None = None, change: Change = leave) -> Result:
+def on_one_rank(
+    config: MoEConfig, data: Data, partition: ParallelConfig | None = None, change: Change = leave
+) -> Result:
     """The oracle: one microbatch after the other; with `partition` every rank's piece is a microbatch of its own."""
     ctx = ParallelContext.single()
-    layer, tally, dp = make_layer(spec, ctx, change), Tally(), len(data.hidden)
-    shape = partition or ParallelSpec(world_size=dp)
+    layer, metrics, dp = make_layer(config, ctx, change), MetricAccumulator(), len(data.hidden)
+    shape = partition or ParallelConfig(world_size=dp)
     outs, grads = [], []
     for d, c, t in _pieces(shape, dp):
         hidden, push, valid = data.piece(shape, d, c, t)
         hidden = hidden.clone().requires_grad_()
-        out = layer(hidden, meta_of(hidden, valid, tally=tally, aux_scale=1.0))
+        out = layer(hidden, meta_of(hidden, valid, metrics=metrics, aux_scale=1.0))
         (out * push).sum().backward()
         outs.append(out.detach())
         grads.append(hidden.grad)
     tensors = {"out": torch.cat(outs), "hidden": torch.cat(grads)}
     tensors |= {name: parameter.grad / dp for name, parameter in layer.named_parameters()}
-    return Result(tensors, {n: m.value for n, m in tally.take(ctx).items()}, _state(layer))
+    return Result(tensors, {n: m.value for n, m in metrics.take(ctx).items()}, _state(layer))
 
 
-def over_ranks(spec: MoESpec, parallel: ParallelSpec, data: Data, change: Change = leave) -> Result:
+def over_ranks(config: MoEConfig, parallel: ParallelConfig, data: Data, change: Change = leave) -> Result:
     """The same over ranks; gradients are summed and averaged as the optimizer does."""
-    return gathered(on_threads(parallel, lambda ctx: on_this_rank(ctx, spec, parallel, data, change)), parallel)
+    return gathered(on_threads(parallel, lambda ctx: on_this_rank(ctx, config, parallel, data, change)), parallel)
 
 
 def on_this_rank(
-    ctx: ParallelContext, spec: MoESpec, parallel: ParallelSpec, data: Data, change: Change = leave
+    ctx: ParallelContext, config: MoEConfig, parallel: ParallelConfig, data: Data, change: Change = leave
 ) -> tuple[Any, ...]:
     """What one rank has to say; see `gathered`."""
-    layer, tally = make_layer(spec, ctx, change), Tally()
-    out, hidden, place = forward_backward(layer, ctx, parallel, data, tally)
+    layer, metrics = make_layer(config, ctx, change), MetricAccumulator()
+    out, hidden, place = forward_backward(layer, ctx, parallel, data, metrics)
     parts = {name: (p.grad.cpu(), p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
-    metrics = {n: m.value for n, m in tally.take(ctx).items()}
+    metrics = {n: m.value for n, m in metrics.take(ctx).items()}
     return place, out.detach().cpu(), hidden.grad.cpu() / parallel.cp, parts, metrics, _state(layer)
 
 
 def forward_backward(
-    layer: MoELayer, ctx: ParallelContext, parallel: ParallelSpec, data: Data, tally: Tally | None = None
+    layer: MoELayer,
+    ctx: ParallelContext,
+    parallel: ParallelConfig,
+    data: Data,
+    metrics: MetricAccumulator | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Output and input of this rank's tokens, and its place in (dp, cp, tp)."""
     place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
     hidden, push, _ = (part if part is None else part.to(ctx.device) for part in data.piece(parallel, *place))
     hidden = hidden.clone().requires_grad_()
-    out = layer(hidden, _meta_on_rank(hidden, ctx, data.valid[place[0]], tally))
+    out = layer(hidden, _meta_on_rank(hidden, ctx, data.valid[place[0]], metrics))
     (out * push).sum().mul(parallel.cp).backward()
     return out, hidden, place
 
 
-def gathered(results: list[tuple[Any, ...]], parallel: ParallelSpec) -> Result:
+def gathered(results: list[tuple[Any, ...]], parallel: ParallelConfig) -> Result:
     """What all ranks have to say, put together."""
     results = sorted(results, key=lambda result: result[0])
     tensors = {"out": torch.cat([r[1] for r in results]), "hidden": torch.cat([r[2] for r in results])}
@@ -200,15 +206,17 @@ def gathered(results: list[tuple[Any, ...]], parallel: ParallelSpec) -> Result:
     return Result(tensors, results[0][4], states)
 
 
-def _meta_on_rank(hidden: Tensor, ctx: ParallelContext, valid: Tensor | None, tally: Tally | None) -> TokenMeta:
+def _meta_on_rank(
+    hidden: Tensor, ctx: ParallelContext, valid: Tensor | None, metrics: MetricAccumulator | None
+) -> TokenMeta:
     """Validity is given for all positions of the context-parallel rank; the router takes those of its tp rank."""
     cp = ctx.group("cp")
     if valid is not None:
         valid = valid.chunk(cp.size, dim=1)[cp.rank].to(ctx.device)
-    return meta_of(hidden, valid, tally=tally, aux_scale=float(cp.size))
+    return meta_of(hidden, valid, metrics=metrics, aux_scale=float(cp.size))
 
 
-def _whole_gradient(parts: list[Any], parallel: ParallelSpec) -> Tensor:
+def _whole_gradient(parts: list[Any], parallel: ParallelConfig) -> Tensor:
     """Parts of all ranks put together: summed over the ranks that saw other tokens, divided by dp * cp."""
     _, _, meta, shape = parts[0]
     num_copies = parallel.etp if meta.grid == "expert" else parallel.tp
@@ -222,7 +230,7 @@ def _whole_gradient(parts: list[Any], parallel: ParallelSpec) -> Tensor:
     return whole / (parallel.dp * parallel.cp * num_copies)
 
 
-def _pieces(shape: ParallelSpec, dp: int) -> list[tuple[int, int, int]]:
+def _pieces(shape: ParallelConfig, dp: int) -> list[tuple[int, int, int]]:
     return [(d, c, t) for d in range(dp) for c in range(shape.cp) for t in range(shape.tp)]
 
 

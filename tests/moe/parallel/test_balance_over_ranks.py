@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.logs.tally import Tally
-from megatron_moe.moe.balance import update_routers
+from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.moe.balancing import update_routers
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.moe import CapacitySpec
-from megatron_moe.specs.parallel import ParallelSpec
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.moe.parallel.folded import BATCH, STEPS, Data, name_of, parallel
 from tests.moe.parallel.traffic import counted_traffic
 from tests.moe.routers import make_meta, make_router
-from tests.ranks import on_threads
-from tests.tolerances import EXACT, FP64_LAYOUT
 
 HIDDEN = 8
 LAYOUTS = pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def pull(router: Router, hidden: Tensor, **meta: Any) -> Any:
     return routing
 
 
-def piece_of(data: Data, layout: ParallelSpec, ctx: ParallelContext, microbatch: int = 0) -> tuple[Tensor, Any]:
+def piece_of(data: Data, layout: ParallelConfig, ctx: ParallelContext, microbatch: int = 0) -> tuple[Tensor, Any]:
     """This rank's tokens of a microbatch. Validity is that of all positions of its cp rank."""
     dp, cp, tp = (ctx.group(axis) for axis in ("dp", "cp", "tp"))
     place = microbatch * dp.size + dp.rank
@@ -62,22 +62,22 @@ def piece_of(data: Data, layout: ParallelSpec, ctx: ParallelContext, microbatch:
 
 def on_one(data: Data, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
     """One rank takes all sequences as microbatches, one after the other."""
-    router, tally = router_on(ParallelContext.single(), **fields), Tally()
+    router, metrics = router_on(ParallelContext.single(), **fields), MetricAccumulator()
     for hidden, valid in zip(data.hidden, data.valid, strict=True):
         scale = 1 / len(data.hidden)
-        pull(router, hidden.clone().requires_grad_(), valid_BS=valid, tally=tally, aux_scale=scale)
-    return router, figures(tally, router.ctx), router.weight.grad
+        pull(router, hidden.clone().requires_grad_(), valid_BS=valid, metrics=metrics, aux_scale=scale)
+    return router, figures(metrics, router.ctx), router.weight.grad
 
 
-def over(layout: ParallelSpec, data: Data, num_microbatches: int, **fields: Any) -> list[Any]:
+def over(layout: ParallelConfig, data: Data, num_microbatches: int, **fields: Any) -> list[Any]:
     """(figures, gradient averaged over dp x cp and summed over tp, router's state) of every rank."""
 
     def rank(ctx: ParallelContext) -> Any:
-        router, tally = router_on(ctx, **fields), Tally()
+        router, metrics = router_on(ctx, **fields), MetricAccumulator()
         for m in range(num_microbatches):
             hidden, valid = piece_of(data, layout, ctx, m)
-            pull(router, hidden, valid_BS=valid, tally=tally, aux_scale=ctx.group("cp").size / num_microbatches)
-        shown = figures(tally, ctx)
+            pull(router, hidden, valid_BS=valid, metrics=metrics, aux_scale=ctx.group("cp").size / num_microbatches)
+        shown = figures(metrics, ctx)
         update_routers([router], ctx)
         return shown, router.weight.grad, dict(router.named_buffers())
 
@@ -86,8 +86,8 @@ def over(layout: ParallelSpec, data: Data, num_microbatches: int, **fields: Any)
     return [(shown, gradient, state) for shown, _, state in results]
 
 
-def figures(tally: Tally, ctx: ParallelContext) -> dict[str, Any]:
-    return {name: metric.value for name, metric in tally.take(ctx).items()}
+def figures(metrics: MetricAccumulator, ctx: ParallelContext) -> dict[str, Any]:
+    return {name: metric.value for name, metric in metrics.take(ctx).items()}
 
 
 @LAYOUTS
@@ -183,19 +183,19 @@ def test_quantile_thresholds_are_those_of_the_whole_microbatch(layout, padded) -
 def test_drops_and_expert_choice_are_reported_as_the_sum_over_ranks(layout) -> None:
     """Capacity is a rank's own: one rank that takes every piece as a microbatch drops as many."""
     data = Data.random(layout.dp)
-    for fields in ({"capacity": CapacitySpec(factor=0.5)}, {"topk": 1, "balancing": ("expert_choice",)}):
-        single, tally = router_on(ParallelContext.single(), **fields), Tally()
+    for fields in ({"capacity": CapacityConfig(factor=0.5)}, {"topk": 1, "balancing": ("expert_choice",)}):
+        single, metrics = router_on(ParallelContext.single(), **fields), MetricAccumulator()
         for d in range(layout.dp):
             for c in range(layout.cp):
                 for t in range(layout.tp):
                     hidden = data.piece(layout, d, c, t)[0]
-                    single(hidden, make_meta(hidden, tally=tally))
-        expected = figures(tally, single.ctx)
+                    single(hidden, make_meta(hidden, metrics=metrics))
+        expected = figures(metrics, single.ctx)
 
         def rank(ctx: ParallelContext, fields=fields) -> dict[str, Any]:
-            tally, hidden = Tally(), piece_of(data, layout, ctx)[0]
-            router_on(ctx, **fields)(hidden, make_meta(hidden, tally=tally))
-            return figures(tally, ctx)
+            metrics, hidden = MetricAccumulator(), piece_of(data, layout, ctx)[0]
+            router_on(ctx, **fields)(hidden, make_meta(hidden, metrics=metrics))
+            return figures(metrics, ctx)
 
         assert expected["moe/dropped_tokens"] > 0 or "balancing" in fields
         for shown in on_threads(layout, rank):
@@ -220,7 +220,7 @@ def test_losses_that_nobody_asked_for_cost_no_communication() -> None:
 
         def rank(ctx: ParallelContext, fields=fields, with_tally=with_tally) -> None:
             hidden, valid = piece_of(data, layout, ctx)
-            pull(router_on(ctx, **fields), hidden, valid_BS=valid, tally=Tally() if with_tally else None)
+            pull(router_on(ctx, **fields), hidden, valid_BS=valid, metrics=MetricAccumulator() if with_tally else None)
 
         with counted_traffic() as traffic:
             on_threads(layout, rank)
@@ -238,15 +238,15 @@ def test_a_layer_that_is_computed_again_reports_and_counts_once_over_ranks() -> 
     }
 
     def rank(ctx: ParallelContext, again: bool) -> Any:
-        router, tally = router_on(ctx, **fields), Tally()
+        router, metrics = router_on(ctx, **fields), MetricAccumulator()
         hidden, _ = piece_of(data, layout, ctx)
-        meta = make_meta(hidden, tally=tally)
+        meta = make_meta(hidden, metrics=metrics)
         if again:
             with torch.no_grad():
                 router(hidden, meta)
-            meta = replace(meta, tally=None)
+            meta = replace(meta, metrics=None)
         (router(hidden, meta).probs_TK * 0).sum().backward()
-        return figures(tally, ctx), router.weight.grad, router.tokens_since_update, router.global_counts
+        return figures(metrics, ctx), router.weight.grad, router.tokens_since_update, router.global_counts
 
     once = on_threads(layout, lambda ctx: rank(ctx, False))
     twice = on_threads(layout, lambda ctx: rank(ctx, True))

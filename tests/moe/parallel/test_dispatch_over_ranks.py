@@ -9,22 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.choose import choose
 from megatron_moe.kernels.ops import Operand
-from megatron_moe.moe.dispatch.allgather import AllGatherDispatcher
-from megatron_moe.moe.dispatch.alltoall import AllToAllDispatcher
-from megatron_moe.moe.dispatch.contract import Rows
-from megatron_moe.moe.dispatch.local import LocalDispatcher
-from megatron_moe.moe.layer import make_dispatcher
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.moe.moe_layer import make_dispatcher
+from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
+from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
+from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.run import KernelSpec
-from tests.moe.parallel.folded import moe_spec, name_of, parallel
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_REF
+from tests.moe.parallel.folded import (
+    moe_config,
+    name_of,
+    parallel,
+)
 from tests.moe.parallel.traffic import counted_traffic
 from tests.moe.routings import dense, draw, sparse
-from tests.ranks import on_threads
-from tests.tolerances import EXACT, FP64_REF
 
 EXPERTS, WIDTH = 8, 3
 REFERENCE = reference.bundle()
@@ -47,7 +51,7 @@ CASES = {
 }
 
 
-def weigh(rows: Rows, share: float) -> Rows:
+def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
     """Experts that apply the probability and leave garbage where nothing is held. Over etp each gives a part."""
     weighed = rows.data.data * rows.probs_R[:, None] * share
     held = torch.arange(len(weighed)) < rows.offsets_e[-1]
@@ -55,9 +59,9 @@ def weigh(rows: Rows, share: float) -> Rows:
     return replace(rows, data=Operand(data=garbage))
 
 
-def there_and_back(dispatcher: Any, tokens: Tensor, routing: Any, share: float) -> tuple[Rows, Tensor]:
-    rows, ticket = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
-    back = dispatcher.finish_combine(dispatcher.start_combine(weigh(rows, share), ticket))
+def there_and_back(dispatcher: Any, tokens: Tensor, routing: Any, share: float) -> tuple[DispatchedTokens, Tensor]:
+    rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+    back = dispatcher.finish_combine(dispatcher.start_combine(weigh(rows, share), handle))
     return rows, back
 
 
@@ -151,13 +155,13 @@ def test_bf16_rows_of_one_token_are_added_up_in_fp32_across_ranks(kind) -> None:
     def rank(ctx: ParallelContext) -> Tensor:
         routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
         dispatcher = kind(4, ctx, REFERENCE)
-        rows, ticket = dispatcher.finish_dispatch(
+        rows, handle = dispatcher.finish_dispatch(
             dispatcher.start_dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
         )
         mine = values[2 * ctx.group("ep").rank :][:2].repeat_interleave(rows.offsets_e[0])
         data = torch.zeros_like(rows.data.data)
         data[: len(mine), 0] = mine
-        pending = dispatcher.start_combine(replace(rows, data=Operand(data=data)), ticket)
+        pending = dispatcher.start_combine(replace(rows, data=Operand(data=data)), handle)
         return dispatcher.finish_combine(pending)
 
     for out in on_threads(parallel(2, ep=2), rank):
@@ -168,7 +172,7 @@ def test_bf16_rows_of_one_token_are_added_up_in_fp32_across_ranks(kind) -> None:
 @BOTH
 @pytest.mark.parametrize("case", ["ranks differ", "all to one expert", "nothing at all"])
 def test_fast_kernels_bring_every_token_back_too(kind, case) -> None:
-    native = choose(KernelSpec(backend="torch_native"), torch.device("cpu"), torch.float32)
+    native = select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
 
     def rank(ctx: ParallelContext) -> None:
         ids = CASES[case](ctx.rank)
@@ -186,7 +190,7 @@ ELEMENTS = 4 * 2 * WIDTH
 """Of the rows of one rank: four tokens, two experts each."""
 
 
-def dispatched(fold: ParallelSpec, kind: Any, capacity: int | None) -> list[Counter]:
+def dispatched(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Counter]:
     """(op, group size, elements given) of every collective of dispatch, combine and their backward, per rank."""
 
     def rank(ctx: ParallelContext) -> None:
@@ -268,8 +272,8 @@ def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeyp
     def rank(ctx: ParallelContext, kind: Any, capacity: int | None) -> None:
         dispatcher = kind(EXPERTS, ctx, REFERENCE)
         routing = sparse(CASES["spread"](0), num_experts=EXPERTS, capacity=capacity)
-        rows, ticket = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
-        dispatcher.finish_combine(dispatcher.start_combine(rows, ticket))
+        rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
+        dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
     for kind, capacity, expected in (
         (AllToAllDispatcher, None, AllToAllDispatcher.host_reads),
@@ -284,7 +288,7 @@ def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeyp
 
 def test_the_spec_chooses_the_dispatcher_and_one_rank_needs_none() -> None:
     def rank(ctx: ParallelContext) -> list[type]:
-        return [type(make_dispatcher(moe_spec(dispatcher=d), ctx, REFERENCE)) for d in ("allgather", "alltoall")]
+        return [type(make_dispatcher(moe_config(dispatcher=d), ctx, REFERENCE)) for d in ("allgather", "alltoall")]
 
     assert on_threads(parallel(2, ep=2), rank)[0] == [AllGatherDispatcher, AllToAllDispatcher]
     assert on_threads(parallel(2), rank)[0] == [LocalDispatcher, LocalDispatcher]

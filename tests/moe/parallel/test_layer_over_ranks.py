@@ -4,27 +4,27 @@ and weights, metrics, token counts."""
 import pytest
 import torch
 
-from megatron_moe.specs.moe import CapacitySpec
-from megatron_moe.specs.parallel import ParallelSpec
+from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.config.parallel import ParallelConfig
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.moe.parallel.folded import (
     EXPERTS,
     Data,
     Result,
     folds,
-    moe_spec,
+    moe_config,
     name_of,
     on_one_rank,
     over_ranks,
     parallel,
 )
-from tests.tolerances import EXACT, FP64_LAYOUT
 
 SIGMOID = {"score_function": "sigmoid", "expert_bias": True}
 BALANCED = {**SIGMOID, "balancing": ("aux_loss", "seq_aux_loss"), "aux_loss_coeffs": (0.3, 0.2), "z_loss_coeff": 0.1}
 CAPACITIES = (
-    CapacitySpec(factor=0.75),
-    CapacitySpec(factor=0.75, policy="position"),
-    CapacitySpec(factor=1.0, pad=True),
+    CapacityConfig(factor=0.75),
+    CapacityConfig(factor=0.75, policy="position"),
+    CapacityConfig(factor=1.0, pad=True),
 )
 FOLDS = [fold for world_size in (2, 4, 8) for fold in folds(world_size)]
 WITH_CP = [
@@ -55,21 +55,21 @@ def check(actual: Result, expected: Result) -> None:
 
 @EVERY_FOLD
 @BOTH
-def test_balanced_layers_with_biases_padding_and_shared_experts(fold: ParallelSpec, dispatcher: str) -> None:
+def test_balanced_layers_with_biases_padding_and_shared_experts(fold: ParallelConfig, dispatcher: str) -> None:
     data = Data.random(fold.dp, padded=True)
-    spec = moe_spec(dispatcher=dispatcher, router=BALANCED, bias=True, shared=True)
-    check(over_ranks(spec, fold, data), on_one_rank(spec, data))
+    config = moe_config(dispatcher=dispatcher, router=BALANCED, bias=True, shared=True)
+    check(over_ranks(config, fold, data), on_one_rank(config, data))
 
 
 @EVERY_FOLD
 @BOTH
-def test_latent_layers_with_a_capacity(fold: ParallelSpec, dispatcher: str) -> None:
+def test_latent_layers_with_a_capacity(fold: ParallelConfig, dispatcher: str) -> None:
     """Capacity is a rank's own, so the oracle takes every rank's tokens as a microbatch of their own. Its metrics are
     then means over other microbatches; drops and counts are not."""
     data = Data.random(fold.dp)
     kind = (fold.ep + fold.tp + (dispatcher == "alltoall")) % len(CAPACITIES)
-    spec = moe_spec(dispatcher=dispatcher, router=SIGMOID, latent=True, capacity=CAPACITIES[kind])
-    actual, expected = over_ranks(spec, fold, data), on_one_rank(spec, data, fold)
+    config = moe_config(dispatcher=dispatcher, router=SIGMOID, latent=True, capacity=CAPACITIES[kind])
+    actual, expected = over_ranks(config, fold, data), on_one_rank(config, data, fold)
     assert actual.metrics["moe/dropped_tokens"] > 0, "nothing was dropped"
     for name in ("moe/dropped_tokens", "moe/tokens_per_expert"):
         FP64_LAYOUT.check(actual.metrics.pop(name), expected.metrics.pop(name), name)
@@ -81,10 +81,10 @@ def test_latent_layers_with_a_capacity(fold: ParallelSpec, dispatcher: str) -> N
 @BOTH
 @pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
-def test_every_capacity_with_shared_experts(fold: ParallelSpec, dispatcher: str, capacity, padded: bool) -> None:
+def test_every_capacity_with_shared_experts(fold: ParallelConfig, dispatcher: str, capacity, padded: bool) -> None:
     data = Data.random(fold.dp, padded=padded)
-    spec = moe_spec(dispatcher=dispatcher, capacity=capacity, shared=True)
-    actual, expected = over_ranks(spec, fold, data), on_one_rank(spec, data, fold)
+    config = moe_config(dispatcher=dispatcher, capacity=capacity, shared=True)
+    actual, expected = over_ranks(config, fold, data), on_one_rank(config, data, fold)
     FP64_LAYOUT.check_all(actual.tensors, expected.tensors)
 
 
@@ -94,7 +94,7 @@ def test_every_capacity_with_shared_experts(fold: ParallelSpec, dispatcher: str,
     "fields",
     [
         {"router": {"balancing": ("expert_choice",)}},
-        {"router": {"balancing": ("expert_choice",)}, "capacity": CapacitySpec(factor=0.5)},
+        {"router": {"balancing": ("expert_choice",)}, "capacity": CapacityConfig(factor=0.5)},
         {"router": {"topk": 1, "score_function": "sigmoid"}, "probs_on_input": True, "bias": True},
         {"probs_on_output": True, "bias": True},
         {"router": {"topk": EXPERTS}},
@@ -104,29 +104,29 @@ def test_every_capacity_with_shared_experts(fold: ParallelSpec, dispatcher: str,
     ],
     ids=lambda fields: " ".join(str(value) for value in fields.values()),
 )
-def test_every_kind_of_routing(fold: ParallelSpec, dispatcher: str, fields) -> None:
+def test_every_kind_of_routing(fold: ParallelConfig, dispatcher: str, fields) -> None:
     data = Data.random(fold.dp, padded=True)
-    spec = moe_spec(dispatcher=dispatcher, **fields)
-    actual, expected = over_ranks(spec, fold, data), on_one_rank(spec, data, fold)
+    config = moe_config(dispatcher=dispatcher, **fields)
+    actual, expected = over_ranks(config, fold, data), on_one_rank(config, data, fold)
     FP64_LAYOUT.check_all(actual.tensors, expected.tensors)
 
 
 @BOTH
 @pytest.mark.parametrize("fold", [parallel(8, ep=8), parallel(4, etp=2, ep=2), parallel(2, etp=2)], ids=name_of)
 @pytest.mark.parametrize("favourite", [0, 3, 7])
-def test_all_tokens_to_one_expert(fold: ParallelSpec, dispatcher: str, favourite: int) -> None:
+def test_all_tokens_to_one_expert(fold: ParallelConfig, dispatcher: str, favourite: int) -> None:
     """All other ranks get no row at all."""
     data = Data.random(fold.dp)
     for hidden in data.hidden:
         hidden[..., 0] = 1.0
-    spec = moe_spec(dispatcher=dispatcher, router={"topk": 1, "pre_softmax": True}, bias=True)
+    config = moe_config(dispatcher=dispatcher, router={"topk": 1, "pre_softmax": True}, bias=True)
 
     def favour(layer) -> None:
         with torch.no_grad():
             layer.router.weight.zero_()
             layer.router.weight[favourite, 0] = 5.0
 
-    actual, expected = over_ranks(spec, fold, data, favour), on_one_rank(spec, data, change=favour)
+    actual, expected = over_ranks(config, fold, data, favour), on_one_rank(config, data, change=favour)
     loads = actual.metrics["moe/tokens_per_expert"]
     assert loads[favourite] == sum(loads) > 0
     check(actual, expected)
@@ -136,15 +136,15 @@ def test_all_tokens_to_one_expert(fold: ParallelSpec, dispatcher: str, favourite
 @pytest.mark.parametrize("num_experts", [8, 16])
 def test_one_expert_per_rank_and_two(dispatcher: str, num_experts: int) -> None:
     fold, data = parallel(8, tp=2, ep=8), Data.random(4)
-    spec = moe_spec(dispatcher=dispatcher, router={**BALANCED, "num_experts": num_experts}, bias=True)
-    check(over_ranks(spec, fold, data), on_one_rank(spec, data))
+    config = moe_config(dispatcher=dispatcher, router={**BALANCED, "num_experts": num_experts}, bias=True)
+    check(over_ranks(config, fold, data), on_one_rank(config, data))
 
 
 @BOTH
 @pytest.mark.parametrize("fold", [parallel(4, ep=4), parallel(4, tp=2, etp=2, ep=2)], ids=name_of)
-def test_two_runs_give_the_same_bits(fold: ParallelSpec, dispatcher: str) -> None:
-    data, spec = Data.random(fold.dp), moe_spec(dispatcher=dispatcher, router=BALANCED, bias=True, shared=True)
-    first, second = over_ranks(spec, fold, data), over_ranks(spec, fold, data)
+def test_two_runs_give_the_same_bits(fold: ParallelConfig, dispatcher: str) -> None:
+    data, config = Data.random(fold.dp), moe_config(dispatcher=dispatcher, router=BALANCED, bias=True, shared=True)
+    first, second = over_ranks(config, fold, data), over_ranks(config, fold, data)
     EXACT.check_all(first.tensors, second.tensors)
     EXACT.check_all(first.metrics, second.metrics)
 
@@ -155,13 +155,13 @@ def test_two_runs_give_the_same_bits(fold: ParallelSpec, dispatcher: str) -> Non
     [parallel(2, ep=2), parallel(4, tp=2, etp=2, ep=2), parallel(4, tp=4, ep=4), parallel(2, tp=2, etp=2)],
     ids=name_of,
 )
-@pytest.mark.parametrize("capacity", [None, CapacitySpec(factor=1.0, pad=True)], ids=["dropless", "padded"])
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0, pad=True)], ids=["dropless", "padded"])
 def test_shared_experts_that_work_while_rows_travel_give_the_same_bits(fold, dispatcher, capacity) -> None:
     data = Data.random(fold.dp)
     runs = []
     for overlap in (False, True):
-        spec = moe_spec(dispatcher=dispatcher, router=SIGMOID, shared=True, capacity=capacity, overlap=overlap)
-        runs.append(over_ranks(spec, fold, data))
+        config = moe_config(dispatcher=dispatcher, router=SIGMOID, shared=True, capacity=capacity, overlap=overlap)
+        runs.append(over_ranks(config, fold, data))
     EXACT.check_all(runs[1].tensors, runs[0].tensors)
 
 
@@ -178,7 +178,7 @@ def test_shared_experts_work_between_the_halves_of_both_exchanges() -> None:
                 call = getattr(owner, name)
                 setattr(owner, name, lambda *args, call=call, name=name: done.append(name) or call(*args))
 
-    on_one_rank(moe_spec(shared=True, overlap=True), Data.random(1), change=note_calls)
+    on_one_rank(moe_config(shared=True, overlap=True), Data.random(1), change=note_calls)
     assert done == [
         *("start_dispatch", "first", "finish_dispatch", "forward"),
         *("start_combine", "second", "finish_combine"),
@@ -188,8 +188,8 @@ def test_shared_experts_work_between_the_halves_of_both_exchanges() -> None:
 def test_specs_that_cannot_be_are_refused() -> None:
     data = Data.random(1)
     with pytest.raises(AssertionError, match="dispatcher 'local' over 2 ranks"):
-        over_ranks(moe_spec(dispatcher="local"), parallel(2, tp=2, ep=2), data)
+        over_ranks(moe_config(dispatcher="local"), parallel(2, tp=2, ep=2), data)
     with pytest.raises(AssertionError, match="sequence parallelism"):
-        over_ranks(moe_spec(), ParallelSpec(world_size=2, tp=2, ep=2), data)
+        over_ranks(moe_config(), ParallelConfig(world_size=2, tp=2, ep=2), data)
     with pytest.raises(AssertionError, match="no latent layer"):
-        on_one_rank(moe_spec(latent=True, shared=True, overlap=True), data)
+        on_one_rank(moe_config(latent=True, shared=True, overlap=True), data)

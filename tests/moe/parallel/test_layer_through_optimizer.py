@@ -4,30 +4,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.optim.buckets import GradBuffers
-from megatron_moe.optim.clip import gradient_norms
-from megatron_moe.optim.finish import finish_gradients
+from megatron_moe.config.moe import CapacityConfig, MoEConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.optim.clip_grads import gradient_norms
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters, write_part
-from megatron_moe.specs.moe import CapacitySpec, MoESpec
-from megatron_moe.specs.parallel import ParallelSpec
-from megatron_moe.specs.precision import PrecisionSpec
+from tests.helpers.ranks import on_processes, on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
 from tests.moe.parallel.folded import (
     KERNELS,
     Data,
     forward_backward,
     gathered,
     make_layer,
-    moe_spec,
+    moe_config,
     name_of,
     on_one_rank,
     on_this_rank,
     parallel,
 )
-from tests.ranks import on_processes, on_threads
-from tests.tolerances import FP64_LAYOUT
 
-FP64 = PrecisionSpec(params="fp64", grads="fp64", master="fp64")
+FP64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
 FOLDS = [
     parallel(2, ep=2),
     parallel(4, ep=2),
@@ -38,18 +38,20 @@ FOLDS = [
 ]
 EVERY_FOLD = pytest.mark.parametrize("fold", FOLDS, ids=name_of)
 BALANCED = {"balancing": ("aux_loss",), "aux_loss_coeffs": (0.3,), "z_loss_coeff": 0.1}
-FULL = moe_spec(router=BALANCED, bias=True, shared=True)
+FULL = moe_config(router=BALANCED, bias=True, shared=True)
 
 
-def finished(ctx: ParallelContext, spec: MoESpec, fold: ParallelSpec, data: Data) -> tuple[dict, dict[str, Tensor]]:
+def finished(
+    ctx: ParallelContext, config: MoEConfig, fold: ParallelConfig, data: Data
+) -> tuple[dict, dict[str, Tensor]]:
     """Whole gradients as far as this rank holds them, and their norms, after two microbatches of the same tokens."""
-    layer = make_layer(spec, ctx)
+    layer = make_layer(config, ctx)
     buffers = GradBuffers(named_parameters(layer), FP64, ctx, KERNELS)
     buffers.begin_step()
     for _ in range(2):
         forward_backward(layer, ctx, fold, data)
         buffers.collect()
-    finish_gradients(buffers, ctx)
+    finish_grads(buffers, ctx)
     grads = {}
     for slot in buffers.slots:
         parameter = slot.parameter
@@ -60,7 +62,7 @@ def finished(ctx: ParallelContext, spec: MoESpec, fold: ParallelSpec, data: Data
 
 
 @EVERY_FOLD
-def test_finished_gradients_and_their_norms_are_those_of_one_rank(fold: ParallelSpec) -> None:
+def test_finished_gradients_and_their_norms_are_those_of_one_rank(fold: ParallelConfig) -> None:
     data = Data.random(fold.dp)
     expected = {n: 2 * g for n, g in on_one_rank(FULL, data).tensors.items() if n not in ("out", "hidden")}
     norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
@@ -74,13 +76,13 @@ def test_finished_gradients_and_their_norms_are_those_of_one_rank(fold: Parallel
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize("capacity", [None, CapacitySpec(factor=1.0, pad=True)], ids=["dropless", "padded"])
-def test_gloo_processes_give_the_numbers_of_one_rank(dispatcher: str, capacity: CapacitySpec | None) -> None:
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0, pad=True)], ids=["dropless", "padded"])
+def test_gloo_processes_give_the_numbers_of_one_rank(dispatcher: str, capacity: CapacityConfig | None) -> None:
     fold = parallel(4, tp=2, etp=2, ep=2)
     data = Data.random(fold.dp, padded=True)
-    spec = moe_spec(dispatcher=dispatcher, capacity=capacity, bias=True, shared=True, overlap=True)
-    actual = gathered(on_processes(fold, on_this_rank, spec, fold, data), fold)
-    FP64_LAYOUT.check_all(actual.tensors, on_one_rank(spec, data, fold).tensors)
+    config = moe_config(dispatcher=dispatcher, capacity=capacity, bias=True, shared=True, overlap=True)
+    actual = gathered(on_processes(fold, on_this_rank, config, fold, data), fold)
+    FP64_LAYOUT.check_all(actual.tensors, on_one_rank(config, data, fold).tensors)
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
@@ -88,6 +90,6 @@ def test_gloo_processes_take_the_dense_form_and_ranks_without_a_row(dispatcher: 
     fold = parallel(4, ep=4)
     data = Data.random(fold.dp, padded=True)
     for router in ({"balancing": ("expert_choice",)}, {"topk": 1, "pre_softmax": True}):
-        spec = moe_spec(dispatcher=dispatcher, router=router)
-        actual = gathered(on_processes(fold, on_this_rank, spec, fold, data), fold)
-        FP64_LAYOUT.check_all(actual.tensors, on_one_rank(spec, data, fold).tensors)
+        config = moe_config(dispatcher=dispatcher, router=router)
+        actual = gathered(on_processes(fold, on_this_rank, config, fold, data), fold)
+        FP64_LAYOUT.check_all(actual.tensors, on_one_rank(config, data, fold).tensors)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from megatron_moe.kernels.ops import Span, internal_dtype
-from megatron_moe.kernels.pairs import Pair
-from megatron_moe.specs.attention import CoreAttentionSpec
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.kernels.attention_blocks import MaskBlock
+from megatron_moe.kernels.ops import PositionSpan, internal_dtype
 
 Deltas = Callable[[Tensor, Tensor], Tensor]
 """From the gradient of an output and the output, [S, B, N, E] both, to the sums of their products, fp32 [B, N, S]."""
@@ -32,7 +32,7 @@ def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> b
     return bool(can_use_cudnn_attention(SDPAParams(*inputs, None, 0.0, causal, True), False))
 
 
-def serves_pair(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, query: Span, pair: Pair) -> bool:
+def serves_pair(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, query: PositionSpan, pair: MaskBlock) -> bool:
     """Whether cuDNN can compute this rectangle of a block: it has no documents, and knows one mask."""
     if query.segments_BS is not None or not (pair.sees_all or pair.causal_square):
         return False
@@ -67,11 +67,11 @@ def backward(
 
 
 def forward_pair(
-    q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, spec: CoreAttentionSpec, pair: Pair
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, config: CoreAttentionConfig, pair: MaskBlock
 ) -> tuple[Tensor, Tensor]:
     """`forward` of one rectangle of a block."""
     inputs = q_SBND[pair.rows], k_SBGD[pair.keys], v_SBGE[pair.keys]
-    return forward(*inputs, spec.softmax_scale, causal=pair.causal_square)
+    return forward(*inputs, config.softmax_scale, causal=pair.causal_square)
 
 
 def backward_pair(
@@ -81,15 +81,15 @@ def backward_pair(
     v_SBGE: Tensor,
     out_SBNE: Tensor,
     lse_SBN: Tensor,
-    spec: CoreAttentionSpec,
-    pair: Pair,
+    config: CoreAttentionConfig,
+    pair: MaskBlock,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Adds the share of one rectangle of a block to its gradients."""
     rows, keys = pair.rows, pair.keys
     inputs = grad_SBNE[rows], q_SBND[rows], k_SBGD[keys], v_SBGE[keys]
     found = out_SBNE[rows], lse_SBN[rows].permute(1, 2, 0)
-    grad_q, grad_k, grad_v = backward(*inputs, *found, spec.softmax_scale, causal=pair.causal_square)
+    grad_q, grad_k, grad_v = backward(*inputs, *found, config.softmax_scale, causal=pair.causal_square)
     into[0][rows] += grad_q
     into[1][keys] += grad_k
     into[2][keys] += grad_v
@@ -114,13 +114,13 @@ def attention_with_sinks(
     k_SBGD: Tensor,
     v_SBGE: Tensor,
     sinks_N: Tensor | None,
-    spec: CoreAttentionSpec,
+    config: CoreAttentionConfig,
     deltas: Deltas = row_sums,
 ) -> Tensor:
     """Attention over a whole sequence, causal or not. No sinks: one of 0 (`off_by_one`)."""
     if sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, spec, deltas)  # type: ignore[no-untyped-call]
+    out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -140,23 +140,23 @@ class _WithSinks(torch.autograd.Function):
         k_SBGD: Tensor,
         v_SBGE: Tensor,
         sinks_N: Tensor,
-        spec: CoreAttentionSpec,
+        config: CoreAttentionConfig,
         deltas: Deltas,
     ) -> Tensor:
-        out_SBNE, lse_BNS = forward(q_SBND, k_SBGD, v_SBGE, spec.softmax_scale, causal=spec.causal)
+        out_SBNE, lse_BNS = forward(q_SBND, k_SBGD, v_SBGE, config.softmax_scale, causal=config.causal)
         sinks_N1 = sinks_N.to(lse_BNS.dtype)[:, None]
         out_SBNE.mul_((lse_BNS - sinks_N1).sigmoid().permute(2, 0, 1)[..., None])
         lse_BNS = torch.logaddexp(lse_BNS, sinks_N1)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_BNS)
-        ctx.spec, ctx.deltas = spec, deltas
+        ctx.config, ctx.deltas = config, deltas
         return out_SBNE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_BNS = ctx.saved_tensors
-        spec, grad_SBNE = ctx.spec, grads[0].contiguous()
+        config, grad_SBNE = ctx.config, grads[0].contiguous()
         inputs = grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_BNS
-        of_inputs = backward(*inputs, spec.softmax_scale, causal=spec.causal)
+        of_inputs = backward(*inputs, config.softmax_scale, causal=config.causal)
         grad_sinks = None
         if ctx.needs_input_grad[3]:
             grad_sinks = sink_grads(sinks_N, lse_BNS, ctx.deltas(grad_SBNE, out_SBNE))

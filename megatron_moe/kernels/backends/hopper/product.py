@@ -38,7 +38,7 @@ def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Ten
 
 
 def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, turned: bool) -> Tensor:
-    """[R, D] times [e, D, C], or `turned` [e, C, D], -> [R, C]."""
+    """[R, D] times [e, D, C], or `enabled` [e, C, D], -> [R, C]."""
     num_experts, depth, columns = (len(weight), *(weight.shape[:0:-1] if turned else weight.shape[1:]))
     out = torch.empty(len(rows), columns, device=rows.device, dtype=rows.dtype)
     if out.numel() == 0 or depth == 0:

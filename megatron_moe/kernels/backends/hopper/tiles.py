@@ -15,7 +15,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron_moe.specs.exitcodes import EnvironmentProblem
+from megatron_moe.config.exit_codes import EnvironmentProblem
 
 NAME = "hopper"
 _ALIGNMENT = 16

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
-from megatron_moe.specs.moe import ActivationSpec
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
 """Elements of the result that one program makes at a time, and the most of them in one row; measured on an H200. The
@@ -20,33 +20,34 @@ last is for rows of up to 1024."""
 NO_CLAMP = float("inf")
 
 
-def activation(x_RF: Tensor, probs_R: Tensor | None, spec: ActivationSpec) -> Tensor:
+def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
     """See `Kernels.activation`."""
-    out: Tensor = _Activation.apply(x_RF, probs_R, spec)  # type: ignore[no-untyped-call]
+    out: Tensor = _Activation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None, spec: ActivationSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probs: Tensor | None, config: ActivationConfig) -> Tensor:
         x_RF, probs_R = rows_of(x), None if probs is None else probs.reshape(-1).contiguous()
-        num_rows, width = x_RF.shape[0], x_RF.shape[1] // spec.fan
+        num_rows, width = x_RF.shape[0], x_RF.shape[1] // config.fan
         out_RF = torch.empty(num_rows, width, device=x.device, dtype=x.dtype)
         if out_RF.numel():
             rows, columns = _tile(width, *FORWARD_TILE)
             _activation_forward[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
                 x_RF, x_RF if probs_R is None else probs_R, out_RF, num_rows, width, x_RF.stride(0),
-                spec.linear_offset, NO_CLAMP if spec.clamp is None else spec.clamp, KIND=spec.kind, GATED=spec.gated,
-                CLAMPED=spec.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
+                config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
+                GATED=config.gated,
+                CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
             )  # fmt: skip
         ctx.save_for_backward(x_RF, probs_R)
-        ctx.spec = spec
+        ctx.config = config
         return out_RF.view(*x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_RF, probs_R = ctx.saved_tensors
-        spec: ActivationSpec = ctx.spec
+        config: ActivationConfig = ctx.config
         grad_RF = rows_of(grads[0])
         num_rows, width = grad_RF.shape
         grad_x_RF = torch.empty_like(x_RF, memory_format=torch.contiguous_format)
@@ -56,8 +57,9 @@ class _Activation(torch.autograd.Function):
             _activation_backward[(triton.cdiv(num_rows, rows),)](
                 grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF,
                 grad_x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
-                spec.linear_offset, NO_CLAMP if spec.clamp is None else spec.clamp, KIND=spec.kind, GATED=spec.gated,
-                CLAMPED=spec.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
+                config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
+                GATED=config.gated,
+                CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
             )  # fmt: skip
         shape = grads[0].shape[:-1]
         return (

@@ -1,6 +1,7 @@
 """AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, whatever the format of its state.
 
-The formats are those of `kernels/packed.py`. Every program takes whole blocks of 128 elements, so it alone makes their
+The formats are those of `kernels/low_precision_state.py`. Every program takes whole blocks of 128 elements, so it
+alone makes their
 scales. All roundings to 16 and 8 bits are integer arithmetic or conversions of torch's kind: the bits are the same
 under the interpreter, except those of bf16 moments, which it cuts off.
 """
@@ -13,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels import packed
+from megatron_moe.kernels import low_precision_state
+from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWStep
-from megatron_moe.kernels.packed import Packed
 
 BLOCK = 1024
 """Elements of a program."""
 PLAIN, FP16, FP8, REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-SCALED = tl.constexpr(packed.BLOCK)
-LEAST_EXPONENT = tl.constexpr(packed.LEAST_EXPONENT)
+SCALED = tl.constexpr(low_precision_state.BLOCK)
+LEAST_EXPONENT = tl.constexpr(low_precision_state.LEAST_EXPONENT)
 
 
 def adamw_(
@@ -33,15 +34,15 @@ def adamw_(
     weights: Tensor | None = None,
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
-    states = (Packed("plain", master), Packed("plain", exp_avg), Packed("plain", exp_avg_sq))
+    states = (PackedState("plain", master), PackedState("plain", exp_avg), PackedState("plain", exp_avg_sq))
     _launch(states, grad, move, weights, 0)
 
 
 def adamw_packed_(
-    master: Packed,
+    master: PackedState,
     grad: Tensor,
-    exp_avg: Packed,
-    exp_avg_sq: Packed,
+    exp_avg: PackedState,
+    exp_avg_sq: PackedState,
     move: AdamWStep,
     weights: Tensor | None = None,
     first: int = 0,
@@ -51,7 +52,11 @@ def adamw_packed_(
 
 
 def _launch(
-    states: tuple[Packed, Packed, Packed], grad: Tensor, move: AdamWStep, weights: Tensor | None, first: int
+    states: tuple[PackedState, PackedState, PackedState],
+    grad: Tensor,
+    move: AdamWStep,
+    weights: Tensor | None,
+    first: int,
 ) -> None:
     master, _, exp_avg_sq = states
     if not master.size:
@@ -153,7 +158,7 @@ def _correction(log_high, log_low, step):
 
 @triton.jit
 def _unpacked(ptr, exponents_ptr, each, held, blocks, here, FORMAT: tl.constexpr, ROOT: tl.constexpr):
-    """State as fp32; see `packed.unpack`."""
+    """State as fp32; see `low_precision_state.unpack`."""
     if FORMAT == PLAIN:
         wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
     else:
@@ -173,7 +178,8 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Stores state; see `packed.pack`. Returns what the stored numbers are, for formats that are no root."""
+    """Stores state; see `low_precision_state.pack`. Returns what the stored numbers are, for formats that are no
+    root."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
     else:
@@ -203,7 +209,7 @@ def _pack(
 @triton.jit
 def _bf16_bits(wide):
     """int32 whose low half is the bf16 number nearest to an fp32 one, ties away from zero; see
-    `packed.round_weights`."""
+    `low_precision_state.round_weights`."""
     away = (wide.to(tl.int32, bitcast=True) + 0x8000) >> 16
     return tl.where(wide != wide, 0x7FC0, away)
 
@@ -233,7 +239,8 @@ def _to_e4m3(scaled, dither):
 
 @triton.jit
 def _dither(number, step, SALT: tl.constexpr):
-    """See `packed.dither`, of whose numbers the low 32 bits count: products of 64 bits would take far longer."""
+    """See `low_precision_state.dither`, of whose numbers the low 32 bits count: products of 64 bits would take far
+    longer."""
     mixed = number.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x85EBCA77 + (SALT * 0xC2B2AE3D) % 0x100000000
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
     mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39

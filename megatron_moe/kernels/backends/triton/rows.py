@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.kernels.row_copies import RowCopies
+from megatron_moe.kernels.permute import RowCopies
 
 COPY_TILE = 2048
 """Elements of a row that one program copies."""

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two
-from megatron_moe.specs.attention import CoreAttentionSpec
 
 WIDEST = 256
 """Dims of a head that a tile can hold."""
@@ -57,9 +57,11 @@ class Shape:
         )  # fmt: skip
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, spec: CoreAttentionSpec, dropout_key: tuple[int | str, ...] | None) -> bool:
+def serves(
+    q: Tensor, k: Tensor, v: Tensor, config: CoreAttentionConfig, dropout_key: tuple[int | str, ...] | None
+) -> bool:
     """Whether the kernels can, and should, compute attention of these."""
-    drops = spec.dropout > 0.0 and dropout_key is not None
+    drops = config.dropout > 0.0 and dropout_key is not None
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST and q.numel() > 0 and k.numel() > 0
     # offsets are 32-bit; the output and its gradient are as large as the queries are with the values' width
     places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]

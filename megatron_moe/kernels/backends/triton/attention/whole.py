@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.kernels.attention_blocks import reach
 from megatron_moe.kernels.backends import torch_native
 from megatron_moe.kernels.backends.cudnn import attention as cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import deltas, gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.tiles import Shape, of_both, serves, strided
-from megatron_moe.kernels.pairs import reach
-from megatron_moe.specs.attention import CoreAttentionSpec
-from megatron_moe.specs.params import Part
+from megatron_moe.parallel.param_meta import Part
 
 
 def attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGE: Tensor,
-    spec: CoreAttentionSpec,
+    config: CoreAttentionConfig,
     sinks_N: Tensor | None,
     segments_BS: Tensor | None,
     dropout_key: tuple[int | str, ...] | None,
@@ -31,15 +31,15 @@ def attention(
 ) -> Tensor:
     """See `Kernels.attention`. Ours are windows and documents, and what must repeat: torch then takes no backward of
     cuDNN, and all others are slower. Sinks alone are cuDNN's. Anything else is torch's, and so are dropout and fp32."""
-    has_sinks = sinks_N is not None or spec.off_by_one
-    ours = spec.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
-    if not (ours or has_sinks) or not serves(q_SBND, k_SBGD, v_SBGE, spec, dropout_key):
-        return torch_native.attention(q_SBND, k_SBGD, v_SBGE, spec, sinks_N, segments_BS, dropout_key, head_part)
-    if not ours and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=spec.causal):
-        return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, spec, deltas)
-    if spec.off_by_one and sinks_N is None:
+    has_sinks = sinks_N is not None or config.off_by_one
+    ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
+    if not (ours or has_sinks) or not serves(q_SBND, k_SBGD, v_SBGE, config, dropout_key):
+        return torch_native.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part)
+    if not ours and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal):
+        return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
+    if config.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _Attention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, spec)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -52,11 +52,11 @@ class _Attention(torch.autograd.Function):
         v_SBGE: Tensor,
         sinks_N: Tensor | None,
         segments_BS: Tensor | None,
-        spec: CoreAttentionSpec,
+        config: CoreAttentionConfig,
     ) -> Tensor:
         q, k, v = strided(q_SBND), strided(k_SBGD), strided(v_SBGE)
-        left, right = reach(spec)
-        shape = Shape.of(q, k, v, spec.softmax_scale, left, right)
+        left, right = reach(config)
+        shape = Shape.of(q, k, v, config.softmax_scale, left, right)
         out = q.new_empty(shape.rows, shape.batch, shape.heads, shape.value_width)
         lse_BNS = torch.empty(shape.batch, shape.heads, shape.rows, device=q.device, dtype=torch.float32)
         attend(q, k, v, sinks_N, of_both(segments_BS), out, lse_BNS, shape)

@@ -95,8 +95,8 @@ def route_forward(
     if BALANCE or Z:
         tl.debug_barrier()  # the ticket is one thread's, and has to follow the stores of all
         behind = num_experts * (1 + sets) if BALANCE else num_experts
-        ticket = tl.atomic_add(counts_ptr + behind, 1, sem="acq_rel")
-        if ticket == programs - 1:
+        handle = tl.atomic_add(counts_ptr + behind, 1, sem="acq_rel")
+        if handle == programs - 1:
             if BALANCE:  # four tiles at a time: what counts is how many loads are on their way
                 _add_scores(
                     shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, 4 * TOKENS, GROUPS * SIZE, WIDE

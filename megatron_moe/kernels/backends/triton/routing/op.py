@@ -7,13 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
-from megatron_moe.kernels.ops import BalanceSums, Routed, internal_dtype
+from megatron_moe.kernels.ops import (
+    BalanceSums,
+    RoutedTokens,
+    internal_dtype,
+)
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
-from megatron_moe.specs.moe import RouterSpec
 
 FORWARD_TILE, PROGRAMS = 2048, 4
 """Tokens times columns that a program of the forward holds at a time, in fp32, and programs per multiprocessor: few, so
@@ -24,26 +28,26 @@ BACKWARD_TILE = 1024
 def route(
     logits_TE: Tensor,
     bias_E: Tensor | None,
-    spec: RouterSpec,
+    config: RouterConfig,
     *,
     given_ids_TK: Tensor | None = None,
     valid_T: Tensor | None = None,
     balance_sets: int = 0,
     z: bool = False,
-) -> Routed:
+) -> RoutedTokens:
     """See `Kernels.route`."""
     if not len(logits_TE):
         return reference.route(
-            logits_TE, bias_E, spec, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
+            logits_TE, bias_E, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
     probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(  # type: ignore[no-untyped-call]
-        logits_TE, bias_E, given_ids_TK, valid_T, spec, balance_sets, z
+        logits_TE, bias_E, given_ids_TK, valid_T, config, balance_sets, z
     )
-    num_experts = spec.num_experts
+    num_experts = config.num_experts
     balance = None
     if balance_sets:
         balance = BalanceSums(scores_GE, counts[num_experts:-1].view(balance_sets, num_experts))
-    return Routed(ids_TK, probs_TK, counts[:num_experts], balance, z_sum)
+    return RoutedTokens(ids_TK, probs_TK, counts[:num_experts], balance, z_sum)
 
 
 class _Route(torch.autograd.Function):
@@ -54,7 +58,7 @@ class _Route(torch.autograd.Function):
         bias_E: Tensor | None,
         given_ids_TK: Tensor | None,
         valid_T: Tensor | None,
-        spec: RouterSpec,
+        config: RouterConfig,
         balance_sets: int,
         z: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -62,7 +66,7 @@ class _Route(torch.autograd.Function):
         valid_T = None if valid_T is None else valid_T.contiguous()
         (num_tokens, num_experts), device, sets = logits_TE.shape, logits_TE.device, max(balance_sets, 1)
         assert num_tokens % sets == 0, f"{num_tokens} tokens in {sets} sets"
-        groups = spec.num_groups or 1 if spec.group_topk else 1
+        groups = config.num_groups or 1 if config.group_topk else 1
         columns = power_of_two(groups), power_of_two(num_experts // groups)
         wide = internal_dtype(logits_TE.dtype)
         tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
@@ -70,8 +74,8 @@ class _Route(torch.autograd.Function):
         programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), most), 1)
         # choices, and those that balancing looks at, per set; behind them the ticket
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
-        ids_TK = torch.empty(num_tokens, spec.topk, device=device, dtype=torch.int64)
-        probs_TK = torch.empty(num_tokens, spec.topk, device=device, dtype=logits_TE.dtype)
+        ids_TK = torch.empty(num_tokens, config.topk, device=device, dtype=torch.int64)
+        probs_TK = torch.empty(num_tokens, config.topk, device=device, dtype=logits_TE.dtype)
         scores_GE = torch.empty(balance_sets, num_experts, device=device, dtype=wide) if balance_sets else None
         z_sum = torch.empty((), device=device, dtype=wide) if z else None
         with_sums = balance_sets > 0 or z
@@ -80,13 +84,13 @@ class _Route(torch.autograd.Function):
             logits_TE, bias_E, given_ids_TK if given_ids_TK is None else given_ids_TK.contiguous(), valid_T,
             ids_TK, probs_TK, counts, shares, scores_GE, z_sum, num_tokens, num_experts, sets,
             BIASED=bias_E is not None, REPLAYED=given_ids_TK is not None, MASKED=valid_T is not None,
-            BALANCE=balance_sets > 0, Z=z, CHOICES=power_of_two(spec.topk), NUM_GROUPS=groups,
-            GROUP_TOPK=spec.group_topk or 0, TOKENS=tokens, GROUPS=columns[0], SIZE=columns[1],
+            BALANCE=balance_sets > 0, Z=z, CHOICES=power_of_two(config.topk), NUM_GROUPS=groups,
+            GROUP_TOPK=config.group_topk or 0, TOKENS=tokens, GROUPS=columns[0], SIZE=columns[1],
             INT=tl.int64 if wide is torch.float64 else tl.int32, HIGHEST=2 ** (8 * wide.itemsize - 1) - 1,
-            **_kind(spec, wide),
+            **_kind(config, wide),
         )  # fmt: skip
         ctx.save_for_backward(logits_TE, ids_TK, valid_T)
-        ctx.spec, ctx.sets = spec, sets
+        ctx.config, ctx.sets = config, sets
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids_TK, counts)
         return probs_TK, scores_GE, z_sum, ids_TK, counts
@@ -104,7 +108,7 @@ class _Route(torch.autograd.Function):
             num_tokens, num_experts, ctx.sets,
             PROBS=grad_probs_TK is not None, BALANCE=grad_scores_GE is not None, Z=grad_z is not None,
             MASKED=valid_T is not None, TOKENS=tokens, EXPERTS=experts,
-            **_kind(ctx.spec, wide),
+            **_kind(ctx.config, wide),
         )  # fmt: skip
         return grad_TE, None, None, None, None, None, None
 
@@ -114,14 +118,14 @@ def _tokens(tile: int, columns: int, wide: torch.dtype) -> int:
     return max(tile * torch.float32.itemsize // wide.itemsize // columns, 1)
 
 
-def _kind(spec: RouterSpec, wide: torch.dtype) -> dict[str, Any]:
+def _kind(config: RouterConfig, wide: torch.dtype) -> dict[str, Any]:
     """What both kernels know of the router when they are compiled."""
     return {
-        "TOPK": spec.topk,
-        "SCORE": spec.score_function,
-        "ON_LOGITS": selects_on_logits(spec),
-        "NORMALISED": spec.score_function != "softmax" and spec.topk > 1,
-        "SCALING": 1.0 if spec.scaling_factor is None else float(spec.scaling_factor),
+        "TOPK": config.topk,
+        "SCORE": config.score_function,
+        "ON_LOGITS": selects_on_logits(config),
+        "NORMALISED": config.score_function != "softmax" and config.topk > 1,
+        "SCALING": 1.0 if config.scaling_factor is None else float(config.scaling_factor),
         "EPSILON": EPSILON,
         "WIDE": tl.float64 if wide is torch.float64 else tl.float32,
     }

@@ -1,0 +1,173 @@
+"""`--dry-run`: for how many ranks of which kind, and what is told about the plan."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from arguments import derive
+from arguments.checks.run import shown
+from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.dry_run.report import report
+from arguments.errors import Finished, FlagErrors, Problem
+from arguments.files import read_files
+from arguments.flags import Flags, Registry
+from arguments.launch import LaunchProblem, launch_of
+from arguments.parser import Settings, settle
+from arguments.recipes import find_recipe
+from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.hardware import GPU
+from megatron_moe.cost_model.report import (
+    Facts,
+    facts_of,
+    too_long_to_simulate,
+)
+
+_GPT2_VOCABULARY = 50_257
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a dry run is asked."""
+
+    form: Literal["text", "json"]
+    gpu: GPU
+    environ: Mapping[str, str]
+    """Environment of the first of the ranks it is for."""
+
+
+def question(asked: Settings, environ: Mapping[str, str]) -> Question | None:
+    """What the command line asks of a dry run; None when it asks for none.
+
+    The number of ranks is that of the flag, of the launcher, of the recipe, or one.
+    """
+    form = asked.setting("dry_run").value
+    if form is None:
+        return None
+    return Question(form, *machine(asked, environ))
+
+
+def machine(asked: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
+    """Kind of GPU, and environment of the first rank."""
+    flags = ClusterFlags.of(asked)
+    launched = 1 if flags.has_size else _launched(environ)
+    if asked.setting("proxy").value and not flags.has_size:
+        flags = replace(flags, gpus=launched)
+    cluster = cluster_of(flags, asked, environ, launched=launched)
+    return cluster.gpu, _first_rank(environ, cluster)
+
+
+def _launched(environ: Mapping[str, str]) -> int:
+    try:
+        return launch_of(environ).world_size
+    except LaunchProblem as trouble:
+        raise FlagErrors([trouble.problem]) from None
+
+
+def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
+    """The environment as torchrun would leave it there."""
+    sizes = {"WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": cluster.ranks_per_node}
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, **sizes}
+    return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
+
+
+def or_known_size(
+    vocab_size_of: Callable[[TokenizerConfig], int] | None, flags: Flags, unavailable: list[str]
+) -> Callable[[TokenizerConfig], int] | None:
+    """Wraps `vocab_size_of` for dry runs, which need only the size of the vocabulary.
+
+    If the tokenizer cannot be read, the reason is added to `unavailable` and the size comes from the flags, or is that
+    of GPT-2's published vocabulary.
+    """
+    if vocab_size_of is None:
+        return None
+    ask, given = vocab_size_of, flags.data.vocab_size or flags.model.padded_vocab_size
+
+    def size(config: TokenizerConfig) -> int:
+        try:
+            return ask(config)
+        except RunError as trouble:
+            known = given or (_GPT2_VOCABULARY if config.kind == "GPT2BPETokenizer" else None)
+            if known is None:
+                remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
+                raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
+            unavailable.append(
+                str(trouble) if given else f"{trouble}; the figures assume {known:,} tokens, as in GPT-2"
+            )
+            return known
+
+    return size
+
+
+def with_tokenizer(flags: Flags) -> Flags:
+    """Where no tokenizer is named, one that has nothing but the size of its vocabulary: all that a dry run asks for.
+
+    Raises:
+        FlagErrors: the size is not given either.
+    """
+    data = flags.data
+    kind, size = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file), data.vocab_size
+    if size is None and kind in (None, "NullTokenizer"):
+        remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
+        raise FlagErrors([Problem(what="the vocabulary size is not known", remedy=remedy)])
+    return flags if kind else replace(flags, data=replace(data, tokenizer_type="NullTokenizer"))
+
+
+def answer(plan: RunPlan, asked: Question, settings: Settings) -> Finished:
+    """Report of a plan; its exit code is OK only if the plan would start.
+
+    Raises FlagErrors.
+    """
+    too_long = too_long_to_simulate(plan)
+    if too_long:
+        remedy = "use fewer pipeline ranks, smaller groups or a smaller --moe-expert-wgrad-interval"
+        raise FlagErrors([Problem(what=too_long, remedy=remedy)])
+    facts = facts_with_words(plan, asked.gpu, settings)
+    text = json.dumps(facts, indent=2) if asked.form == "json" else report(facts)
+    return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)
+
+
+def facts_with_words(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
+    """Numbers of a plan, and lists about its flags."""
+    recipe = settings.setting("recipe").value
+    return {
+        "recipe": recipe,
+        "would_start": not (plan.missing_inputs or plan.blockers),
+        "missing_inputs": list(plan.missing_inputs),
+        **facts_of(plan, gpu),
+        "environment": dict(plan.environment),
+        "cannot_train_yet": list(plan.blockers),
+        "notes": list(plan.notes),
+        "differences": _differences(settings) if recipe is not None else [],
+    }
+
+
+def _differences(settings: Settings) -> list[str]:
+    """Flags whose value is not the recipe's."""
+    path = find_recipe(str(settings.setting("recipe").value))
+    assert path is not None, "a recipe that was read is there"
+    registry: Registry = settings.registry
+    own = settle(registry, [file.flags for file in read_files(path, registry, {})])
+    return list(_changes(own, settings, [name for name, flag in registry.flags.items() if flag.group != "start"]))
+
+
+def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[str]:
+    lines = []
+    for name in names:
+        if not (own.known(name) and settings.known(name)):
+            continue
+        before, after = own.setting(name), settings.setting(name)
+        if before.value != after.value:
+            flag = settings.registry.flags[name]
+            lines.append(
+                f"{flag.option} {shown(flag, after.value)} ({after.origin}); recipe: {shown(flag, before.value)}"
+            )
+    return lines
+
+
+def without_words(facts: Facts) -> Facts:
+    """The numbers alone, which do not depend on the features that are available today."""
+    lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
+    return {**facts, "would_start": True, "environment": {}, **lists}

@@ -1,0 +1,362 @@
+"""Flags from a Hugging Face config.json (`--from-hf-config`, `--check-against-hf`)."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arguments import derive
+from arguments.checks import attention, model, moe, moe_router
+from arguments.checks.run import broken_rules, missing_flags, parameters, shown
+from arguments.errors import FlagErrors, Problem
+from arguments.flag import REQUIRED
+from arguments.flags import Flags, Registry
+from arguments.parser import Given, Settings
+from arguments.resolve_model import model_config
+from arguments.values import LayerPattern, words_of
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
+from megatron_moe.config.attention import (
+    AttentionConfig,
+    CoreAttentionConfig,
+    MLAConfig,
+    NormConfig,
+    RopeConfig,
+)
+from megatron_moe.config.exit_codes import (
+    CheckpointProblem,
+    ExitCode,
+    RunError,
+)
+from megatron_moe.config.model import LayerConfig, ModelConfig
+from megatron_moe.config.model_differences import differences
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    MLPConfig,
+    MoEConfig,
+    SharedExpertsConfig,
+)
+from megatron_moe.config.parallel import Launch
+
+_LONGEST_RHYTHM = 8
+"""Patterns of layers that repeat after more layers than this are written out."""
+
+
+def model_flags(model: ModelConfig) -> dict[str, Any]:
+    """The architecture of a model, as values by flag name, without training choices (lengths, losses, formats)."""
+    first = model.layers[0]
+    moe = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
+    dense = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MLPConfig)), None)
+    blocks = [block for block in (dense, moe.experts if moe else None) if block]
+    biased = any(block.bias for block in blocks)
+    return {
+        "num_layers": len(model.layers),
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_positions,
+        "untie_embeddings_and_output_weights": not model.tied_embeddings,
+        "hidden_dropout": first.hidden_dropout,
+        "apply_residual_connection_post_layernorm": first.residual_from_norm,
+        "init_method_std": model.init.std,
+        "mtp_num_layers": model.mtp.num_layers if model.mtp else None,
+        "add_bias_linear": biased,
+        "ffn_hidden_size": dense.ffn_hidden_size if dense else None,
+        **_norm(first.norm),
+        **_activation(blocks[0].activation),
+        **_mixer(model, biased),
+        **(_moe(moe, model.layers) if moe else {"num_experts": None}),
+    }
+
+
+def described(model: ModelConfig) -> ModelConfig:
+    """The model that the flags of `model` describe."""
+    values = model_flags(model)
+    return model_config(_flags(values), values["vocab_size"])
+
+
+def _flags(values: Mapping[str, Any]) -> Flags:
+    """Every flag: these values, defaults, and 1 where a flag that is no part of the model must be given."""
+    flags = Registry.declared().flags.values()
+    defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
+    return Flags.of({**defaults, **values})
+
+
+def _norm(norm: NormConfig) -> dict[str, Any]:
+    return {"normalization": norm.kind, "norm_epsilon": norm.eps, "apply_layernorm_1p": norm.zero_centered}
+
+
+def _activation(activation: ActivationConfig) -> dict[str, Any]:
+    kind, gated = activation.kind, activation.gated
+    return {
+        "swiglu": gated and kind == "silu",
+        "quick_geglu": gated and kind == "quick_gelu",
+        "geglu": gated and kind == "gelu",
+        "squared_relu": not gated and kind == "squared_relu",
+        "openai_gelu": not gated and kind == "gelu_tanh",
+        "glu_linear_offset": activation.linear_offset,
+        "activation_func_clamp_value": activation.clamp,
+    }
+
+
+def _mixer(model: ModelConfig, biased: bool) -> dict[str, Any]:
+    mixer = model.layers[0].mixer
+    latent = isinstance(mixer, MLAConfig)
+    kind = "learned_absolute" if model.position_embedding == "learned_absolute" else "none"
+    rotations = [layer.mixer.rope for layer in model.layers if layer.mixer.rope]
+    return {
+        "num_attention_heads": mixer.num_heads,
+        "multi_latent_attention": latent,
+        "position_embedding_type": kind,
+        **_core(mixer.core, [layer.mixer.core.window for layer in model.layers]),
+        **(_latent(mixer) if isinstance(mixer, MLAConfig) else _grouped(mixer, biased)),
+        **(_rotation(rotations[0], mixer) if rotations else {}),
+        **({} if latent or not rotations else _unrotated(model.layers)),
+    }
+
+
+def _core(core: CoreAttentionConfig, windows: Sequence[tuple[int, int] | None]) -> dict[str, Any]:
+    window = next((window for window in windows if window), None)
+    pattern: LayerPattern | None = None
+    if window and not all(windows):
+        present = tuple(window is not None for window in windows)
+        pattern = _rhythm(present, lambda every: derive.windowed_layers(len(windows), window, every))
+    return {
+        "attention_dropout": core.dropout,
+        "softmax_type": "learnable" if core.sinks else "off-by-one" if core.off_by_one else "vanilla",
+        "window_size": window,
+        "window_attn_skip_freq": pattern,
+    }
+
+
+def _grouped(mixer: AttentionConfig, biased: bool) -> dict[str, Any]:
+    grouped = mixer.num_query_groups != mixer.num_heads
+    return {
+        "group_query_attention": grouped,
+        "num_query_groups": mixer.num_query_groups if grouped else 1,
+        "kv_channels": mixer.head_dim,
+        "qk_layernorm": mixer.qk_norm in ("per_head", "full"),
+        "qk_l2_norm": mixer.qk_norm == "l2",
+        "qk_layernorm_over": "all-heads" if mixer.qk_norm == "full" else "head",
+        "add_qkv_bias": mixer.qkv_bias and not biased,
+        "attention_output_gate": mixer.output_gate,
+    }
+
+
+def _latent(mixer: MLAConfig) -> dict[str, Any]:
+    return {
+        "q_lora_rank": mixer.q_lora_rank,
+        "kv_lora_rank": mixer.kv_lora_rank,
+        "qk_head_dim": mixer.qk_head_dim,
+        "qk_pos_emb_head_dim": mixer.qk_rope_dim,
+        "v_head_dim": mixer.v_head_dim,
+        "qk_layernorm": mixer.qk_norm,
+    }
+
+
+def _rotation(rope: RopeConfig, mixer: AttentionConfig | MLAConfig) -> dict[str, Any]:
+    latent, yarn = isinstance(mixer, MLAConfig), rope.scaling == "yarn"
+    found: dict[str, Any] = {
+        "position_embedding_type": "yarn" if yarn and not latent else "rope",
+        "rotary_base": rope.base,
+        "use_rope_scaling": rope.scaling == "llama3",
+    }
+    if isinstance(mixer, MLAConfig):
+        found |= {"rope_type": "yarn" if yarn else "rope"}
+    else:
+        found |= {"rotary_percent": rope.dim / mixer.head_dim, "rotary_interleaved": rope.interleaved}
+    if rope.scaling == "llama3":
+        found |= {"rope_scaling_factor": rope.scaling_factor}
+    if rope.scaling == "linear":
+        found |= {"rotary_seq_len_interpolation_factor": round(rope.scaling_factor)}
+    return found | (_yarn(rope, latent) if yarn else {})
+
+
+def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
+    """Hugging Face's concentration of 0.1 ln(factor) + 1 is Megatron's with an mscale of 1 over one of 0."""
+    length = "original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings"
+    return {
+        "rotary_scaling_factor": rope.scaling_factor,
+        length: rope.original_max_positions,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "yarn_correction_range_round_to_int": rope.truncate,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+
+
+def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
+    rotated = tuple(layer.mixer.rope is not None for layer in layers)
+    if all(rotated):
+        return {"no_rope_freq": None}
+    pattern = _rhythm(tuple(not rotates for rotates in rotated), lambda every: _every(len(layers), every))
+    return {"no_rope_freq": pattern}
+
+
+def _every(num_layers: int, every: int) -> tuple[bool, ...]:
+    return tuple(not rotates for rotates in derive.rotated_layers(num_layers, every))
+
+
+def _rhythm(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
+    """The number whose rule gives the layers, or else the list of them."""
+    for every in range(1, _LONGEST_RHYTHM + 1):
+        if layers_of(every) == present:
+            return every
+    return tuple(map(int, present))
+
+
+def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
+    router, experts = moe.router, moe.experts
+    present = tuple(layer.is_moe for layer in layers)
+    return {
+        "num_experts": experts.num_experts,
+        "moe_layer_freq": _rhythm(present, lambda every: derive.moe_layers(len(layers), experts.num_experts, every)),
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": router.topk,
+        "moe_router_score_function": router.score_function,
+        "moe_router_pre_softmax": router.pre_softmax,
+        "moe_router_num_groups": router.num_groups,
+        "moe_router_group_topk": router.group_topk,
+        "moe_router_topk_scaling_factor": router.scaling_factor,
+        "moe_router_enable_expert_bias": router.expert_bias,
+        "moe_router_dtype": router.dtype,
+        "moe_latent_size": moe.latent_size,
+        "moe_apply_probs_on_input": experts.probs_on_input,
+        **_shared(moe.shared),
+    }
+
+
+def _shared(shared: SharedExpertsConfig | None) -> dict[str, Any]:
+    if shared is None:
+        return {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
+    return {
+        "moe_shared_expert_intermediate_size": shared.mlp.ffn_hidden_size,
+        "moe_shared_expert_gate": shared.gate,
+    }
+
+
+_MODEL_GROUPS = ("model", "attention", "moe")
+_TRAINING_FLAGS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "max_position_embeddings",
+    "mtp_num_layers",
+    "vocab_size",
+)
+"""May differ without changing what the weights of the layers mean; prediction layers are often not published."""
+_HEADINGS = ("flag", "this run", "published")
+
+
+class AnotherModel(RunError):
+    """The flags describe another model than the folder. `str()` is the table."""
+
+    code = ExitCode.CONFIG
+
+
+def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[str]]:
+    """The flags of the model in a Hugging Face folder, as one layer of settings, and notes on what no flag says.
+
+    Raises FlagErrors when the folder has no config.json that can be read, or describes a model that cannot be built or
+    that flags cannot describe. The epsilon of latent norms is noted alone: published weights go with either.
+    """
+    path = _config_path(folder)
+    published = _published(path)
+    layer = []
+    for name, value in model_flags(published).items():
+        flag = registry.flags[name]
+        if value != flag.default:
+            words = None if value is None else tuple(words_of(flag.type, value))
+            layer.append(Given(flag.option, words, str(path)))
+    said = described(published)
+    refused = differences(said, with_latent_norms_of(said, published))
+    if refused:
+        remedy = "correct config.json, or give the model's flags without --from-hf-config to build what they describe"
+        what = [f"{path}: no flag describes its {line}" for line in refused]
+        raise FlagErrors([Problem(what=each, remedy=remedy) for each in what])
+    return layer, [f"{path}: no flag says that {line}" for line in differences(said, published)]
+
+
+def compared_with(folder: str, settings: Settings) -> str:
+    """A sentence that says that the flags describe the model of a Hugging Face folder.
+
+    Raises AnotherModel with a table of what differs; FlagErrors when there is no model on one of the sides.
+    """
+    path = _config_path(folder)
+    published = _published(path)
+    ours = _model_of(settings, published.vocab_size)
+    lines = differences(ours, published)
+    rows = _differing_flags(settings.registry, ours, published)
+    if not lines:
+        others = _table([row for row in rows if row[0] in _training_options(settings.registry)])
+        return f"The flags describe the model of {path}." + (f" Choices of this run:\n{others}" if others else "")
+    count = f"1 difference from {path}:" if len(lines) == 1 else f"{len(lines)} differences from {path}:"
+    parts = [count, *(f"  {line}" for line in lines)]
+    if rows:
+        parts += ["", "In flags:", _table(rows)]
+    raise AnotherModel("\n".join(parts))
+
+
+def _config_path(folder: str) -> Path:
+    path = Path(folder)
+    return path if path.suffix == ".json" else path / "config.json"
+
+
+def _published(path: Path) -> ModelConfig:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as trouble:
+        what = f"{path} cannot be read: {trouble.strerror}"
+        raise FlagErrors([Problem(what=what, remedy="give the folder that holds config.json")]) from None
+    except (ValueError, RecursionError) as trouble:
+        raise FlagErrors([Problem(what=f"{path} is not JSON: {trouble}", remedy="download the file again")]) from None
+    if not isinstance(values, dict):
+        raise FlagErrors([Problem(what=f"{path} holds no names with values", remedy="download the file again")])
+    try:
+        return model_config_from_hf(values, mtp=True)
+    except CheckpointProblem as trouble:
+        raise FlagErrors([Problem(what=f"{path}: {trouble}")]) from None
+
+
+def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
+    """The model that the settings describe, whatever the rest of them says; with a vocabulary if they name none."""
+    flags = settings.registry.flags
+    missing = [problem for problem in missing_flags(settings, _MODEL_GROUPS) if "--seq-length" not in problem.what]
+    rules = _rules_of_the_model(settings.registry)
+    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), rules)]
+    if problems:
+        raise FlagErrors(problems)
+    values = {name: settings.setting(name).value for name in flags}
+    whole = Flags.of({name: 1 if value is REQUIRED else value for name, value in values.items()})
+    return model_config(whole, whole.data.vocab_size or vocab_size)
+
+
+def _rules_of_the_model(registry: Registry) -> list[Callable[..., tuple[str, str] | None]]:
+    """Those that ask for flags of the model alone."""
+    rules = (*model.RULES, *attention.RULES, *moe.RULES, *moe_router.RULES)
+    own = {flag.name for flag in registry.flags.values() if flag.group in _MODEL_GROUPS}
+    return [rule for rule in rules if own.issuperset(parameters(rule))]
+
+
+def _differing_flags(registry: Registry, ours: ModelConfig, published: ModelConfig) -> list[tuple[str, str, str]]:
+    mine, theirs = model_flags(ours), model_flags(published)
+    rows = []
+    for name in (*theirs, *(name for name in mine if name not in theirs)):
+        flag = registry.flags[name]
+        values = [shown(flag, side.get(name, flag.default)) for side in (mine, theirs)]
+        if values[0] != values[1]:
+            rows.append((flag.option, values[0], values[1]))
+    return rows
+
+
+def _training_options(registry: Registry) -> list[str]:
+    return [registry.flags[name].option for name in _TRAINING_FLAGS]
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> str:
+    if not rows:
+        return ""
+    widths = [max(len(row[column]) for row in (_HEADINGS, *rows)) for column in range(3)]
+    return "\n".join(
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_HEADINGS, *rows)
+    )

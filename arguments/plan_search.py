@@ -1,0 +1,233 @@
+"""From a plan that a search found back to flags: a recipe that `pretrain_moe.py` reads, the reasons as comments."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from arguments.checks.batch import length_is_given_once
+from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags, unknown_layers
+from arguments.errors import Problem
+from arguments.export import value_text
+from arguments.files import read_files
+from arguments.flags import Registry
+from arguments.huggingface import published_flags
+from arguments.parser import Setting, Settings, settle, split, start_settings
+from arguments.read import files_asked_for
+from arguments.recipe_table import planned
+from megatron_moe.config.parallel import Launch
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.hardware import GIB, GPU
+from megatron_moe.planner.search import PlannedLayout, Planner
+
+_ONE_RANK: Mapping[str, object] = MappingProxyType(
+    {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": False,
+        "micro_batch_size": 1,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "microbatch_group_size_per_virtual_pipeline_stage": None,
+        "hierarchical_context_parallel_sizes": None,
+        "overlap_moe_expert_parallel_comm": False,
+        "delay_wgrad_compute": False,
+        "ep_overlap_early_attn_memory_release": False,
+    }
+)
+"""Everything that a search chooses of a layout."""
+_NEEDED = ("model", "attention", "training")
+"""Groups of flags without whose required ones there is nothing to plan."""
+_FILES = ("recipe", "config", "from_hf_config")
+
+
+def settings_of(words: Sequence[str], registry: Registry) -> Settings:
+    """What a command line with `--recipe`, `--config` and `--from-hf-config` says, its files first."""
+    given, problems = split(words)
+    start = start_settings(words, registry)
+    paths, missing = files_asked_for(start)
+    problems += [*missing, *(_of_another_program(name, start) for name in start.values if name not in _FILES)]
+    folder = start.setting("from_hf_config").value
+    layers = [published_flags(folder, registry)[0]] if folder else []
+    for path in paths:
+        files = read_files(path, registry, {})
+        problems += [problem for file in files for problem in file.problems]
+        layers += [file.flags for file in files]
+    settings = settle(registry, [*layers, given])
+    settings.problems[:0] = problems
+    return settings
+
+
+def _of_another_program(name: str, start: Settings) -> Problem:
+    option = start.registry.flags[name].option
+    return Problem(what=f"{option} is not for a planner", remedy="leave it out; --gpu and --gpus describe the machine")
+
+
+def unplannable(settings: Settings) -> list[Problem]:
+    """Why no layout on any number of GPUs can be planned: flags that are missing, or a model that cannot be."""
+    missing = list(missing_flags(settings, _NEEDED))
+    unknown = unknown_layers(settings)
+    if unknown:
+        what = f"the cost model does not know the layers of {' '.join(unknown)}, which cannot be built yet"
+        missing.append(Problem(what=what, remedy="plan a model of attention, MLP and MoE layers"))
+    return missing or _forbidden(_with(settings, _ONE_RANK), 1, (*FULL_SIZE_RULES, length_is_given_once))
+
+
+def forbidden(settings: Settings, num_gpus: int) -> list[Problem]:
+    """What is wrong with the layout that the flags ask for."""
+    return _forbidden(settings, num_gpus, RULES)
+
+
+def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list[Problem]:
+    """Broken rules; what is not available yet does not count."""
+    return [problem for problem in broken_rules(settings, Launch(world_size=num_gpus), rules) if not problem.waits]
+
+
+def to_search(settings: Settings, num_gpus: int) -> RunPlan:
+    """The run with every axis of its layout at one: what a search starts from."""
+    return as_given(_with(settings, _ONE_RANK), num_gpus)
+
+
+def as_given(settings: Settings, num_gpus: int) -> RunPlan:
+    """The run with the layout that its flags ask for."""
+    if settings.setting("tokenizer_type").value is None:  # nothing here depends on it
+        settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
+    return planned(settings, Launch(world_size=num_gpus))
+
+
+def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
+    """The settings with what was found in their place. `layout`: the axes too, and not only the switches."""
+    changes = dict(_switches(plan))
+    if layout:
+        changes = {**_ONE_RANK, **dict(_axes(plan)), **changes}
+    return _with(settings, changes)
+
+
+def _with(settings: Settings, changes: Mapping[str, object]) -> Settings:
+    values = dict(settings.values)
+    for name, value in changes.items():
+        if value == settings.registry.flags[name].default:
+            values.pop(name, None)
+        else:
+            values[name] = Setting(value, "plan")
+    return replace(settings, values=values)
+
+
+def _axes(plan: RunPlan) -> Iterator[tuple[str, object]]:
+    parallel = plan.parallel
+    yield "tensor_model_parallel_size", parallel.tp
+    yield "context_parallel_size", parallel.cp
+    yield "pipeline_model_parallel_size", parallel.pp
+    yield "expert_model_parallel_size", parallel.ep
+    yield "expert_tensor_parallel_size", parallel.etp
+    yield "sequence_parallel", parallel.sequence_parallel
+    yield "micro_batch_size", plan.batch.micro
+    yield "overlap_moe_expert_parallel_comm", plan.pipeline.overlap
+    yield "delay_wgrad_compute", plan.pipeline.split_backward
+    if parallel.pp > 1:
+        yield "pipeline_model_parallel_layout", str(plan.layout)
+
+
+def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
+    recompute, offload, precision = plan.memory.recompute, plan.memory.offload, plan.precision
+    whole = recompute.granularity == "full"
+    yield "recompute_granularity", None if recompute.granularity == "none" else recompute.granularity
+    yield "recompute_modules", recompute.modules if recompute.granularity == "selective" else None
+    yield "recompute_method", recompute.method if whole else None
+    yield "recompute_num_layers", recompute.num_layers if whole else None
+    yield "fine_grained_activation_offloading", bool(offload.modules)
+    yield "offload_modules", offload.modules
+    if plan.optimizer.offload.host_steps:
+        yield from (("optimizer_cpu_offload", True), ("overlap_cpu_optimizer_d2h_h2d", True))
+        yield "use_precision_aware_optimizer", True
+    if precision.exp_avg == precision.exp_avg_sq == "bf16":
+        yield "use_precision_aware_optimizer", True
+        yield from (("exp_avg_dtype", "bf16"), ("exp_avg_sq_dtype", "bf16"))
+
+
+def planner_of(settings: Settings, gpu: GPU, imbalance: float = 1.0) -> Planner:
+    """A planner that moves activations only where the run may: not beside recorded graphs."""
+    return Planner(gpu, imbalance, offload=settings.setting("cuda_graph_impl").value == "none")
+
+
+def legal(settings: Settings, plan: RunPlan) -> bool:
+    """Do the settings with this plan break no rule?"""
+    return not forbidden(settings_for(settings, plan), plan.parallel.world_size)
+
+
+def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, title: str) -> str:
+    """A recipe's file."""
+    lines = [f"# {line}" for line in (title, *reasons(found, gpu))]
+    lines += ["about:", f"  gpu: {gpu.kind}", f"  gpus: {found.plan.parallel.world_size}"]
+    for name, flag in settings.registry.flags.items():
+        if name in settings.values and flag.group != "start" and settings.setting(name).value is not None:
+            lines.append(f"{flag.option[2:]}: {value_text(flag, settings.setting(name).value)}")
+    return "\n".join(lines) + "\n"
+
+
+def reasons(found: PlannedLayout, gpu: GPU) -> list[str]:
+    """Why this plan: what fits, what the layout costs, and what takes the time."""
+    plan, step, memory = found.plan, found.step, found.memory
+    parallel, total = plan.parallel, step.total
+    state = memory.state
+    switched = switches_text(plan)
+    without = f"; without {switched} it would be {found.plain_bytes / GIB:.1f}" if switched else ""
+    shares = {name: seconds / total for name, seconds in step.parts}
+    lost = [
+        f"{text} {shares[name]:.1%}"
+        for name, text in (
+            ("tensor parallel", f"TP {parallel.tp}"),
+            ("context parallel", f"CP {parallel.cp}"),
+            ("expert parallel", f"EP {parallel.ep} x ETP {parallel.etp}"),
+            ("bubble", f"the bubble of PP {parallel.pp} x {plan.layout.vpp} chunks"),
+            ("data parallel", f"DP {parallel.dp}"),
+            ("recompute", "recompute"),
+            ("offload", "offload"),
+        )
+        if shares.get(name, 0) >= 0.0005
+    ]
+    longest = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in step.parts[:3])
+    lines = [
+        f"memory: {memory.total / GIB:.1f} of {gpu.memory_gib:.1f} GiB on pipeline rank {memory.rank} (weights and "
+        f"gradients {(state.weights + state.gradients) / GIB:.1f}, optimizer "
+        f"{(state.master + state.moments) / GIB:.1f}, activations {memory.kept / GIB:.1f}){without}",
+        f"overhead: {', '.join(lost)} of the step" if lost else "overhead: none",
+        f"time: {total * 1e3:,.0f} ms a step, {step.tflops:,.0f} TFLOP/s per GPU by the cost model; most of it "
+        f"{longest}",
+    ]
+    return [part for line in lines for part in textwrap.wrap(line, 112, subsequent_indent="  ")]
+
+
+def switches_text(plan: RunPlan) -> str:
+    """The memory switches of a plan in few words."""
+    recompute, offload, words = plan.memory.recompute, plan.memory.offload, []
+    if recompute.granularity == "full":
+        words.append("recompute of whole layers")
+    elif recompute.granularity == "selective" and recompute.modules:
+        words.append(f"recompute of {' '.join(recompute.modules)}")
+    if offload.modules:
+        words.append(f"offload of {' '.join(offload.modules)}")
+    return " and ".join(words)
+
+
+def layout_text(found: PlannedLayout) -> str:
+    """One line: axes, microbatch, switches."""
+    plan, parallel = found.plan, found.plan.parallel
+    axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
+    axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro}"]
+    more = [
+        "overlap" if plan.pipeline.overlap else "",
+        switches_text(plan),
+        "moments in bf16" if plan.precision.exp_avg == plan.precision.exp_avg_sq == "bf16" else "",
+        "the optimizer on the host" if plan.optimizer.offload.host_steps else "",
+    ]
+    return ", ".join([" ".join(axes), *filter(None, more)])

@@ -1,0 +1,118 @@
+"""Times the MoE layer of recipes alone on one GPU, forward and backward, at several numbers of tokens.
+
+    python benchmarks/harness/bench_moe_layer.py q6 m8 ds4 [--rows-per-expert 128 4096]
+
+One layer with random weights and inputs, weight gradients added to fp32 buffers, routing as the recipe says. TFLOP/s
+count the router, the chosen experts and the shared ones, beside their share of what a large bf16 product reached in the
+same run. "experts" is the experts' part alone: two matrices, the activation, and all their gradients.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from arguments.read import read_plan  # noqa: E402
+from benchmarks.harness.time_kernels import measure_ceilings, milliseconds  # noqa: E402
+from megatron_moe import build  # noqa: E402
+from megatron_moe.config.moe import MoEConfig  # noqa: E402
+from megatron_moe.data.batch import TokenMeta  # noqa: E402
+from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.kernels.ops import Operand  # noqa: E402
+from megatron_moe.moe.moe_layer import MoELayer  # noqa: E402
+
+RATES = ("TFLOP/s", "of the peak")
+COLUMNS = ("recipe", "rows per expert", "tokens", "forward ms", "both ways ms", *RATES, "experts ms", *RATES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("--rows-per-expert", nargs="+", type=int, default=[128, 512, 4096])
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    peak = 1e3 * measure_ceilings(device, torch.bfloat16).teraflop_per_ms
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; a product reaches {peak:.0f} TFLOP/s\n")
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|---" * len(COLUMNS) + "|")
+    for recipe in options.recipes:
+        layer, config = make_layer(recipe)
+        for rows in options.rows_per_expert:
+            tokens = rows * config.router.num_experts // config.router.topk
+            print(f"| {recipe} | {rows} | {tokens} | {row(layer, config, tokens, peak)} |", flush=True)
+
+
+def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
+    """The last layer of the recipe, whose weight gradients go to fp32 buffers."""
+    plan = read_plan(["--recipe", recipe], os.environ, vocab_size_of=vocab_size_of)
+    context = build.build_context(plan)
+    config = plan.model.layers[-1].feed_forward
+    assert isinstance(config, MoEConfig), f"the last layer of {recipe} is dense"
+    layer = MoELayer(config, 0, context, build.build_kernels(plan, context))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
+        parameter.sink = Sink(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
+    return layer, config
+
+
+def row(layer: MoELayer, config: MoEConfig, tokens: int, peak: float) -> str:
+    """The measured cells at this number of tokens."""
+    device = torch.device("cuda")
+    hidden_SBH = torch.randn(tokens, 1, config.router.hidden_size, device=device).bfloat16().requires_grad_()
+    meta = TokenMeta(positions_BS=torch.arange(tokens, device=device)[None], random_key=(1, 1, 1))
+    with torch.no_grad():
+        rows, _ = layer.dispatch(hidden_SBH, layer.route(hidden_SBH, meta))
+    data_RH, probs_R = (x.detach().requires_grad_() for x in (rows.data.plain(), rows.probs_R))
+    rows = replace(rows, data=Operand(data=data_RH), probs_R=probs_R)
+    forward = milliseconds(lambda: layer(hidden_SBH, meta), device)
+    both = milliseconds(both_ways(lambda: layer(hidden_SBH, meta)), device)
+    experts = milliseconds(both_ways(lambda: layer.compute(rows).data.plain()), device)
+    flops = {both: 3 * layer_flop(config, tokens), experts: 3 * expert_flop(config, tokens)}
+    cells = [f"{ms:.3f} | {flop / ms / 1e9:.0f} | {flop / ms / 1e9 / peak:.0%}" for ms, flop in flops.items()]
+    return f"{forward:.3f} | {' | '.join(cells)}"
+
+
+def both_ways(run: Callable[[], Tensor]) -> Callable[[], None]:
+    """The function and its backward."""
+    grad = torch.randn_like(run())
+
+    def work() -> None:
+        run().backward(grad)
+
+    return work
+
+
+class Sink:
+    """Adds every weight gradient to one buffer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+
+    def add(self, compute: Callable[[Tensor, bool], None]) -> None:
+        compute(self.buffer, True)
+
+
+def expert_flop(config: MoEConfig, tokens: int) -> float:
+    """Of the chosen experts, forward."""
+    matrices = config.experts.activation.fan + 1
+    return 2.0 * tokens * config.router.topk * matrices * config.experts.hidden_size * config.experts.ffn_hidden_size
+
+
+def layer_flop(config: MoEConfig, tokens: int) -> float:
+    """Of router, chosen and shared experts, forward."""
+    flop = expert_flop(config, tokens) + 2.0 * tokens * config.router.hidden_size * config.router.num_experts
+    if config.shared is not None:
+        mlp = config.shared.mlp
+        flop += 2.0 * tokens * (mlp.activation.fan + 1) * mlp.hidden_size * mlp.ffn_hidden_size
+    return flop
+
+
+if __name__ == "__main__":
+    main()

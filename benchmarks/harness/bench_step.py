@@ -1,0 +1,238 @@
+"""Times the steps of recipes on one GPU, case after case, and writes the table of them.
+
+    python benchmarks/harness/bench_step.py [--cases q6 m8 ...] [--budget 600] [--output-dir benchmarks] [--
+    --manual-gc ...]
+
+Writes `<date>-<machine>-step-table.md` anew after every case, so that a run that is stopped keeps what it measured. A
+case that fails is told in its row; those that would not end within the budget are left out and told as well. Flags
+behind `--` are added to every case. Weights are drawn on the device. The cases of learned routing train on the corpus
+that `bash scripts/quickstart.sh` makes.
+"""
+
+import argparse
+import contextlib
+import gc
+import shlex
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from benchmarks.harness.profile_step import (  # noqa: E402
+    Profile,
+    draw,
+    profile,
+    store,
+)
+from benchmarks.harness.step_cases import (  # noqa: E402
+    CASES,
+    Case,
+    words_of,
+)
+from benchmarks.harness.timed_run import plan_to_run, require_gpu  # noqa: E402
+from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
+
+FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError)
+"""What a case may end with: a refusal, torch and CUDA, files, and mistakes of this program."""
+COLUMNS = (
+    "case", "steps", "ms per step (least, most)", "TFLOP/s", "target", "aim", "of balanced", "peak MiB",
+    "W of limit", "SM MHz", "loss, first to last", "busiest expert", "took s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case."""
+
+    case: Case
+    words: Sequence[str]
+    """Of pretrain_moe.py."""
+    seconds: float = 0.0
+    result: Profile | None = None
+    remark: str = ""
+    """Why there is no result."""
+
+
+def measured(case: Case, words: Sequence[str]) -> Profile:
+    """Builds and times a case. What is printed meanwhile goes to stderr, beside the rows of the table."""
+    with contextlib.redirect_stdout(sys.stderr):
+        plan = plan_to_run(words)
+        return profile(plan, warmup=case.warmup, steps=case.steps, traced=case.traced, trace=None, quick=True)
+
+
+def outcomes(
+    cases: Sequence[tuple[Case, Sequence[str]]],
+    budget: float,
+    measure: Callable[[Case, Sequence[str]], Profile] = measured,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Outcome]:
+    """What comes of every case with its words, one after the other. `budget`: seconds for all of them."""
+    begin = clock()
+    for case, words in cases:
+        start = clock()
+        left = budget - (start - begin)
+        if case.seconds > left:
+            remark = f"left out: it takes about {case.seconds:.0f} s, and {left:.0f} s were left"
+            yield Outcome(case, words, remark=remark)
+            continue
+        result, remark = None, ""
+        try:
+            result = measure(case, words)
+        except FAILURES as error:
+            remark = "failed: " + " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            traceback.print_exc()
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield Outcome(case, words, clock() - start, result, remark)
+
+
+def row(outcome: Outcome, before: Sequence[Outcome]) -> str:
+    """A line of the table. `before`: the cases that came before it, of which one may be its balanced one."""
+    case, result = outcome.case, outcome.result
+    if result is None:
+        told = (
+            case.title,
+            "",
+            outcome.remark.replace("|", "\\|"),
+            *[""] * (len(COLUMNS) - 4),
+            f"{outcome.seconds:.0f}",
+        )
+        return f"| {' | '.join(told)} |"
+    times = sorted(result.step_ms)
+    cells = (
+        case.title,
+        f"{case.warmup} + {case.steps}",
+        f"{result.median_ms:.1f} ({times[0]:.1f}, {times[-1]:.1f})",
+        f"{result.tflops:.1f}",
+        case.target,
+        case.aim,
+        _of_balanced(outcome, before),
+        f"{result.peak_mib:,.0f}",
+        f"{result.board.watts:.0f} of {result.board.limit_watts:.0f}" if result.board else "",
+        f"{result.board.sm_mhz:.0f}" if result.board else "",
+        f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}",
+        _busiest(result) if case.unbalanced else "",
+        f"{outcome.seconds:.0f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _of_balanced(outcome: Outcome, before: Sequence[Outcome]) -> str:
+    if not outcome.case.unbalanced:
+        return ""
+    figures = [each.result.tflops for each in before if each.case.name == outcome.case.balanced and each.result]
+    return f"{outcome.result.tflops / figures[0]:.1%}" if figures and outcome.result else "not measured"
+
+
+def _busiest(result: Profile) -> str:
+    if not result.loads:
+        return ""
+    return f"{sum(result.loads) / len(result.loads):.2f}, at most {max(result.loads):.2f}"
+
+
+def report(done: Sequence[Outcome], machine: str, command: str, pictures: Mapping[str, str]) -> str:
+    """The document. `pictures`: name of a case -> file of its chart."""
+    head = (
+        f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, sequence 4096, global batch 8 where a row does "
+        "not say otherwise; weights drawn on the device. Steps: of the warm-up + timed, whose median is told. TFLOP/s "
+        "by Megatron's formula. Peak: largest allocation after the warm-up, and what replays of CUDA graphs use beside "
+        "it. W and SM MHz: what the board draws of what it may, and the clock of its multiprocessors, medians over the "
+        "timed steps. Busiest expert: its load over the mean load, mean over the microbatches of the timed steps and "
+        "over layers, and of the worst layer."
+    )
+    lines = [f"# Steps on one {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [row(outcome, done[:place]) for place, outcome in enumerate(done)]
+    lines += _breakdown([outcome for outcome in done if outcome.result and outcome.result.kinds])
+    lines += [line for name, picture in pictures.items() for line in ("", f"![{name}]({picture})")]
+    lines += [
+        "",
+        "Flags of the cases, which `python benchmarks/harness/profile_step.py --quick-init -- FLAGS` times alone:",
+        "",
+    ]
+    lines += [f"- {outcome.case.title}: `{shlex.join(outcome.words)}`" for outcome in done]
+    return "\n".join(lines) + "\n"
+
+
+def _breakdown(traced: Sequence[Outcome]) -> list[str]:
+    """Kinds of kernels by case."""
+    tables = {
+        each.case.title: {share.name: share.milliseconds for share in each.result.kinds}
+        for each in traced
+        if each.result
+    }
+    kinds = dict.fromkeys(kind for table in tables.values() for kind in table)
+    if not tables:
+        return []
+    lines = ["", "Milliseconds per step over all kernels of a kind, two steps traced:", ""]
+    lines += [f"| kind | {' | '.join(tables)} |", "|---" * (len(tables) + 1) + "|"]
+    for kind in sorted(kinds, key=lambda kind: kind == "idle"):
+        cells = [f"{table[kind]:.1f}" if kind in table else "" for table in tables.values()]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for all cases together")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
+    parser.add_argument("--kernels-dir", type=Path, help="for what profile_step.py writes of every traced case")
+    parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
+    parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    own, theirs = words_around_dashes(argv)
+    options = parser().parse_args(own)
+    try:
+        require_gpu("the steps on a GPU are")
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    machine = torch.cuda.get_device_name().replace("NVIDIA ", "")
+    done = write(options, theirs, machine)
+    return int(ExitCode.BUG if any(each.seconds and not each.result for each in done) else ExitCode.OK)
+
+
+def command_of(options: argparse.Namespace, theirs: Sequence[str]) -> str:
+    """What the document names as its command: without the folders of one machine."""
+    chosen = [] if len(options.cases) == len(CASES) else ["--cases", *options.cases]
+    return shlex.join(["python", "benchmarks/harness/bench_step.py", *chosen, *(["--", *theirs] if theirs else [])])
+
+
+def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> list[Outcome]:
+    """Runs the cases, and writes the document after every one."""
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    stem = f"{date.today()}-{machine.lower().replace(' ', '-')}-step-table"
+    chosen = [case for case in CASES if case.name in options.cases]
+    words = [words_of(case, options.data_path, options.tokenizer_model, theirs) for case in chosen]
+    done: list[Outcome] = []
+    pictures: dict[str, str] = {}
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+    for outcome in outcomes(list(zip(chosen, words, strict=True)), options.budget):
+        print(row(outcome, done), flush=True)
+        done.append(outcome)
+        name, result = outcome.case.name, outcome.result
+        if result and result.kinds:
+            pictures[name] = f"{stem}-{name}.png"
+            draw(result, options.output_dir / pictures[name])
+            if options.kernels_dir:
+                store(result, options.kernels_dir / name)
+        (options.output_dir / f"{stem}.md").write_text(report(done, machine, command_of(options, theirs), pictures))
+    return done
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,190 @@
+"""What `benchmarks/harness/time_kernels.py` times: cases for every kernel op that takes time, at the sizes of a
+command line.
+
+Here norms, positions, loss, embedding and optimizer; attention in `kernel_cases_attention.py`, routing, rows and
+experts in `kernel_cases_moe.py`.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+
+from benchmarks.harness.kernel_case import Case, Draw
+from benchmarks.harness.kernel_cases_attention import attention_cases
+from benchmarks.harness.kernel_cases_moe import moe_cases
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels.low_precision_state import Format, PackedState
+from megatron_moe.kernels.ops import AdamWStep, Kernels, Operand
+
+NOT_TIMED: Mapping[str, str] = MappingProxyType(
+    {
+        "linear_forward": "stands in the row of linear_weight_grad",
+        "linear_input_grad": "stands in the row of linear_weight_grad",
+        "sort_rows_dense": "plain torch alone computes it, for dense maps of tokens to experts",
+    }
+)
+"""Ops without a row, and why. None of them has a kernel of our own."""
+
+EPS = 1e-5
+FP32 = 4
+"""Bytes of an angle, a moment or a wide gradient."""
+
+
+def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    draw = Draw(device, dtype)
+    yield from norms(args, draw)
+    yield from positions(args, draw)
+    yield from attention_cases(args, draw)
+    yield from elementwise(args, draw)
+    yield from embedding(args, draw)
+    yield linear(args, draw)
+    yield from moe_cases(args, draw)
+    yield from optimizer(args, draw)
+
+
+def norms(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    """The forward reads x and writes the result; the backward reads the gradient and x, and writes the gradient of x.
+    Weights are read twice and their gradients written once."""
+    x, residual = (draw(args.tokens, args.hidden) for _ in range(2))
+    weight, bias = (draw(args.hidden) for _ in range(2))
+    size, each = x.numel(), weight.numel()
+    yield Case("rms_norm", lambda k, x, w: k.rms_norm(x, w, EPS, False), (x, weight), draw.moved(5 * size + 3 * each))
+    # the residual is read too, and the sum written; its gradient is read, and one gradient serves both
+    yield Case(
+        "add_rms_norm",
+        lambda k, r, x, w: k.add_rms_norm(r, x, w, EPS, False),
+        (residual, x, weight),
+        draw.moved(8 * size + 3 * each),
+    )
+    yield Case(
+        "layer_norm",
+        lambda k, x, w, b: k.layer_norm(x, w, b, EPS, False),
+        (x, weight, bias),
+        draw.moved(5 * size + 5 * each),
+    )
+
+
+def positions(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    """Values are views: the forward leaves them where they are, the backward puts their gradients among the others."""
+    batch, heads, groups, width = args.tokens // args.seq, args.heads, args.groups, args.head_dim
+    cos, sin = (draw.fixed(args.seq, 1, width, dtype=torch.float32) for _ in range(2))
+    angles = FP32 * 2 * cos.numel() / 1e9  # half of cos and of sin, in both directions
+    q = draw(args.seq, batch, heads, width)
+    yield Case("rope", lambda k, q: k.rope(q, cos, sin, False), (q,), draw.moved(4 * q.numel()) + angles)
+
+    per_group = heads // groups
+    qkv = draw(args.seq, batch, groups, (per_group + 2) * width)
+    weights = draw(width), draw(width)
+    turned, values = args.tokens * (heads + groups) * width, args.tokens * groups * width
+    size = 4 * turned + 2 * values
+    yield Case(
+        "query_key_value (with norms)",
+        lambda k, x, q, key: k.query_key_value(x, q, key, EPS, False, cos, sin, False, per_group),
+        (qkv, *weights),
+        draw.moved(size + turned + 6 * width) + angles,  # the gradient of a norm reads its input again
+    )
+    yield Case(
+        "query_key_value (without norms)",
+        lambda k, x: k.query_key_value(x, None, None, EPS, False, cos, sin, False, per_group),
+        (qkv,),
+        draw.moved(size) + angles,
+    )
+
+    kv, shared = draw(args.seq, batch, heads, 2 * width), draw(args.seq, batch, width // 2)
+    keys, own = args.tokens * heads * (width + width // 2), args.tokens * heads * width
+    yield Case(
+        "latent_key_value",
+        lambda k, kv, shared: k.latent_key_value(kv, shared, width),
+        (kv, shared),
+        # own and shared parts to keys; gradients of keys and values to those of own parts, shared part and values
+        draw.moved((own + shared.numel() + keys) + (keys + own) + (2 * own + shared.numel())),
+    )
+
+
+def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    rows = args.tokens * args.topk
+    wide, probs = draw(rows, 2 * args.ffn), torch.rand(rows, device=draw.device).to(draw.dtype).requires_grad_()
+    swiglu = ActivationConfig(kind="silu", gated=True)
+    yield Case(
+        "activation (SwiGLU * prob)",
+        lambda k, x, p: k.activation(x, p, swiglu),
+        (wide, probs),
+        draw.moved(8 * rows * args.ffn + 3 * rows),
+    )
+    logits_TV, labels_T = draw(args.tokens, args.vocab), draw.ids(args.vocab, args.tokens)
+    size = draw.moved(3 * logits_TV.numel())  # read in both directions; their gradient
+    yield Case("cross_entropy", lambda k, logits: k.cross_entropy(logits, labels_T), (logits_TV,), size)
+
+
+def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    """Gradients read, and the rows of the ids that occur read and written in fp32."""
+    grad_TH = draw.fixed(args.tokens, args.hidden)
+    table = torch.zeros(args.vocab, args.hidden, device=draw.device)
+    frequencies = 1.0 / torch.arange(1, args.vocab + 1, device=draw.device)
+    for name, ids_T in (
+        ("ids as likely", draw.ids(args.vocab, args.tokens)),
+        ("ids by Zipf's law", frequencies.multinomial(args.tokens, replacement=True)),
+    ):
+        rows = len(ids_T.unique())
+
+        def run(k: Kernels, ids_T: torch.Tensor = ids_T) -> None:
+            k.embedding_grad(grad_TH, ids_T, table, True)
+
+        size = draw.moved(grad_TH.numel()) + (2 * FP32 * rows * args.hidden + ids_T.nbytes) / 1e9
+        yield Case(f"embedding_grad ({name})", run, (), size)
+
+
+def linear(args: argparse.Namespace, draw: Draw) -> Case:
+    """With the weight gradient added to an fp32 buffer."""
+    tokens, hidden = args.tokens, args.hidden
+    x, grad, weight = (Operand(data=draw.fixed(rows, hidden)) for rows in (tokens, tokens, hidden))
+    out = torch.zeros(hidden, hidden, device=draw.device)
+
+    def run(k: Kernels) -> None:
+        k.linear_forward(x, weight, None)
+        k.linear_input_grad(grad, weight)
+        k.linear_weight_grad(grad, x, out, True)
+
+    return Case(
+        "linear_weight_grad and the other products",
+        run,
+        (),
+        draw.moved(6 * tokens * hidden + 2 * hidden**2) + 2 * FP32 * hidden**2 / 1e9,
+        6 * tokens * hidden**2 / 1e12,
+        beside=("linear_forward", "linear_input_grad"),
+    )
+
+
+def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    size, device = args.weights, draw.device
+    flat = [torch.rand(size, device=device) for _ in range(4)]
+    move = AdamWStep(
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=torch.ones((), dtype=torch.int64, device=device),
+        grad_scale=torch.ones((), device=device),
+        proceed=torch.ones((), dtype=torch.bool, device=device),
+        nonfinite=torch.zeros((), dtype=torch.bool, device=device),
+    )
+    yield Case("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)
+    # master, gradient and moments read; master and moments written
+    yield Case("adamw_", lambda k: k.adamw_(*flat, move), (), 7 * FP32 * size / 1e9)
+    grad = flat[0]
+    weights = torch.randn(size, device=device).bfloat16()
+    zeros = partial(PackedState.zeros, size, dtype=torch.float32, device=device)
+    formats: tuple[Format, ...] = ("fp16", "fp8")
+    for name in formats:
+        states = [zeros("remainder", root=False), zeros(name, root=False), zeros(name, root=True)]
+
+        def run(k: Kernels, states: list[PackedState] = states) -> None:
+            master, exp_avg, exp_avg_sq = states
+            k.adamw_packed_(master, grad, exp_avg, exp_avg_sq, move, weights)
+
+        moved = grad.nbytes + 2 * (weights.nbytes + sum(state.num_bytes for state in states))
+        yield Case(f"adamw_packed_ (bf16 and remainders, {name} moments)", run, (), moved / 1e9)

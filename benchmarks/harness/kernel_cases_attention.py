@@ -1,0 +1,78 @@
+"""Rows of attention in the table of kernels: over a whole sequence, and between two parts of one."""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.harness.kernel_case import Case, Draw
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.kernels.ops import Kernels, PositionSpan
+
+Mask = tuple[CoreAttentionConfig, PositionSpan, PositionSpan, None]
+"""What a block of attention takes behind its tensors; nothing is dropped."""
+
+
+def attention_cases(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    yield from _whole(args, draw)
+    yield from _blocks(args, draw)
+
+
+def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
+    q = draw(args.seq, batch, heads, width)
+    key, value = (draw(args.seq, batch, args.groups, width) for _ in range(2))
+    # forward: three read, one written; backward: these four and a gradient read, three gradients written
+    gigabytes = draw.moved(6 * q.numel() + 6 * key.numel())
+    window = max(args.seq // 32, 1)
+    for name, config, seen, compiled in (
+        ("attention (causal)", CoreAttentionConfig(softmax_scale=width**-0.5), args.seq, "reference"),
+        (
+            f"attention (window of {window})",
+            CoreAttentionConfig(softmax_scale=width**-0.5, window=(window - 1, 0)),
+            window,
+            None,
+        ),
+        ("attention (sinks)", CoreAttentionConfig(softmax_scale=width**-0.5, sinks=True), args.seq, None),
+    ):
+        pairs = seen * args.seq - seen * (seen - 1) // 2
+        flop = 7 * 2 * batch * heads * pairs * width  # two products forward and five backward
+        sinks = (draw(heads),) if config.sinks else ()
+
+        def run(k: Kernels, *inputs: torch.Tensor, config: CoreAttentionConfig = config) -> torch.Tensor:
+            q, key, value, *sinks = inputs
+            return k.attention(q, key, value, config, sinks[0] if sinks else None, None, None)
+
+        yield Case(name, run, (q, key, value, *sinks), gigabytes, flop / 1e12, compiled=compiled)
+
+
+def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+    """Steps of a ring of context parallelism: the rank's own part, and one that every query sees all of. What was found
+    before is read and written in fp32, and so are the gradients that a block adds to."""
+    batch, heads, width, device = args.tokens // args.seq, args.heads, args.head_dim, draw.device
+    q, grad, out = (draw.fixed(args.seq, batch, heads, width) for _ in range(3))
+    key, value = (draw.fixed(args.seq, batch, args.groups, width) for _ in range(2))
+    wide = torch.promote_types(torch.float32, draw.dtype)
+    found = torch.zeros(args.seq, batch, heads, width, device=device, dtype=wide)
+    lse = torch.zeros(batch, heads, args.seq, device=device, dtype=wide).permute(2, 0, 1)
+    into = torch.zeros_like(q, dtype=wide), torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+    own, earlier = PositionSpan(chunks=(range(args.seq, 2 * args.seq),)), PositionSpan(chunks=(range(args.seq),))
+    config = CoreAttentionConfig(softmax_scale=width**-0.5)
+    read = draw.moved(q.numel() + 2 * key.numel())
+    for name, keys, pairs in (
+        ("causal", own, args.seq * (args.seq + 1) // 2),
+        ("all", earlier, args.seq**2),
+    ):
+        product = 2 * batch * heads * pairs * width / 1e12
+        mask = config, own, keys, None
+
+        def forward(k: Kernels, mask: Mask = mask) -> None:
+            k.attention_block(q, key, value, *mask, found, lse)
+
+        def backward(k: Kernels, mask: Mask = mask) -> None:
+            k.attention_block_grad(grad, q, key, value, out, lse, lse, *mask, into)
+
+        gigabytes = read + 2 * found.nbytes / 1e9
+        yield Case(f"attention_block ({name})", forward, (), gigabytes, 2 * product, compiled=None)
+        gigabytes = read + draw.moved(2 * q.numel()) + 2 * sum(x.nbytes for x in into) / 1e9
+        yield Case(f"attention_block_grad ({name})", backward, (), gigabytes, 5 * product, compiled=None)

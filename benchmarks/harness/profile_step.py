@@ -1,0 +1,177 @@
+"""Runs a recipe for a few steps on a GPU and prints where the step goes.
+
+    python benchmarks/harness/profile_step.py [--warmup 4] [--steps 10] [--output-dir FOLDER] -- --config my.yaml
+
+What stands behind `--` is the command line of pretrain_moe.py. Prints the median step time, TFLOP/s by Megatron's
+formula, peak memory, and the milliseconds of every kind of kernel. With `--output-dir` the table, a chart and the
+chronological trace (for chrome://tracing or Perfetto) are written there. Nothing of the run is saved.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from benchmarks.harness.board import (  # noqa: E402
+    Board,
+    Reading,
+    nvidia_smi,
+)
+from benchmarks.harness.timed_run import (  # noqa: E402
+    Run,
+    bytes_beside,
+    plan_to_run,
+    require_gpu,
+    timed_steps,
+    traced_steps,
+)
+from megatron_moe.config.exit_codes import RunError  # noqa: E402
+from megatron_moe.config.run import RunPlan  # noqa: E402
+from megatron_moe.cost_model.flops import flops_per_step  # noqa: E402
+from megatron_moe.logs.kernel_times import Share, shares_of_kernels, shares_of_kinds  # noqa: E402
+from tools.words import words_around_dashes  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of one run."""
+
+    step_ms: tuple[float, ...]
+    """Of every timed step."""
+    tflops: float
+    """Per second and GPU, by Megatron's formula, at the median step."""
+    tokens_per_second: float
+    peak_mib: float
+    """Largest allocation after warm-up, and what replays of recordings use beside it."""
+    losses: tuple[float, ...]
+    """Of every step, from the first of the warm-up to the last that was timed."""
+    loads: tuple[float, ...]
+    """Of the timed steps, see `Run.take_loads`."""
+    kinds: tuple[Share, ...]
+    """Empty where nothing was traced, as the next."""
+    kernels: tuple[Share, ...]
+    board: Reading | None = None
+    """Medians over the timed steps; None: nothing told."""
+
+    @property
+    def median_ms(self) -> float:
+        return sorted(self.step_ms)[len(self.step_ms) // 2]
+
+
+def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool) -> Profile:
+    """Warms up, times `steps` steps, and then traces a few more."""
+    run = Run(plan, quick=quick)
+    print(run.kernel_table, flush=True)
+    try:
+        with Board(nvidia_smi(f"GPU-{torch.cuda.get_device_properties(run.context.device).uuid}")) as board:
+            _, before = timed_steps(run, warmup)
+            run.take_loads()
+            torch.cuda.reset_peak_memory_stats()
+            board.forget()
+            times, losses = timed_steps(run, steps)
+            reading = board.medians()
+        peak, loads = torch.cuda.max_memory_allocated() + bytes_beside(run), run.take_loads()
+        events = traced_steps(run, traced, trace) if traced else []
+    finally:
+        run.close()
+    seconds = sorted(times)[len(times) // 2] / 1e3
+    samples, world = run.num_samples, plan.parallel.world_size
+    flops = flops_per_step(plan.model, samples, plan.data.seq_length)
+    return Profile(
+        step_ms=tuple(times),
+        tflops=flops / seconds / world / 1e12,
+        tokens_per_second=samples * plan.data.seq_length / seconds,
+        peak_mib=peak / 2**20,
+        losses=(*before, *losses),
+        loads=loads,
+        kinds=tuple(shares_of_kinds(events, traced)) if traced else (),
+        kernels=tuple(shares_of_kernels(events, traced)) if traced else (),
+        board=reading,
+    )
+
+
+def report(result: Profile, num_kernels: int = 30) -> str:
+    """The table for people."""
+    times = sorted(result.step_ms)
+    lines = [
+        f"step {result.median_ms:.1f} ms (of {len(times)}: {times[0]:.1f} to {times[-1]:.1f}), "
+        f"{result.tflops:.1f} TFLOP/s/GPU, {result.tokens_per_second:,.0f} tokens/s, "
+        f"peak {result.peak_mib:,.0f} MiB, loss {result.losses[0]:.4f} to {result.losses[-1]:.4f}"
+        + (f", {result.board}" if result.board else ""),
+        "",
+        *_table("kind", result.kinds),
+        "",
+        *_table("kernel", result.kernels[:num_kernels]),
+    ]
+    return "\n".join(lines)
+
+
+def _table(title: str, shares: Sequence[Share]) -> list[str]:
+    rows = [f"| {share.milliseconds:8.2f} | {share.calls:7.1f} | {share.name[:110]} |" for share in shares]
+    return [f"| ms/step | calls | {title} |", "|---|---|---|", *rows]
+
+
+def draw(result: Profile, path: Path) -> None:
+    """One bar per kind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shares = [share for share in result.kinds if share.milliseconds > 0][::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(shares) + 1))
+    axes.barh([share.name for share in shares], [share.milliseconds for share in shares])
+    axes.set_xlabel(f"ms per step (step {result.median_ms:.1f} ms, {result.tflops:.0f} TFLOP/s/GPU)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def store(result: Profile, folder: Path) -> None:
+    """Table, numbers and chart in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "profile.txt").write_text(report(result, num_kernels=200) + "\n")
+    (folder / "profile.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+    draw(result, folder / "profile.png")
+
+
+def main(argv: list[str]) -> int:
+    own, theirs = words_around_dashes(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--traced-steps", type=int, default=2)
+    parser.add_argument("--output-dir", type=Path)
+    parser.add_argument("--quick-init", action="store_true", help="draw weights on the device: losses are not a run's")
+    options = parser.parse_args(own)
+    folder: Path | None = options.output_dir
+    try:
+        require_gpu("the kernels of a GPU are")
+        plan = plan_to_run(theirs)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        trace = folder / "trace.json" if folder else None
+        result = profile(
+            plan,
+            warmup=options.warmup,
+            steps=options.steps,
+            traced=options.traced_steps,
+            trace=trace,
+            quick=options.quick_init,
+        )
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    print(report(result))
+    if folder is not None:
+        store(result, folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

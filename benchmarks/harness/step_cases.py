@@ -1,0 +1,96 @@
+"""The cases of benchmarks/harness/bench_step.py: which steps on one GPU are timed, and how fast they are to be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BF16_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+SKEWED = "--no-moe-router-force-load-balancing --moe-router-force-biased 1.0"
+LEARNED = "--no-moe-router-force-load-balancing --no-mock-data --split 100,0,0 --train-iters 400"
+"""No --vocab-size: the recipe's own stays, which is larger than the tokenizer's and a multiple of 128."""
+BEST = "--micro-batch-size 8 --moe-expert-wgrad-interval 1"
+"""A step is one microbatch, so no weight gradient has another to wait for."""
+WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
+"""The third step of the warm-up records."""
+HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
+"""Half of all rows find no room at their expert, so that buffers are twice as long as what is used of them. Rows in
+pages cannot wait for weight gradients."""
+PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
+_START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
+"""About what building a model with its first step takes, and what tracing does besides the steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    title: str
+    flags: str
+    """Of pretrain_moe.py."""
+    target: str = ""
+    """What must be reached: TFLOP/s, or percent of the balanced figure."""
+    aim: str = ""
+    """What would be good, in the same unit."""
+    warmup: int = 3
+    steps: int = 10
+    traced: int = 0
+    step_seconds: float = 0.45
+    """About, on an H200."""
+    unbalanced: bool = False
+    """Compared with the case of the same recipe whose routing is balanced."""
+    on_text: bool = False
+
+    @property
+    def balanced(self) -> str:
+        """Name of the case with the same shapes and balanced routing."""
+        return self.name.split("-")[0]
+
+    @property
+    def seconds(self) -> float:
+        """About what it takes."""
+        steps = self.warmup + self.steps + self.traced
+        return _START_SECONDS + steps * self.step_seconds + (_TRACE_SECONDS if self.traced else 0.0)
+
+
+def _both(suffix: str, title: str, flags: str, goals: Sequence[tuple[str, str]], **rest: Any) -> tuple[Case, ...]:
+    """A case of either model. `goals`: (target, aim) of each."""
+    return tuple(
+        Case(
+            name=recipe + suffix,
+            title=f"{recipe.upper()}, {title}",
+            flags=f"--recipe {recipe} {flags}",
+            target=target,
+            aim=aim,
+            **rest,
+        )
+        for recipe, (target, aim) in zip(("q6", "m8"), goals, strict=True)
+    )
+
+
+_NONE, _PARTS = (("", ""), ("", "")), (("92%", "97%"), ("92%", "97%"))
+CASES = (
+    *_both("", "micro batch 2", "--micro-batch-size 2", (("400", "490"), ("440", "515")), traced=2),
+    *_both("-mb8", "micro batch 8, the best that fits", BEST, (("420", "500"), ("460", "525"))),
+    *_both("-mb4", "micro batch 4", "--micro-batch-size 4", _NONE),
+    *_both("-mb1", "micro batch 1", "--micro-batch-size 1", _NONE, traced=2, step_seconds=0.6),
+    *_both("-mb1-whole", "micro batch 1, whole steps as CUDA graphs", f"--micro-batch-size 1 {WHOLE}", _NONE),
+    *_both("-whole", "micro batch 2, whole steps as CUDA graphs", WHOLE, _NONE),
+    *_both("-gb64", "global batch 64", "--global-batch-size 64", _NONE, warmup=1, steps=3, step_seconds=3.5),
+    Case(name="ds4", title="DS4, micro batch 1", flags="--recipe ds4", steps=8, traced=2, step_seconds=1.3),
+    *_both("-fp32-masters", "masters in fp32", "--no-use-precision-aware-optimizer", _NONE),
+    *_both("-bf16-moments", "moments in bf16", BF16_MOMENTS, _NONE),
+    *_both("-repeatable", "--deterministic-mode", "--deterministic-mode", _NONE),
+    Case(name="q6-half", title="Q6, half of the rows dropped", flags=f"--recipe q6 {HALF}"),
+    Case(name="q6-half-pages", title="Q6, the same in pages", flags=f"--recipe q6 {HALF} {PAGES}"),
+    *_both("-skewed", "skewed routing", SKEWED, _PARTS, unbalanced=True),
+    *_both("-learned", "learned routing on text", LEARNED, _PARTS, unbalanced=True, on_text=True, warmup=200, traced=2),
+)
+
+
+def words_of(case: Case, data_path: Path, tokenizer_model: Path, more: Sequence[str] = ()) -> list[str]:
+    """The words of pretrain_moe.py. The cases on text read this corpus."""
+    text = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer_model)]
+    text += ["--data-path", str(data_path)]
+    return [*case.flags.split(), *(text if case.on_text else ()), *more]

@@ -1,0 +1,256 @@
+"""Times every kernel op with every backend that can compute it, forward and backward, and prints a Markdown table.
+
+python benchmarks/harness/time_kernels.py --device cpu --dtype fp32
+python benchmarks/harness/time_kernels.py --device cuda --dtype bf16 --compile --tokens 8192 --seq 4096 --hidden 2048
+--ffn 768
+    --experts 128 --topk 8 --vocab 151936 --heads 32 --groups 4 --head-dim 128 --weights 500000000
+
+Beside the milliseconds of each backend stands what the backend that `auto` takes achieves: bytes that must move, or
+floating-point operations, over its time, and the share of what a large copy or matrix product reached in the same run;
+of the two, the one that takes longer at that rate. Runs follow each other on the same tensors, so the smallest may be
+read from the cache. `--compile` adds plain torch by torch.compile, for at most `--compile-seconds` in all. A cell that
+could not be measured says why, the reason goes to stderr, and the exit code is 1; too little memory is no failure.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from benchmarks.harness.kernel_case import Case, Results
+from benchmarks.harness.kernel_cases import cases
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.kernel_set import (
+    OPS,
+    KernelSet,
+    Priority,
+)
+from megatron_moe.kernels.registry import (
+    BACKENDS,
+    discover,
+    select_kernels,
+    support_of,
+)
+from megatron_moe.parallel.context import torch_dtype
+
+PAUSE = 20_000_000
+"""Clock cycles, about 10 ms: longer than the host takes to launch seven runs of anything here."""
+LASTING = 3000.0
+"""Milliseconds in which a GPU's clock comes down to what its power allows."""
+SLOW = 20.0
+"""Milliseconds from which on three runs after one are enough."""
+COMPILED = "compiled"
+NO_MEMORY, FAILED, NO_TIME = "out of memory", "failed", "no time"
+"""Cells without a time."""
+PROBLEMS = (RuntimeError, ValueError, TypeError, AssertionError)
+"""What backends and torch.compile raise where they cannot; the other cells are wanted all the same."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reaches."""
+
+    gigabytes_per_ms: float
+    teraflop_per_ms: float
+    """In a few products after a pause."""
+    lasting_teraflop_per_ms: float
+    """In products without a pause, when the machine has reached its limit of power."""
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    torch.manual_seed(0)
+    device, dtype = torch.device(args.device), torch_dtype(args.dtype)
+    automatic = {choice.op: choice.backend for choice in select_kernels(KernelConfig(), device, dtype).choices}
+    ceilings = measure_ceilings(device, dtype)
+    print(
+        f"torch {torch.__version__}, {device_name(device)}, {vars(args)}; milliseconds, forward and backward; "
+        f"a copy reaches {ceilings.gigabytes_per_ms:.3g} TB/s, a product {1e3 * ceilings.teraflop_per_ms:.4g} TFLOP/s, "
+        f"and {1e3 * ceilings.lasting_teraflop_per_ms:.4g} when it is repeated without a pause\n"
+    )
+    backends = [
+        reference.NAME,
+        *([COMPILED] if args.compile else []),
+        *(each.name for each in discover(BACKENDS) if not each.missing()),
+    ]
+    print(f"| op | {' | '.join(backends)} | auto takes | achieved | of the ceiling |")
+    print("|---" * (len(backends) + 4) + "|", flush=True)
+    meter = Meter(device, dtype, args.compile_seconds if args.compile else 0.0)
+    for case in cases(args, device, dtype):
+        if args.ops and case.op not in args.ops:
+            continue
+        taken = automatic[case.op]
+        times = meter.measure(case, taken)
+        cells = [written(times.get(name, "")) for name in backends]
+        print(f"| {case.name} | {' | '.join(cells)} | {taken} | {achieved(case, times[taken], ceilings)} |", flush=True)
+    return int(meter.failed)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--ops", nargs="+", metavar="OP", choices=OPS, help="only the rows of these ops")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile-seconds", type=float, default=80.0)
+    for name, default in (
+        ("tokens", 2048), ("seq", 256), ("hidden", 256), ("ffn", 256), ("experts", 8), ("topk", 2), ("vocab", 4096),
+        ("heads", 8), ("groups", 4), ("head-dim", 32), ("weights", 5_000_000),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args(argv)
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    size, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 26, 1024)
+    source = torch.rand(size // 4, device=device)
+    target, square = torch.empty_like(source), torch.randn(side, side, device=device).to(dtype)
+    copy = milliseconds(lambda: target.copy_(source), device)
+    product = milliseconds(lambda: square @ square, device)
+    lasting = lasting_milliseconds(lambda: square @ square, product, device) if device.type == "cuda" else product
+    return Ceilings(2 * size / 1e9 / copy, *(2 * side**3 / 1e12 / each for each in (product, lasting)))
+
+
+def written(cell: float | str) -> str:
+    return cell if isinstance(cell, str) else f"{cell:.3f}"
+
+
+def achieved(case: Case, cell: float | str, ceilings: Ceilings) -> str:
+    """Two cells: the rate, and its share of the ceiling, of what takes longer at best."""
+    if isinstance(cell, str):
+        return " | "
+    moving, computing = case.gigabytes / ceilings.gigabytes_per_ms, case.teraflop / ceilings.teraflop_per_ms
+    rate = f"{1e3 * case.teraflop / cell:.0f} TFLOP/s" if computing > moving else f"{case.gigabytes / cell:.2f} TB/s"
+    return f"{rate} | {max(moving, computing) / cell:.0%}"
+
+
+class Meter:
+    """Measures cases; what goes wrong in one cell stays in that cell."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, compile_seconds: float) -> None:
+        self.device, self.dtype = device, dtype
+        self.compiles, self.seconds_left = compile_seconds > 0, compile_seconds
+        self.failed = False
+
+    def measure(self, case: Case, taken: str) -> dict[str, float | str]:
+        """Milliseconds by backend, or why there are none."""
+        times = {
+            name: self.cell(case, partial(case.run, kernels))
+            for name, kernels in bundles(case, taken, self.device, self.dtype)
+        }
+        if self.compiles and case.compiled is not None:
+            times[COMPILED] = self.compiled(case, case.compiled) if self.seconds_left > 0 else NO_TIME
+        return times
+
+    def compiled(self, case: Case, source: str) -> float | str:
+        """Of the torch of one backend; empty where that cannot."""
+        torch.compiler.reset()  # it gives up on functions that it has met too often, and all cases look alike to it
+        kernels = dict(bundles(case, source, self.device, self.dtype)).get(source)
+        if kernels is None:
+            return ""
+        began = time.monotonic()
+        cell = self.cell(case, torch.compile(partial(case.run, kernels), dynamic=False))
+        self.seconds_left -= time.monotonic() - began
+        return cell
+
+    def cell(self, case: Case, run: Callable[..., Results]) -> float | str:
+        try:
+            return milliseconds(both_ways(run, case.inputs), self.device)
+        except torch.OutOfMemoryError:
+            cell = NO_MEMORY
+        except PROBLEMS:
+            print(f"{case.name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            self.failed, cell = True, FAILED
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return cell
+
+
+def bundles(case: Case, taken: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, KernelSet]]:
+    """The reference, and each backend for this case's ops alone where it can."""
+    yield reference.NAME, reference.bundle()
+    for backend in discover(BACKENDS):
+        wanted = case.compiled is not None or backend.name == taken
+        if wanted and support_of(case.op, backend, device, dtype).fit is not Priority.NO:
+            wishes = tuple((op, backend.name) for op in (case.op, *case.beside) if op in backend.provides)
+            yield backend.name, select_kernels(KernelConfig(backend=reference.NAME, per_op=wishes), device, dtype)
+
+
+def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+    """The function and its backward."""
+    if not inputs:
+        return run
+
+    def results() -> tuple[Tensor, ...]:
+        out = run(*inputs)
+        assert out is not None
+        return (out,) if isinstance(out, Tensor) else out
+
+    grads = tuple(torch.randn_like(out) for out in results())
+
+    def work() -> None:
+        torch.autograd.grad(results(), inputs, grads)
+
+    return work
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median of seven runs after three. On a GPU by its own clock, with all runs queued behind a pause: the time that
+    the host takes to launch them does not count."""
+    work()
+    waiting = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    waiting()
+    warmups, runs = (0, 3) if host_milliseconds(work, waiting) > SLOW else (1, 7)
+    for _ in range(warmups):
+        work()
+    if device.type != "cuda":
+        return median([host_milliseconds(work, waiting) for _ in range(runs)])
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+    torch.cuda._sleep(PAUSE)
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return median([before.elapsed_time(after) for before, after in pairwise(marks)])
+
+
+def lasting_milliseconds(work: Callable[[], object], each: float, device: torch.device) -> float:
+    """Of one run among many on a GPU, which takes `each` alone: the last third of `LASTING` ms without a pause."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    runs = max(int(LASTING / 3 / each), 1)
+    for third in range(3):
+        if third == 2:
+            marks[0].record()
+        for _ in range(runs):
+            work()
+    marks[1].record()
+    torch.cuda.synchronize(device)
+    return marks[0].elapsed_time(marks[1]) / runs
+
+
+def host_milliseconds(work: Callable[[], object], waiting: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    waiting()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""A local Hugging Face folder: config.json, and the tensors of safetensors files, one or many with an index.
+
+Pickled files (.bin) are not read and no code of the folder is run. Matrices in block-scaled FP8, as DeepSeek publishes
+them, are read as bf16: each block of the matrix times its entry of `weight_scale_inv`.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_moe.checkpoint.bounded_read import read_bounded
+from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES
+from megatron_moe.config.exit_codes import CheckpointProblem, listed
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = "config.json"
+EMBEDDING = "model.embed_tokens.weight"
+_SCALE = "_scale_inv"
+"""Behind the name of a matrix: fp32, how much one of its FP8 blocks is to be multiplied with."""
+_FP8 = "F8_E4M3"
+_DEQUANTISED = "BF16"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises CheckpointProblem when it is missing or not JSON, and for weights that are quantised in another way than to
+    blocks of FP8.
+    """
+    config = read_json(folder / CONFIG)
+    quantised = config.get("quantization_config")
+    if quantised and fp8_block(config) is None:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise CheckpointProblem(
+            f"{folder} holds weights quantised by {method}; convert them to bf16 first (save them dequantised). "
+            f"Only fp8 (e4m3) with a weight_block_size of two sizes is read as it is."
+        )
+    return config
+
+
+def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(rows, columns) that share a scale, for weights in block-scaled FP8; else None."""
+    quantised = config.get("quantization_config")
+    if not isinstance(quantised, dict) or quantised.get("quant_method") != "fp8":
+        return None
+    if quantised.get("fmt", "e4m3") != "e4m3":
+        return None
+    match quantised.get("weight_block_size"):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    return None
+
+
+def dequantised(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """The bf16 values of an e4m3 matrix [R, C] whose blocks have the scales [ceil(R / rows), ceil(C / columns)]."""
+    rows, columns = weight.shape
+    spread = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * spread).bfloat16()
+
+
+class HFFolder:
+    """The tensors of a folder by name, each read when asked for.
+
+    Args:
+        config: of `read_config`.
+        stack: closes the files.
+    Raises:
+        CheckpointProblem: a file is missing or damaged, a tensor stands in two files, or FP8 scales do not fit.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], stack: ExitStack) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        for path in _weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
+            twice = sorted(name for name in handle.keys() if name in self._files)
+            if twice:
+                raise CheckpointProblem(f"{path} holds tensors that another file has too:\n  {listed(twice)}")
+            self._files.update((name, handle) for name in handle.keys())
+            self._paths.update((name, path) for name in handle.keys())
+        self._block = fp8_block(config)
+        self._scaled = self._scaled_names()
+        self.names = frozenset(self._files) - {name + _SCALE for name in self._scaled}
+        """Without the scales, which are part of their matrices."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Element type by its safetensors name: that of `tensor`."""
+        return _DEQUANTISED if name in self._scaled else self._stored_dtype(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor in host memory."""
+        tensor = self._read(name)
+        if name not in self._scaled:
+            return tensor
+        assert self._block is not None
+        return dequantised(tensor, self._read(name + _SCALE), self._block)
+
+    def _read(self, name: str) -> Tensor:
+        # A map of its own, which goes with the tensor: pages of one that stays open would gather in memory.
+        with safe_open(self._paths[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _stored_dtype(self, name: str) -> str:
+        return str(self._files[name].get_slice(name).get_dtype())
+
+    def _scaled_names(self) -> frozenset[str]:
+        """Matrices with scales. Raises CheckpointProblem where the two do not belong together."""
+        if self._block is None:
+            return frozenset()
+        quantised = [name for name in self._files if self._stored_dtype(name) == _FP8]
+        problems = []
+        for name in quantised:
+            shape = self.shape(name)
+            wanted = [-(-size // block) for size, block in zip(shape, self._block, strict=False)]
+            if len(shape) != 2 or name + _SCALE not in self._files:
+                problems.append(f"{name} {list(shape)} is FP8 and has no {name + _SCALE}")
+            elif list(found := self.shape(name + _SCALE)) != wanted:
+                problems.append(f"{name + _SCALE} is {list(found)}, blocks of {name} {list(shape)} are {wanted}")
+        if problems:
+            raise CheckpointProblem(
+                f"{self._folder}: {len(problems)} matrices in FP8 do not fit their scales (blocks of "
+                f"{self._block[0]} x {self._block[1]}); download it again:\n  {listed(problems)}"
+            )
+        return frozenset(quantised)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises CheckpointProblem."""
+    try:
+        content = json.loads(read_bounded(path, MAX_HEADER_BYTES))
+    except FileNotFoundError as error:
+        raise CheckpointProblem(f"{path} does not exist; give a local folder as written by save_pretrained.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointProblem(
+            f"{path} holds a {type(content).__name__} where an object is expected; download it again."
+        )
+    return content
+
+
+def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
+    """Element type of the embedding, by its safetensors name. Raises CheckpointProblem."""
+    with ExitStack() as stack:
+        source = HFFolder(folder, config, stack)
+        if EMBEDDING not in source.names:
+            raise CheckpointProblem(f"{folder}: missing: {EMBEDDING}; download the folder again.")
+        return source.dtype(EMBEDDING)
+
+
+def prediction_layers(folder: Path, config: Mapping[str, Any]) -> bool:
+    """The folder has the weights of layers behind the last one, those of multi-token prediction."""
+    with ExitStack() as stack:
+        prefix = f"model.layers.{config.get('num_hidden_layers')}."
+        return any(name.startswith(prefix) for name in HFFolder(folder, config, stack).names)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the index names, or the single file."""
+    if (folder / INDEX).is_file():
+        places = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise CheckpointProblem(f"{folder / INDEX} has no table weight_map of file names; download it again.")
+        files = sorted(set(places.values()))
+        absent = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
+        if absent or not files:
+            named = ", ".join(absent) or "no file at all"
+            raise CheckpointProblem(f"{folder / INDEX} names {named}, not found beside it; download the folder again.")
+        return [folder / name for name in files]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    remedy = "only pickled .bin weights, which are not read for safety; convert them to safetensors"
+    state = remedy if any(folder.glob("*.bin")) else f"neither {SINGLE} nor {INDEX}; download the folder again"
+    raise CheckpointProblem(f"{folder} has {state}.")

@@ -1,0 +1,354 @@
+"""The manifest of a checkpoint: what it consists of, to the byte. No torch, no file access.
+
+A checkpoint is a folder `iter_NNNNNNN` of safetensors files and JSON texts. `manifest.json` is written last and lists
+every file with its size, and every tensor as boxes of bytes with a crc32 each; its own crc32 is its last entry. Tensors
+are keyed by kind and global parameter name, with experts stacked along the first dim by global id, so that nothing in
+the format depends on how the run was laid out over ranks. docs/checkpoint-format.md describes it for readers of files.
+"""
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+VERSION = 1
+MANIFEST = "manifest.json"
+TRAIN_STATE = "train_state.json"
+SAFETENSORS = ".safetensors"
+
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_HEADER_BYTES = 100_000_000
+_MAX_DIM = 1 << 48
+_MAX_DIMS = 8
+
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "F64": 8,
+        "F32": 4,
+        "BF16": 2,
+        "F16": 2,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "I64": 8,
+        "I32": 4,
+        "I16": 2,
+        "I8": 1,
+        "U8": 1,
+        "BOOL": 1,
+    }
+)
+"""Element types by their safetensors names, with their size."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_TENSOR_KEY = re.compile(r"[a-z_]{1,32}\.[A-Za-z0-9_.\-]{1,400}")
+_CRC = re.compile(r"[0-9a-f]{8}")
+_SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
+_SEAL_BYTES = len(',"crc32":"01234567"}\n')
+
+
+class CorruptCheckpoint(Exception):
+    """A checkpoint that is incomplete, or whose bytes are not those that were written. An older one may be fine."""
+
+
+class NewerFormat(Exception):
+    """A checkpoint of a later format version."""
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A box of a tensor, stored contiguously in row-major order."""
+
+    file: str
+    start: int
+    """First byte in the file."""
+    offset: tuple[int, ...]
+    """Where the box begins in the tensor."""
+    shape: tuple[int, ...]
+    crc32: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor; its pieces cover it exactly once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[TensorPiece, ...]
+
+    def num_bytes(self, piece: TensorPiece) -> int:
+        return prod(piece.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file. `crc32` covers its first `head` bytes: the header of a safetensors file, all of a text file."""
+
+    size: int
+    head: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a checkpoint. `tensors` maps "<kind>.<global name>" to its entry; kind "model" is weights and buffers."""
+
+    iteration: int
+    writer: str
+    """Name and version of the program that wrote it."""
+    ranks: Mapping[str, int]
+    """Sizes of the axes of the run that wrote it; for information only."""
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+
+def merged(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """The entries of a checkpoint from those of its writers, each of which lists the pieces in its own file."""
+    entries: dict[str, TensorEntry] = {}
+    for part in parts:
+        for key, entry in part.items():
+            known = entries.get(key, TensorEntry(entry.dtype, entry.shape, ()))
+            assert (known.dtype, known.shape) == (entry.dtype, entry.shape), f"{key}: {known} and {entry}"
+            entries[key] = TensorEntry(entry.dtype, entry.shape, known.pieces + entry.pieces)
+    return entries
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """crc32 as eight lower-case hex digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json, sealed with their own crc32."""
+    body = {
+        "format": "megatron_moe checkpoint",
+        "version": VERSION,
+        "writer": manifest.writer,
+        "iteration": manifest.iteration,
+        "ranks": dict(manifest.ranks),
+        "files": {
+            name: {"size": entry.size, "head": entry.head, "crc32": entry.crc32}
+            for name, entry in manifest.files.items()
+        },
+        "tensors": {key: _encode_tensor(entry) for key, entry in manifest.tensors.items()},
+    }
+    text = json.dumps(body, separators=(",", ":")).encode()[:-1]
+    return text + f',"crc32":"{checksum(text)}"}}\n'.encode()
+
+
+def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
+    pieces = [
+        {"file": p.file, "start": p.start, "offset": list(p.offset), "shape": list(p.shape), "crc32": p.crc32}
+        for p in entry.pieces
+    ]
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": pieces}
+
+
+def decode(data: bytes) -> Manifest:
+    """Reads and checks a manifest.
+
+    What it returns is consistent: every size, offset, shape and name has been checked, so that a reader may allocate
+    and seek by it.
+
+    Raises:
+        Corrupt: the seal is broken, or the content contradicts itself.
+        NewerFormat: written by a later version of the format.
+    """
+    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    found = checksum(data[:-_SEAL_BYTES])
+    if seal is None or seal[1].decode() != found:
+        expected = seal[1].decode() if seal else "missing"
+        raise CorruptCheckpoint(f"{MANIFEST}: its own crc32 is {expected}, its content has {found}")
+    body = parse_json(data, MANIFEST)
+    version = _number(body, "version")
+    if version > VERSION:
+        writer = body.get("writer")
+        raise NewerFormat(f"written in format version {version} by {writer!r}; this program reads up to {VERSION}")
+    files = {_file_name(name): _decode_file(name, entry) for name, entry in _table(body, "files").items()}
+    tensors = {_tensor_key(key): _decode_tensor(key, entry) for key, entry in _table(body, "tensors").items()}
+    ranks = {axis: _number(_table(body, "ranks"), axis) for axis in _table(body, "ranks")}
+    manifest = Manifest(_number(body, "iteration"), str(body.get("writer")), ranks, files, tensors)
+    _check_boxes(manifest)
+    _check_bytes(manifest)
+    return manifest
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys."""
+    try:
+        body = json.loads(data, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{name}: not readable as JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise CorruptCheckpoint(f"{name}: holds {type(body).__name__}, not an object")
+    return body
+
+
+Place = tuple[int, str, tuple[int, ...]]
+"""(first byte in the file, element type, shape) of a piece."""
+
+
+def places_by_file(manifest: Manifest) -> dict[str, list[Place]]:
+    """The pieces that have any elements."""
+    places: dict[str, list[Place]] = {}
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            if 0 not in piece.shape:
+                places.setdefault(piece.file, []).append((piece.start, entry.dtype, piece.shape))
+    return places
+
+
+def check_header(name: str, head: bytes, places: Iterable[Place]) -> None:
+    """The header of a safetensors file says of every piece what the manifest says: `places`. Raises Corrupt."""
+    (length,) = struct.unpack_from("<Q", head) if len(head) >= 8 else (0,)
+    if length != len(head) - 8:
+        raise CorruptCheckpoint(f"{name}: header: its length is {length}, the manifest has room for {len(head) - 8}")
+    table = parse_json(head[8:], name)
+    table.pop("__metadata__", None)
+    theirs = sorted(place for entry in table.values() if 0 not in (place := _place(entry, len(head)))[2])
+    ours = sorted(places)
+    if theirs != ours:
+        raise CorruptCheckpoint(
+            f"{name}: header: it does not describe the {len(ours)} pieces that the manifest has there"
+        )
+
+
+def _place(entry: Any, head: int) -> Place:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int()]}:
+            return head + begin, dtype, tuple(_size(size, "shape") for size in shape)
+    raise CorruptCheckpoint(f"a header has an entry of another form: {json.dumps(entry)[:80]}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a name occurs twice among {sorted(name for name, _ in pairs)[:10]}")
+    return found
+
+
+def _decode_file(name: str, entry: Any) -> FileEntry:
+    size, head = _number(entry, "size"), _number(entry, "head")
+    if head > size or head > MAX_HEADER_BYTES:
+        raise CorruptCheckpoint(f"{MANIFEST}: {name}: a head of {head} bytes in a file of {size}")
+    return FileEntry(size, head, _crc(entry))
+
+
+def _decode_tensor(key: str, entry: Any) -> TensorEntry:
+    dtype = _text(entry, "dtype")
+    if dtype not in ITEM_BYTES:
+        raise CorruptCheckpoint(f"{MANIFEST}: {key}: unknown element type {dtype!r:.80}")
+    shape = _sizes(entry, "shape")
+    listed = entry.get("pieces")
+    if not isinstance(listed, list) or not listed:
+        raise CorruptCheckpoint(f"{MANIFEST}: {key}: no pieces")
+    pieces = tuple(
+        TensorPiece(_file_name(_text(p, "file")), _number(p, "start"), _sizes(p, "offset"), _sizes(p, "shape"), _crc(p))
+        for p in listed
+    )
+    return TensorEntry(dtype, shape, pieces)
+
+
+def _check_boxes(manifest: Manifest) -> None:
+    """The boxes of every tensor lie inside it and cover it exactly once."""
+    for key, entry in manifest.tensors.items():
+        for piece in entry.pieces:
+            dims = len(entry.shape)
+            if len(piece.offset) != dims or len(piece.shape) != dims:
+                raise CorruptCheckpoint(f"{MANIFEST}: {key}: a box of {len(piece.shape)} dims in a tensor of {dims}")
+            if any(o + n > size for o, n, size in zip(piece.offset, piece.shape, entry.shape, strict=True)):
+                raise CorruptCheckpoint(
+                    f"{MANIFEST}: {key}: box {piece.offset} + {piece.shape} exceeds shape {entry.shape}"
+                )
+        covered = sum(prod(piece.shape) for piece in entry.pieces)
+        if covered != prod(entry.shape) or _any_overlap(entry.pieces):
+            raise CorruptCheckpoint(f"{MANIFEST}: {key}: its boxes do not cover shape {entry.shape} exactly once")
+
+
+def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
+    """Sweeps along the first dim, so that only boxes that share it are compared."""
+    alive: list[TensorPiece] = []
+    for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[:1]):
+        alive = [other for other in alive if not other.shape or other.offset[0] + other.shape[0] > piece.offset[0]]
+        if any(_overlap(piece, other) for other in alive):
+            return True
+        alive.append(piece)
+    return False
+
+
+def _overlap(a: TensorPiece, b: TensorPiece) -> bool:
+    spans = zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    return all(start < other + length and other < start + size for start, size, other, length in spans)
+
+
+def _check_bytes(manifest: Manifest) -> None:
+    """Head and pieces fill every file exactly, without overlap or gap."""
+    spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.head)] for name, file in manifest.files.items()}
+    for key, entry in manifest.tensors.items():
+        for piece in entry.pieces:
+            if piece.file not in spans:
+                raise CorruptCheckpoint(f"{MANIFEST}: {key}: stored in {piece.file}, which is not among the files")
+            spans[piece.file].append((piece.start, piece.start + entry.num_bytes(piece)))
+    for name, filled in spans.items():
+        size = manifest.files[name].size
+        for (_, end), (start, _) in pairwise([*sorted(filled), (size, size)]):
+            if start != end:
+                raise CorruptCheckpoint(
+                    f"{MANIFEST}: {name}: a piece begins at byte {start} where the one before ends at {end}"
+                )
+
+
+def _table(entry: Any, name: str) -> dict[str, Any]:
+    value = entry.get(name) if isinstance(entry, dict) else None
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a table")
+    return value
+
+
+def _text(entry: Any, name: str) -> str:
+    value = entry.get(name) if isinstance(entry, dict) else None
+    if not isinstance(value, str):
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a text: {value!r:.80}")
+    return value
+
+
+def _number(entry: Any, name: str) -> int:
+    value = entry.get(name) if isinstance(entry, dict) else None
+    return _size(value, name)
+
+
+def _sizes(entry: Any, name: str) -> tuple[int, ...]:
+    value = entry.get(name) if isinstance(entry, dict) else None
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a list of at most {_MAX_DIMS} sizes: {value!r:.80}")
+    return tuple(_size(size, name) for size in value)
+
+
+def _size(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_DIM:
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a number from 0 to 2^48: {value!r:.80}")
+    return value
+
+
+def _crc(entry: Any) -> str:
+    value = _text(entry, "crc32")
+    if not _CRC.fullmatch(value):
+        raise CorruptCheckpoint(f"{MANIFEST}: {value!r:.80} is not a crc32")
+    return value
+
+
+def _file_name(name: str) -> str:
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r:.120} is not a plain file name")
+    return name
+
+
+def _tensor_key(key: str) -> str:
+    if not _TENSOR_KEY.fullmatch(key):
+        raise CorruptCheckpoint(f"{MANIFEST}: {key!r:.120} is not a tensor name")
+    return key

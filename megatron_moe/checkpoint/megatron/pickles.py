@@ -1,0 +1,214 @@
+"""Reads the pickled parts of Megatron checkpoints without running anything that they name.
+
+A pickle may name any function of Python and have it called. Here a name is looked up in a short list of harmless
+stand-ins; every other name becomes an inert object that does nothing. Tensors are left where they are, and read when
+they are asked for, inside the bounds of their file.
+"""
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.bounded_read import open_regular
+from megatron_moe.config.exit_codes import CheckpointProblem
+
+MAX_PICKLE_BYTES = 1 << 30
+_STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "FloatStorage": torch.float32,
+        "DoubleStorage": torch.float64,
+        "HalfStorage": torch.float16,
+        "BFloat16Storage": torch.bfloat16,
+        "LongStorage": torch.int64,
+        "IntStorage": torch.int32,
+        "ShortStorage": torch.int16,
+        "CharStorage": torch.int8,
+        "ByteStorage": torch.uint8,
+        "BoolStorage": torch.bool,
+    }
+)
+_FAILURES = (
+    *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, LookupError, OverflowError),
+    *(RecursionError, MemoryError, AssertionError),
+)
+"""How a damaged or hostile pickle can fail."""
+_NO_ARCHIVE = (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile)
+"""How a damaged or hostile archive can."""
+
+
+class Inert:
+    """What a name that nobody vouches for becomes: it takes anything and does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Inert":
+        return self
+
+    def append(self, item: Any) -> None:
+        pass
+
+    def extend(self, items: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+class Record(SimpleNamespace):
+    """Stands for a dataclass or a Namespace: its fields, and no behaviour."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(**fields)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update({str(key): value for key, value in state.items()})
+
+    def __hash__(self) -> int:  # type: ignore[override]  # records are keys of tables
+        return hash(tuple(sorted((key, str(value)) for key, value in vars(self).items())))
+
+
+class Properties(Record):
+    """Stands for the properties of a tensor, which are pickled as a tuple: the element type first."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and state and isinstance(state[0], torch.dtype):
+            self.dtype = state[0]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that waits in its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    _stride: tuple[int, ...] = field(repr=False)
+    _offset: int = field(repr=False)
+    _read: Callable[[], bytes] = field(repr=False)
+
+    def load(self) -> Tensor:
+        """Its values. Raises CheckpointProblem when they do not lie inside what is stored."""
+        flat = torch.frombuffer(bytearray(self._read()), dtype=self.dtype) if prod(self.shape) else torch.empty(0)
+        last = self._offset + sum((size - 1) * step for size, step in zip(self.shape, self._stride, strict=True))
+        if prod(self.shape) == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if min((self._offset, *self._stride, *self.shape)) < 0 or max(last + 1, prod(self.shape)) > len(flat):
+            raise CheckpointProblem(f"a tensor of shape {self.shape} reaches beyond the {len(flat)} stored elements")
+        return flat.as_strided(self.shape, self._stride, self._offset).clone()
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: torch.dtype
+    read: Callable[[], bytes]
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
+    if not isinstance(storage, _Storage):
+        return Inert()
+    return Stored(storage.dtype, tuple(map(int, size)), tuple(map(int, stride)), int(offset), storage.read)
+
+
+def _rebuild_parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+_KNOWN: Mapping[tuple[str, str], Any] = MappingProxyType(
+    {
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch", "Size"): tuple,
+        ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+        ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+        ("argparse", "Namespace"): Record,
+        **{
+            ("torch.distributed.checkpoint.metadata", name): Record
+            for name in (
+                *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+                *("StorageMeta",),
+            )
+        },
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    }
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, open_storage: Callable[[str], Callable[[], bytes]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._open_storage = open_storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return type(name, (Inert,), {"__module__": module})
+
+    def persistent_load(self, pid: Any) -> Any:
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], torch.dtype)):
+            return Inert()
+        return _Storage(pid[1], self._open_storage(str(pid[2])))
+
+
+def load_pickle(data: bytes, what: str) -> Any:
+    """The content of a bare pickle, such as `.metadata`. Raises CheckpointProblem."""
+    return _load(data, what, lambda key: lambda: b"")
+
+
+def load_archive(source: Path | bytes, what: str) -> Any:
+    """The content of what `torch.save` wrote; tensors are `Stored`. Raises CheckpointProblem."""
+
+    @contextmanager
+    def open_it() -> Iterator[zipfile.ZipFile]:
+        with open_regular(source) if isinstance(source, Path) else io.BytesIO(source) as file:
+            yield zipfile.ZipFile(file)
+
+    def entry(name: str) -> bytes:
+        try:
+            with open_it() as archive:
+                return archive.read(name)
+        except _NO_ARCHIVE as error:
+            raise CheckpointProblem(f"{what}: {name} cannot be read: {error}") from error
+
+    try:
+        with open_it() as archive:
+            names = archive.namelist()
+            (pickled,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+            packed = any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist())
+            orders = {archive.read(name) for name in names if name.endswith("/byteorder") and not packed}
+    except _NO_ARCHIVE as error:
+        raise CheckpointProblem(f"{what} is not a file that torch.save wrote: {error}") from error
+    if packed or not orders <= {b"little"} or pickled.file_size > MAX_PICKLE_BYTES:
+        raise CheckpointProblem(
+            f"{what} is compressed, of another byte order, or its pickle exceeds {MAX_PICKLE_BYTES} bytes"
+        )
+    root = pickled.filename.removesuffix("data.pkl")
+    return _load(entry(pickled.filename), what, lambda key: lambda: entry(f"{root}data/{key}"))
+
+
+def _load(data: bytes, what: str, open_storage: Callable[[str], Callable[[], bytes]]) -> Any:
+    try:
+        return _Unpickler(data, open_storage).load()
+    except _FAILURES as error:
+        raise CheckpointProblem(f"{what} cannot be read: {type(error).__name__}: {error}") from error

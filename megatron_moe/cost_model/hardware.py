@@ -1,0 +1,105 @@
+"""Capabilities of GPUs and their machines, from data sheets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from megatron_moe.config.precision import FloatName
+from megatron_moe.cost_model.flops import peak_flops
+
+GpuKind = Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"]
+
+GIB = 1 << 30
+LINK_EFFICIENCY = 0.7
+"""Share of a link's rate that large collectives reach. Measured on H200, rows of 4 KB: 0.54 (NCCL) to 0.76 (own
+kernels) of NVLink."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU in the machine it is usually built into. Rates are per GPU and direction."""
+
+    kind: GpuKind
+    name: str
+    memory_gib: float
+    """What torch finds to allocate."""
+    hbm: float
+    """Bytes per second."""
+    nvlink: float
+    """Bytes per second to GPUs of the same NVLink domain."""
+    network: float
+    """Bytes per second to all others."""
+    per_node: int
+    """GPUs, and so ranks, of one host."""
+    nvlink_domain: int
+    """GPUs that NVLink joins: those of a host, or of a rack."""
+    host_link: float = 55e9
+    """Bytes per second to host memory: a PCIe 5 link of 16 lanes."""
+    fp8_speedup: float = 2.0
+    """Dense FP8 rate as a multiple of the bf16 rate; 1: no FP8 units."""
+
+    @property
+    def bf16(self) -> float:
+        """Dense FLOP/s."""
+        peak = peak_flops(self.name, "bf16")
+        assert peak is not None, f"no bf16 rate of {self.name}"
+        return peak
+
+    def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
+        """(dense FLOP/s, format) of products in a format; of bf16 where the kind has no published rate for it."""
+        peak = peak_flops(self.name, dtype)
+        return (self.bf16, "bf16") if peak is None else (peak, dtype)
+
+    @property
+    def fp8(self) -> float:
+        """Dense FLOP/s of FP8 products; those of bf16 where the kind has no FP8 units."""
+        return self.fp8_speedup * self.bf16
+
+    def domain_ranks(self, world_size: int) -> int:
+        """Ranks that share an NVLink domain. Of the 72 GPUs of a rack larger jobs take 64: their groups are powers of
+        two (`sbatch --segment=16`)."""
+        if self.nvlink_domain <= self.per_node or world_size <= self.nvlink_domain:
+            return self.nvlink_domain
+        return 1 << (self.nvlink_domain.bit_length() - 1)
+
+
+_LINK_3, _LINK_4, _LINK_5, _LINK_6 = 300e9, 450e9, 900e9, 1800e9
+"""NVLink of Ampere, Hopper, Blackwell and Rubin."""
+_PORT_200, _PORT_400, _PORT_800, _PORT_1600 = 25e9, 50e9, 100e9, 200e9
+"""A port of ConnectX-6, -7 and -8, and two of ConnectX-9."""
+_GRACE = 225e9
+"""Two GPUs share the 450 GB/s of a Grace processor."""
+
+_KINDS = (
+    GPU(
+        "a100", "A100", memory_gib=79.1, hbm=2.039e12, nvlink=_LINK_3, network=_PORT_200, per_node=8, nvlink_domain=8,
+        host_link=27e9, fp8_speedup=1.0,
+    ),
+    GPU("h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
+    GPU("h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
+    GPU(
+        "gh200", "GH200", memory_gib=94.9, hbm=4.0e12, nvlink=_LINK_4, network=_PORT_200, per_node=4, nvlink_domain=4,
+        host_link=450e9,
+    ),
+    GPU("b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=8, nvlink_domain=8),
+    GPU("b300", "B300", memory_gib=268.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=8, nvlink_domain=8),
+    GPU(
+        "gb200", "GB200", memory_gib=184.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=4, nvlink_domain=72,
+        host_link=_GRACE,
+    ),
+    GPU(
+        "gb300", "GB300", memory_gib=277.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=4, nvlink_domain=72,
+        host_link=_GRACE,
+    ),
+    GPU(
+        "vr200", "VR200", memory_gib=277.0, hbm=22e12, nvlink=_LINK_6, network=_PORT_1600, per_node=4, nvlink_domain=72,
+        host_link=450e9, fp8_speedup=17.5 / 4,
+    ),
+)  # fmt: skip
+"""NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, of nodes of four GH200, and of GB200, GB300 and Vera
+Rubin NVL72: 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB of HBM; NVLink 600 (A100), 900 (Hopper), 1800 (Blackwell)
+and 3600 GB/s (Rubin) in both directions together; 200 to 1600 Gb/s of network per GPU. The memory is what drivers
+report of it, in GiB. Figures of VR200 are preliminary, and its reported memory is assumed to be that of GB300."""
+
+GPUS: Mapping[str, GPU] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})

@@ -1,0 +1,265 @@
+"""Everything that a dry run tells, as plain numbers and texts: what becomes JSON, and what the text is written from.
+
+Bytes are in GiB where they are compared with a device's memory, and in GB (1e9) where they travel.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.expert_load import LoadSpread, fullest
+from megatron_moe.cost_model.hardware import GIB, GPU
+from megatron_moe.cost_model.memory import (
+    RankBytes,
+    RankMemory,
+    groups_of_moments,
+    heaviest,
+    state_table,
+)
+from megatron_moe.cost_model.parameters import count_parameters
+from megatron_moe.cost_model.placement import Placement, Placements
+from megatron_moe.cost_model.shards import held_by_stage
+from megatron_moe.cost_model.step_time import (
+    MANY_GROUPS,
+    StepTime,
+    in_flight,
+    stage_costs,
+    step_time,
+)
+from megatron_moe.cost_model.traffic import Communication, Traffic
+from megatron_moe.parallel.grid import (
+    ATTENTION_GROUPS,
+    EXPERT_GROUPS,
+    attention_grid,
+    expert_grid,
+)
+from megatron_moe.planner.memory_options import enabled
+
+Facts = dict[str, Any]
+RESERVE_GIB = 3.0
+"""What is kept free for the CUDA context, NCCL, workspaces and fragmentation when a plan is said to fit."""
+
+
+_MOST_COMPUTATIONS = 50_000
+"""Of a schedule that is simulated; about half a second."""
+
+
+def too_long_to_simulate(plan: RunPlan) -> str | None:
+    """Why the schedule of a plan cannot be simulated in a second or two, with the numbers; None: it can."""
+    interval = plan.memory.expert_wgrad_interval
+    config = plan.schedule(plan.batch.global_size // (plan.batch.micro * plan.parallel.dp))
+    groups = max(MANY_GROUPS, groups_of_moments(interval))
+    followed = min(config.num_microbatches, groups * config.group)
+    if followed * config.vpp * config.pp <= _MOST_COMPUTATIONS:
+        return None
+    return (
+        f"the schedule repeats itself after {followed:,} microbatches on {config.pp} pipeline ranks x "
+        f"{config.vpp} chunks "
+        f"only (groups of {config.group:,} microbatches, weight gradients of experts every {interval:,}): too long to "
+        f"simulate"
+    )
+
+
+def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
+    """All that is known of a plan before it runs: of one with unknown layers no figure that depends on them."""
+    num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    placements = Placements(gpu).of_all(plan.parallel)
+    of_sizes: Facts = {
+        "unknown_layers": list(plan.unknown_layers),
+        "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
+        "ranks": _ranks(plan, gpu, placements),
+        "schedule": _schedule(plan, num_microbatches),
+    }
+    if plan.unknown_layers:
+        return of_sizes
+    memory = RankMemory(plan)
+    ranks = memory.all_ranks(num_microbatches)
+    time = step_time(plan, gpu, num_microbatches)
+    traffic = Communication(plan, placements, num_microbatches)
+    return {
+        **of_sizes,
+        "model": _model(plan),
+        "stages": list(_stages(plan)),
+        "memory": {
+            **_memory(ranks, memory, plan, gpu),
+            "switches": [
+                {"flags": each.flags, "saves_gib": each.saves / GIB, "slower": each.slower}
+                for each in enabled(plan, memory, heaviest(ranks).rank, num_microbatches, gpu, placements)
+            ],
+        },
+        "schedule": of_sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
+        "communication": _communication(traffic, heaviest(ranks).rank, gpu),
+        "experts": _experts(plan, traffic),
+        "time": _time(plan, time, gpu),
+    }
+
+
+def _model(plan: RunPlan) -> Facts:
+    total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
+    layers = plan.model.layers
+    return {
+        "parameters": total.total,
+        "active_parameters": active.total,
+        "parameters_without_mtp": total.without_mtp.total,
+        "dense_layers": sum(not layer.is_moe for layer in layers),
+        "moe_layers": sum(layer.is_moe for layer in layers),
+        "mtp_layers": plan.model.mtp.num_layers if plan.model.mtp else 0,
+        "by_kind": {kind: count for kind, count in asdict(total).items() if count},
+    }
+
+
+def _ranks(plan: RunPlan, gpu: GPU, placements: dict[str, Placement]) -> Facts:
+    parallel = plan.parallel
+    names = [name for name, _ in (*ATTENTION_GROUPS, *EXPERT_GROUPS)]
+    return {
+        "world_size": parallel.world_size,
+        "nodes": -(-parallel.world_size // gpu.per_node),
+        "ranks_per_node": min(gpu.per_node, parallel.world_size),
+        "ranks_per_nvlink_domain": min(gpu.domain_ranks(parallel.world_size), parallel.world_size),
+        "order": parallel.order,
+        "attention_grid": dict(attention_grid(parallel).axes),
+        "expert_grid": dict(expert_grid(parallel).axes),
+        "groups": {
+            name: {"size": placements[name].size, "where": str(placements[name])}
+            for name in names
+            if placements[name].size > 1
+        },
+    }
+
+
+def _stages(plan: RunPlan) -> Iterator[Facts]:
+    costs = stage_costs(plan)
+    for index, stage in enumerate(plan.layout.stages):
+        rank, chunk = plan.layout.map.place(index)
+        yield {
+            "stage": index,
+            "pipeline_rank": rank,
+            "chunk": chunk,
+            "holds": str(stage) or "nothing",
+            "layers": len(stage.layers),
+            "parameters_per_rank": held_by_stage(plan.model, stage, plan.parallel).total,
+            "share_of_flops": costs[index] / sum(costs),
+        }
+
+
+def _memory(ranks: Sequence[RankBytes], memory: RankMemory, plan: RunPlan, gpu: GPU) -> Facts:
+    most = heaviest(ranks)
+    spare = gpu.memory_gib - most.total / GIB
+    return {
+        "pipeline_ranks": [
+            {
+                "pipeline_rank": rank.rank,
+                "parameters_per_rank": rank.held.total,
+                "state_gib": rank.state.total / GIB,
+                "activations_gib": rank.kept / GIB,
+                "total_gib": rank.total / GIB,
+                "in_flight": rank.in_flight,
+            }
+            for rank in ranks
+        ],
+        "heaviest": {"pipeline_rank": most.rank, "gib": {name: size / GIB for name, size in _categories(most)}},
+        "total_gib": most.total / GIB,
+        "device_gib": gpu.memory_gib,
+        "spare_gib": spare,
+        "fits": spare >= RESERVE_GIB,
+        "host_gib": most.on_host / GIB,
+        "tensors": _tensors(memory, plan),
+    }
+
+
+def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
+    yield from state_table(rank.state)
+    for module, size in rank.activations:
+        yield f"activations: {module}", size
+    yield "dispatch buffers", rank.dispatch
+    yield "at work", rank.working
+    yield "pipeline buffers", rank.transfers
+
+
+def _tensors(memory: RankMemory, plan: RunPlan) -> list[Facts]:
+    """Saved tensors of one microbatch and layer, for every kind of layer."""
+    found = []
+    for layer in dict.fromkeys(plan.model.layers):
+        first = plan.model.layers.index(layer)
+        found += [
+            {"layer": first, "module": each.module, "name": each.name, "shape": each.shape, "bytes": each.bytes}
+            for each in memory.tensors(layer)
+        ]
+    return found
+
+
+def _schedule(plan: RunPlan, num_microbatches: int) -> Facts:
+    config = plan.schedule(num_microbatches)
+    return {
+        "microbatches": num_microbatches,
+        "micro_batch_size": plan.batch.micro,
+        "global_batch_size": plan.batch.global_size,
+        "pipeline_ranks": config.pp,
+        "virtual_stages": config.vpp,
+        "in_flight": list(in_flight(config)),
+    }
+
+
+def _communication(communication: Communication, rank: int, gpu: GPU) -> list[Facts]:
+    return [_traffic(each, gpu) for each in communication.of_rank(rank)]
+
+
+def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
+    return {
+        "group": traffic.group,
+        "what": traffic.what,
+        "gb": traffic.bytes / 1e9,
+        "network_gb": traffic.far / 1e9,
+        "ms": traffic.seconds(gpu) * 1e3,
+        "beside_other_work": traffic.hidden,
+    }
+
+
+def _experts(plan: RunPlan, communication: Communication) -> Facts | None:
+    """Of one layer and microbatch, when there are ranks to send rows to."""
+    config = next(
+        (layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)), None
+    )
+    if config is None or plan.parallel.ep == 1:
+        return None
+    traffic = communication.expert_traffic(config)
+    num_ranks = plan.parallel.ep
+    return {
+        "dispatcher": config.dispatcher,
+        "experts_per_rank": config.experts.num_experts // num_ranks,
+        "ranks_per_token": _spread(traffic.ranks),
+        "nvlink_domains_per_token": _spread(traffic.domains),
+        "rows_per_rank": _spread(traffic.rows_taken) | {"fullest": fullest(traffic.rows_taken, num_ranks)},
+        "dispatch_mb": {
+            "a row per choice": traffic.rows_sent * traffic.row_bytes / 1e6,
+            "a copy per rank": traffic.copies_sent * traffic.row_bytes / 1e6,
+            "a row per choice, fp8": traffic.rows_sent * traffic.low_row_bytes / 1e6,
+            "a copy per rank, fp8": traffic.copies_sent * traffic.low_row_bytes / 1e6,
+        },
+        "combine_mb": {
+            "a row per choice": traffic.rows_sent * traffic.row_bytes / 1e6,
+            "a copy per rank": traffic.copies_sent * traffic.row_bytes / 1e6,
+        },
+    }
+
+
+def _spread(spread: LoadSpread) -> Facts:
+    return {"mean": spread.mean, "std": spread.std}
+
+
+def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> Facts:
+    tokens = plan.batch.global_size * plan.data.seq_length
+    world = plan.parallel.world_size
+    return {
+        "flops_per_step": time.flops.total,
+        "flops_per_token": time.per_token,
+        "by_kind": {kind: count / time.flops.total for kind, count in asdict(time.flops).items() if count},
+        "tokens_per_step": tokens,
+        "products_in": "fp8" if plan.precision.low else gpu.rate(plan.precision.params)[1],
+        "compute_ms": time.compute * 1e3,
+        "bound_ms": time.bound * 1e3,
+        "bound_tflops_per_gpu": time.flops.total / time.bound / world / 1e12,
+        "bound_tokens_per_second_per_gpu": tokens / time.bound / world,
+    }

@@ -1,0 +1,117 @@
+"""What a step costs in operations, and how fast it could be at best."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.flops import FlopCount, count_flops
+from megatron_moe.cost_model.hardware import GPU
+from megatron_moe.pipeline.actions import parts
+from megatron_moe.pipeline.auto_layout import StageCosts, flop_costs
+from megatron_moe.pipeline.schedule import (
+    ScheduleConfig,
+    computations,
+    num_warmup,
+)
+from megatron_moe.pipeline.transfers import (
+    Task,
+    gives,
+    needs,
+)
+
+MANY_GROUPS = 6
+"""Groups of microbatches after which the steady phase repeats itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Operations of a step by kind, and times in seconds that nothing can be faster than."""
+
+    flops: FlopCount
+    """Of the whole step, over all ranks, as Megatron counts them."""
+    per_token: float
+    compute: float
+    """Of a rank, with even work and every product at the peak of its format."""
+    bubble: float
+    """Share of the step in which ranks wait for the pipeline, work per stage being what the layout makes it."""
+
+    @property
+    def bound(self) -> float:
+        """Compute and bubble; no communication."""
+        return self.compute / (1 - self.bubble)
+
+
+def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
+    """Of one step at the full global batch size."""
+    seq, batch, world = plan.data.seq_length, plan.batch.global_size, plan.parallel.world_size
+    flops = count_flops(plan.model, batch, seq)
+    low = plan.precision.low is not None
+    products = flops.attention + flops.dense_mlp + flops.experts + flops.shared
+    rate, _ = gpu.rate(plan.precision.params)
+    seconds = (flops.total - products) / rate + products / (gpu.fp8 if low else rate)
+    return StepTime(
+        flops=flops,
+        per_token=flops.total / (batch * seq),
+        compute=seconds / world,
+        bubble=pipeline_bubble(plan.schedule(num_microbatches), stage_costs(plan)),
+    )
+
+
+def stage_costs(plan: RunPlan) -> tuple[float, ...]:
+    """Operations of every stage, in the order of the model."""
+    costs: StageCosts = flop_costs(plan.model, plan.data.seq_length)
+    return tuple(costs.of(stage) for stage in plan.layout.stages)
+
+
+def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
+    """Idle share of a step when transfers take no time and a backward takes twice as long as a forward.
+
+    `costs` are those of the stages, in the order of the model. Of very many microbatches only some are run on paper:
+    in the steady phase every further group takes as long as the one before.
+    """
+    if config.pp == 1:
+        return 0.0
+    few = config
+    if config.num_microbatches > MANY_GROUPS * config.group:
+        few = replace(config, num_microbatches=MANY_GROUPS * config.group + config.num_microbatches % config.group)
+    time = _step_length(few, costs)
+    groups_left = (config.num_microbatches - few.num_microbatches) // config.group
+    if groups_left:
+        fewer = replace(few, num_microbatches=few.num_microbatches - config.group)
+        time += groups_left * (time - _step_length(fewer, costs))
+    return 1 - config.num_microbatches * 3 * sum(costs) / (time * config.pp)
+
+
+def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
+    """From the first start to the last end, in units of `costs`: every computation starts when its rank is free and
+    what it needs is computed."""
+    stages = config.stages
+    queues = [[action for entry in computations(config, rank) for action in parts(entry)] for rank in range(config.pp)]
+    done: dict[Task, float] = {}
+    free, at, moved = [0.0] * config.pp, [0] * config.pp, True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            while at[rank] < len(queue):
+                action = queue[at[rank]]
+                start = free[rank]
+                for task in needs(stages, rank, action):
+                    start = max(start, done.get(task, inf))
+                if start == inf:
+                    break
+                weight = 2 if action.kind == "backward" else 1
+                free[rank] = start + weight * costs[stages.stage(rank, action.chunk)]
+                for task in gives(stages, rank, action):
+                    done[task] = free[rank]
+                at[rank] += 1
+                moved = True
+    assert all(place == len(queue) for place, queue in zip(at, queues, strict=True)), f"{config} does not end"
+    return max(free)
+
+
+def in_flight(config: ScheduleConfig) -> tuple[int, ...]:
+    """Most (microbatch, chunk) pairs between forward and backward, per pipeline rank: those of the warm-up and one of
+    the steady phase."""
+    total = config.num_microbatches * config.vpp
+    return tuple(min(num_warmup(config, rank) + 1, total) for rank in range(config.pp))

@@ -1,0 +1,139 @@
+"""How two parts of a sequence see each other: as a few rectangles of rows and keys, each with one diagonal band.
+
+A part is a few chunks of consecutive places, so between a chunk of queries and one of keys a mask is two numbers: how
+far row i sees to either side of key i. What sees nothing is left out, and what sees everything needs no mask; both are
+known on the host. Documents are not: kernels look at them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from megatron_moe.config.attention import CoreAttentionConfig
+
+Chunks = tuple[range, ...]
+"""Consecutive places each; rows stand in this order."""
+
+
+@dataclass(frozen=True)
+class MaskBlock:
+    """Some rows of the queries and some of the keys; both are counted from the first of them."""
+
+    rows: slice
+    keys: slice
+    left: int | None = None
+    """Row i sees the keys from i - left ...; None: from the first. May be negative."""
+    right: int | None = None
+    """... to i + right; None: to the last. May be negative."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Every row sees every key."""
+        return self.left is None and self.right is None
+
+    @property
+    def causal_square(self) -> bool:
+        """Row i sees the keys up to i, and there are as many keys as rows."""
+        return self.left is None and self.right == 0 and _length(self.rows) == _length(self.keys)
+
+
+def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list[MaskBlock]:
+    """What there is to see between these places, each pair of a query and a key in one rectangle at most.
+
+    Under a causal mask alone every rectangle is one that sees all or a causal square, which any library knows.
+    """
+    left, right = reach(config)
+    everything = MaskBlock(slice(0, _total(query)), slice(0, _total(key)))
+    if left is None and right is None:
+        return [everything]
+    if left is None and right == 0:
+        if query == key and _ascending(query) and _total(query) > 1:
+            return [replace(everything, right=0)]  # rows stand in the order of their places
+        query, key = _cut_at_ends(query, key), _cut_at_ends(key, query)
+    found = [
+        pair
+        for first_row, queries in with_first_row(query)
+        for first_key, keys in with_first_row(key)
+        if (pair := _between(first_row, queries, first_key, keys, left, right)) is not None
+    ]
+    return _joined(found)
+
+
+def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
+    """How many places before and behind its own a query sees; None: all."""
+    left, right = (None if side < 0 else side for side in config.window or (-1, -1))
+    return left, 0 if config.causal else right
+
+
+def _between(
+    first_row: int, queries: range, first_key: int, keys: range, left: int | None, right: int | None
+) -> MaskBlock | None:
+    """None: they see nothing of each other."""
+    shift = queries.start - keys.start
+    farthest_ahead, farthest_back = keys[-1] - queries[0], queries[-1] - keys[0]
+    nearest_ahead, nearest_back = -farthest_back, -farthest_ahead
+    if right is not None and nearest_ahead > right or left is not None and nearest_back > left:
+        return None
+    return MaskBlock(
+        slice(first_row, first_row + len(queries)),
+        slice(first_key, first_key + len(keys)),
+        None if left is None or farthest_back <= left else left - shift,
+        None if right is None or farthest_ahead <= right else right + shift,
+    )
+
+
+def _cut_at_ends(chunks: Chunks, others: Chunks) -> Chunks:
+    """The same places in shorter chunks, so that each lies inside of one of the others or between them."""
+    ends = sorted({end for other in others for end in (other.start, other.stop)})
+    cut = []
+    for chunk in chunks:
+        inside = [chunk.start, *(end for end in ends if chunk.start < end < chunk.stop), chunk.stop]
+        cut += [range(*both) for both in pairwise(inside)]
+    return tuple(cut)
+
+
+def _joined(found: Sequence[MaskBlock]) -> list[MaskBlock]:
+    """Rectangles that see all become one where they stand side by side: first along the keys, then along the rows."""
+    wide: list[MaskBlock] = []
+    for pair in found:
+        last = wide[-1] if wide else None
+        if last and _all_see_all(last, pair) and last.rows == pair.rows and last.keys.stop == pair.keys.start:
+            wide[-1] = replace(last, keys=slice(last.keys.start, pair.keys.stop))
+        else:
+            wide.append(pair)
+    tall: list[MaskBlock] = []
+    for pair in wide:
+        above = [
+            at
+            for at, one in enumerate(tall)
+            if _all_see_all(one, pair) and one.keys == pair.keys and one.rows.stop == pair.rows.start
+        ]
+        if above:
+            tall[above[0]] = replace(tall[above[0]], rows=slice(tall[above[0]].rows.start, pair.rows.stop))
+        else:
+            tall.append(pair)
+    return tall
+
+
+def _all_see_all(*mask_blocks: MaskBlock) -> bool:
+    return all(pair.sees_all for pair in mask_blocks)
+
+
+def with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:
+    """Every chunk with the row at which it begins."""
+    row = 0
+    for chunk in chunks:
+        yield row, chunk
+        row += len(chunk)
+
+
+def _ascending(chunks: Chunks) -> bool:
+    return all(one.stop <= other.start for one, other in pairwise(chunks))
+
+
+def _total(chunks: Chunks) -> int:
+    return sum(map(len, chunks))
+
+
+def _length(rows: slice) -> int:
+    return int(rows.stop - rows.start)

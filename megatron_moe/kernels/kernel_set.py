@@ -1,0 +1,72 @@
+"""The bundle: one function per op, from whichever backends were chosen."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from megatron_moe.kernels.ops import Kernels
+
+OPS: tuple[str, ...] = tuple(name for name in vars(Kernels) if not name.startswith("_"))
+"""Every op of the contract, in its order."""
+
+
+class Priority(IntEnum):
+    """How well a backend serves one op on one device and dtype."""
+
+    NO = 0
+    """It cannot."""
+    YES = 1
+    """It can, but plain torch is as good."""
+    BETTER = 2
+    """It should: measured faster, or leaner, than plain torch."""
+    BEST = 3
+    """It should: measured faster, or leaner, than every other that runs on more than one kind of device."""
+    TAILORED = 4
+    """It should: written for this kind of device, and measured faster than every other."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a backend says of itself about one op."""
+
+    fit: Priority
+    reason: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Who computes one op, and why."""
+
+    op: str
+    backend: str
+    reason: str
+
+
+class KernelSet(Kernels):
+    """Implements `Kernels` with the functions it was given. Made by `select_kernels` or `reference.bundle`."""
+
+    choices: tuple[Selection, ...]
+
+    @classmethod
+    def of(cls, functions: Mapping[str, Callable[..., Any]], choices: tuple[Selection, ...]) -> "KernelSet":
+        """A bundle of exactly the ops of the contract."""
+        missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
+        assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
+        bundle = cls()
+        for op, function in functions.items():
+            setattr(bundle, op, function)
+        bundle.choices = choices
+        return bundle
+
+    def summary(self) -> str:
+        """Number of ops by backend."""
+        counts = Counter(choice.backend for choice in self.choices)
+        return f"kernels: {', '.join(f'{count} {backend}' for backend, count in sorted(counts.items()))}"
+
+    def table(self) -> str:
+        """One line per op: op, backend, reason."""
+        wide_op = max(len(choice.op) for choice in self.choices)
+        wide_backend = max(len(choice.backend) for choice in self.choices)
+        return "\n".join(f"{c.op:<{wide_op}}  {c.backend:<{wide_backend}}  {c.reason}" for c in self.choices)

@@ -1,0 +1,164 @@
+"""From wishes and the device to a bundle: which backend computes which op, and why.
+
+A backend is one file in `backends/`. Its constants NAME, NEEDS (modules it imports) and PROVIDES (ops) are read without
+importing it; then its `judge(op, device, dtype) -> Judgement` says how well it serves each op. `auto` takes the best
+fit, and plain torch where none is better. A backend with BY_WISH = True stands outside `auto`: it is imported only when
+it is asked for by name.
+"""
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.kernel_set import (
+    OPS,
+    KernelSet,
+    Priority,
+    Selection,
+    Support,
+)
+
+BACKENDS = Path(__file__).parent / "backends"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend file says about itself before it is imported."""
+
+    name: str
+    needs: tuple[str, ...]
+    provides: tuple[str, ...]
+    by_wish: bool
+    module: str
+
+    def missing(self) -> tuple[str, ...]:
+        """Modules that it needs and that are not installed."""
+        return tuple(name for name in self.needs if not is_installed(name))
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what it would be a part of is missing
+        return False
+
+
+def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
+    """The bundle for a run whose parameters have `dtype` and live on `device`; `bundle.table()` explains it.
+
+    Raises `EnvironmentProblem` when a wish names an unknown op or backend, or one that cannot serve.
+    """
+    backends = {backend.name: backend for backend in discover(BACKENDS)}
+    wishes = dict(config.per_op)
+    check_names(config, backends)
+    functions, choices = {}, []
+    for op in OPS:
+        wish = wishes.get(op, config.backend)
+        if wish == AUTO:
+            choice = select_best(op, backends, device, dtype)
+        else:
+            choice = select_requested(op, wish, backends, device, dtype, required=op in wishes)
+        source = reference if choice.backend == reference.NAME else backends[choice.backend].load()
+        functions[op] = getattr(source, op)
+        choices.append(choice)
+    return KernelSet.of(functions, tuple(choices))
+
+
+def discover(folder: Path) -> list[Backend]:
+    """Every backend file of a folder, by name. Imports none of them."""
+    paths = sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
+    return [read(path) for path in paths]
+
+
+def read(path: Path) -> Backend:
+    """Reads the constants of a backend file from its text."""
+    constants = {}
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+            if name in ("NAME", "NEEDS", "PROVIDES", "BY_WISH"):
+                constants[name] = ast.literal_eval(statement.value)
+    by_wish = constants.pop("BY_WISH", False)
+    assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, has {sorted(constants)}"
+    unknown = set(constants["PROVIDES"]) - set(OPS)
+    assert not unknown, f"{path} provides ops that the contract does not know: {sorted(unknown)}"
+    module = f"{__package__}.backends.{path.stem}"
+    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], by_wish, module)
+
+
+def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
+    """The backend that fits best; plain torch where none is better, with the reasons of those that are not."""
+    able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.by_wish}
+    judged = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
+    winner = max(judged, key=lambda name: judged[name].fit, default=None)
+    if winner is not None and judged[winner].fit >= Priority.BETTER:
+        return Selection(op, winner, judged[winner].reason)
+    against = "".join(f"; {name}: {judgement.reason}" for name, judgement in judged.items())
+    return Selection(op, reference.NAME, reference.REASON + against)
+
+
+def select_requested(
+    op: str, wish: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
+) -> Selection:
+    """The wished backend. `required` False: the wish was for the whole bundle, and ops that the backend does not have
+    are plain torch."""
+    if wish == reference.NAME:
+        return Selection(op, wish, reference.REASON)
+    backend = backends[wish]
+    if not required and op not in backend.provides:
+        return Selection(op, reference.NAME, f"{reference.REASON}; {wish} has no {op}")
+    judgement = support_of(op, backend, device, dtype)
+    if judgement.fit is Priority.NO:
+        able = [name for name, b in backends.items() if support_of(op, b, device, dtype).fit is not Priority.NO]
+        raise EnvironmentProblem(
+            f"Kernel backend '{wish}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
+            f"{judgement.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
+            f"for instance with --kernel-per-op {op}={AUTO}."
+        )
+    return Selection(op, wish, f"asked for; {judgement.reason}")
+
+
+def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dtype) -> Support:
+    """What a backend says about an op; it is imported only when everything it needs is installed."""
+    if op not in backend.provides:
+        return Support(Priority.NO, f"it has no {op}")
+    missing = backend.missing()
+    if missing:
+        return Support(Priority.NO, f"it needs {', '.join(missing)}, not installed here")
+    judgement: Support = backend.load().judge(op, device, dtype)
+    return judgement
+
+
+def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
+    """Refuses wishes for ops or backends that do not exist."""
+    known = [AUTO, reference.NAME, *backends]
+    for op, wish in config.per_op:
+        if op not in OPS:
+            raise EnvironmentProblem(f"Kernel op '{op}' does not exist; the ops are {listed(OPS)}.")
+        if wish not in known:
+            raise EnvironmentProblem(f"Kernel backend '{wish}', asked for '{op}', does not exist; use {listed(known)}.")
+    if config.backend not in known:
+        raise EnvironmentProblem(f"Kernel backend '{config.backend}' does not exist; use {listed(known)}.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(names: Iterable[str]) -> str:
+    """a, b or c"""
+    *most, last = dict.fromkeys(names)
+    return f"{', '.join(most)} or {last}" if most else last

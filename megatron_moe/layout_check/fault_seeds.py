@@ -1,0 +1,59 @@
+"""Errors that can be planted in the ranks of a layout, to see that a comparison notices them and says what they are."""
+
+from dataclasses import dataclass, replace
+
+from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.train.trainer import Trainer
+
+SCALES = ("scale-expert-grads", "scale-attention-grads")
+SKIPPED_SUMS = "skip-partial-sums"
+
+
+class UnknownFaultSeed(RunError):
+    """There is no such error to plant."""
+
+    code = ExitCode.CONFIG
+
+
+@dataclass(frozen=True)
+class FaultSeed:
+    """Changes a trainer before its first step."""
+
+    kind: str
+    factor: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> "FaultSeed":
+        """`scale-expert-grads:2`, `scale-attention-grads:0.5`: the finished gradients of one grid are that many times
+        too large. `skip-partial-sums`: what tensor-parallel ranks know a part of each, such as the gradients of norms
+        and routers, is not added up.
+
+        Raises UnknownFaultSeed.
+        """
+        kind, _, factor = text.partition(":")
+        if kind == SKIPPED_SUMS and not factor:
+            return cls(kind)
+        try:
+            number = float(factor)
+        except ValueError:
+            number = float("nan")
+        if kind not in SCALES or number != number:
+            known = ", ".join([*(f"{scale}:FACTOR" for scale in SCALES), SKIPPED_SUMS])
+            raise UnknownFaultSeed(f"--inject {text} is no error that can be planted; choose one of: {known}")
+        return cls(kind, number)
+
+    def __call__(self, trainer: Trainer) -> None:
+        if self.kind == SKIPPED_SUMS:
+            for buffer in trainer.buffers.buffers:
+                buffer.layout = replace(buffer.layout, key=replace(buffer.key, partial=False))
+            return
+        update = trainer._update
+        grid = "expert" if self.kind == "scale-expert-grads" else "attention"
+
+        def scaled(*arguments):  # type: ignore[no-untyped-def]
+            for buffer in trainer.buffers.buffers:
+                if buffer.key.grid == grid:
+                    buffer.grads.mul_(self.factor)
+            return update(*arguments)
+
+        trainer._update = scaled  # type: ignore[method-assign]

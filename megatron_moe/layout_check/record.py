@@ -1,0 +1,146 @@
+"""Runs a few steps on this rank and keeps what they did: losses, norms, metrics, gradients, weights, token counts.
+
+The record is plain data on the host, so that ranks may be threads or processes and the records meet in one place.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe import build
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.datasets import Datasets
+from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.logs.metrics import Figure
+from megatron_moe.moe.router import Router
+from megatron_moe.moe.token_dispatcher.base import Routing
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.grid import attention_grid, expert_grid
+from megatron_moe.parallel.param_meta import ParamBox, ParamMeta
+from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+
+STEADY_EPS = 1e-5
+"""AdamW's epsilon for comparisons: with 1e-8 the rounding of a gradient near zero changes its whole update."""
+
+MetricKey = tuple[str, int | None]
+"""Name of a metric, and the layer it was recorded in."""
+
+
+@dataclass(frozen=True)
+class RecordedTensor:
+    """A rank's part of a named tensor."""
+
+    value: Tensor
+    """Not-a-number where another rank knows better."""
+    global_shape: tuple[int, ...]
+    boxes: tuple[ParamBox, ...]
+    meta: ParamMeta
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw."""
+
+    rank: int
+    place: dict[str, int]
+    """Index of this rank on every axis of both grids."""
+    losses: list[float] = field(default_factory=list)
+    """Per step, as the step reports it."""
+    norms: list[dict[str, float]] = field(default_factory=list)
+    """Per step: the gradient norm and its parts."""
+    metrics: list[dict[MetricKey, Figure]] = field(default_factory=list)
+    """Per step, reduced over the ranks that share them."""
+    gradients: dict[str, RecordedTensor] = field(default_factory=dict)
+    """Finished gradients of the first step, before clipping."""
+    weights: dict[str, RecordedTensor] = field(default_factory=dict)
+    """After the last step."""
+    biases: dict[int, Tensor] = field(default_factory=dict)
+    """Expert bias of every MoE layer that has one, after the last step."""
+    tokens: dict[int, Tensor] = field(default_factory=dict)
+    """Choices per expert that this rank's routers made in all steps, int64 [E], by layer."""
+
+
+def record_run(
+    plan: RunPlan,
+    context: ParallelContext,
+    kernels: KernelSet,
+    datasets: Datasets,
+    *,
+    num_steps: int,
+    prepare: Callable[[Trainer], None] | None = None,
+) -> RankRecord:
+    """Builds the plan's model and optimizer on this rank and trains them. `prepare` sees the trainer before."""
+    model = build.build_model(plan, context, kernels)
+    trainer = build.build_trainer(plan, context, model, kernels)
+    loader = build.build_train_loader(plan, context, datasets)
+    assert loader is not None, "a record is made of training steps"
+    if prepare is not None:
+        prepare(trainer)
+    record = RankRecord(context.rank, place_of(context))
+    _count_tokens(trainer, record)
+    state = TrainState()
+    for step in range(num_steps):
+        outcome = trainer.step(loader.next_step(), state)
+        state.advance(outcome.num_samples, plan)
+        record.losses.append(float(outcome.loss))
+        record.norms.append({name: float(norm) for name, norm in outcome.norms.items()})
+        record.metrics.append(dict(_figures(trainer, context)))
+        if step == 0:
+            record.gradients = dict(_gradients(trainer))
+    loader.close()
+    trainer.optimizer.finish_gather()
+    record.weights = {slot.name: _held(slot.parameter, slot.parameter) for slot in trainer.buffers.slots}
+    for router in trainer.routers:
+        if router.expert_bias is not None:
+            record.biases[router.layer] = router.expert_bias.detach().cpu().clone()
+    return record
+
+
+def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
+    """What this rank owns of every finished gradient; not-a-number where another rank does."""
+    for buffer in trainer.buffers.buffers:
+        finished = torch.full_like(buffer.grads, float("nan"))
+        for start, end in buffer.owned:
+            finished[start:end] = buffer.grads[start:end]
+        for slot, (_, value) in zip(buffer.slots, buffer.views(finished), strict=True):
+            yield slot.name, _held(slot.parameter, value)
+
+
+def place_of(context: ParallelContext) -> dict[str, int]:
+    """Index of this rank on pp, dp, cp, tp and on edp, ep, etp."""
+    attention = attention_grid(context.config).coordinates(context.rank)
+    expert = expert_grid(context.config).coordinates(context.rank)
+    place = {axis: attention[axis] for axis in ("pp", "dp", "cp", "tp")}
+    return place | {"edp": expert["dp"], "ep": expert["ep"], "etp": expert["tp"]}
+
+
+def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
+    return RecordedTensor(value.detach().cpu().clone(), parameter.global_shape, parameter.boxes, parameter.meta)
+
+
+def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, Figure]]:
+    """Every metric of this step: by layer where it was recorded in layers."""
+    for name, metric in trainer.metrics.cut().take(context).items():
+        if metric.layers:
+            yield from (((name, layer), figure) for layer, figure in metric.layers.items())
+        else:
+            yield (name, None), metric.value
+
+
+def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
+    """Adds up what the routers choose from now on."""
+
+    def count(router: nn.Module, inputs: tuple, routing: Routing) -> None:
+        assert isinstance(router, Router)
+        if inputs[1].metrics is not trainer.metrics:
+            return  # a forward that is computed twice
+        counts_E = routing.counts_E.detach().cpu().long()
+        before = record.tokens.get(router.layer)
+        record.tokens[router.layer] = counts_E.clone() if before is None else before + counts_E
+
+    for router in trainer.routers:
+        router.register_forward_hook(count)

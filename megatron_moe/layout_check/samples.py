@@ -1,0 +1,71 @@
+"""Random token sequences held in memory: the data of a comparison, the same for every layout."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.batch import MaskConfig
+from megatron_moe.data.datasets import Datasets
+from megatron_moe.data.samples import PADDING
+
+
+@dataclass(frozen=True)
+class RandomSamples:
+    """Sequences of uniformly drawn ids. The highest id ends a document.
+
+    Every third sequence ends in padding, so that microbatches have unequal numbers of tokens. With `packed`, four
+    sequences of short documents, of four tokens on average, alternate with four of long ones.
+    """
+
+    num_samples: int
+    seq_length: int
+    vocab_size: int
+    packed: bool = False
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """int64 [seq_length + 1]"""
+        draw = np.random.default_rng([self.seed, index])
+        tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
+        if self.packed and index % 8 < 4:
+            self._cut(tokens, draw.random(self.seq_length + 1) < 0.25, index)
+        if index % 3 == 1:
+            tokens[draw.integers(self.seq_length // 2, self.seq_length) :] = PADDING
+        return tokens
+
+    def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
+        """Ends documents there. No two of neighbouring sequences begin alike: their first tokens would be equal to the
+        model, and rounding alone would say which of them an expert that is full drops."""
+        ends[1:] &= ~ends[:-1]
+        starts = np.flatnonzero(ends[:-1]) + 1
+        tokens[ends] = self.vocab_size - 1
+        tokens[starts] = (index % 8 * 11 + np.arange(len(starts))) % (self.vocab_size - 1)
+
+    def locate(self, index: int, position: int) -> str:
+        return f"random sequence {index}, token {position}"
+
+
+def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
+    """Enough training sequences for `num_steps`, with the plan's masks. Ends of documents are masked in the loss, so
+    that a mean over microbatches differs from the mean over tokens. Documents are short where they are kept apart.
+    """
+    data = plan.data
+    packed = data.reset_position_ids or data.reset_attention_mask
+    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, packed)
+    masks = MaskConfig(
+        vocab_size=data.vocab_size,
+        eod=data.vocab_size - 1,
+        pad=-1,
+        eod_mask_loss=True,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+    )
+    return Datasets(train=samples, valid=(), test=None, masks=masks, notes=())

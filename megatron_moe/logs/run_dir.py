@@ -1,0 +1,126 @@
+"""The run folder: what a run leaves behind, and what it was started with.
+
+run.yaml          every value with its origin       metrics.jsonl   one object per report
+command.txt       the command line of every start   tensorboard/    scalars
+environment.txt   versions, machine, source         plots/          loss.png, expert_load.png
+log.txt           what was printed                  checkpoints/    weights and optimizer
+status.json       state of the run
+"""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from megatron_moe.config.exit_codes import EnvironmentProblem
+
+_PACKAGES = (
+    "torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "pyyaml", "tensorboard",
+    "wandb", "rich", "matplotlib", "transformer-engine", "grouped-gemm", "flash-attn-4",
+)  # fmt: skip
+_VARIABLE_PREFIXES = ("CUDA_", "CUBLAS_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "SLURM_JOB_ID", "TRITON_")
+_SOURCE = Path(__file__).resolve().parents[2]
+
+
+def prepare_run_folder(folder: Path, rank: int) -> None:
+    """Makes the folder and proves that it can be written.
+
+    Raises EnvironmentProblem before any training when it cannot.
+    """
+    probe = folder / f".probe-{rank}"
+    with _refusal(folder, probe):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("can be written\n")
+        probe.unlink()
+
+
+@contextmanager
+def _refusal(folder: Path, writes: Path) -> Iterator[None]:
+    """Turns an error of what `writes` a file into an EnvironmentProblem."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the run folder {folder} cannot be written: {error.strerror or error} ({error.filename or writes}); "
+            f"choose another with --run-dir, or free it"
+        ) from error
+
+
+def write_provenance(folder: Path, *, run_yaml: str, command_line: str, device: torch.device) -> None:
+    """Writes run.yaml, command.txt and environment.txt. A later start of the same run adds its command to the list.
+
+    Raises EnvironmentProblem when one of them cannot be written.
+    """
+    command = f"# {datetime.now():%Y-%m-%d %H:%M:%S} in {Path.cwd()}\n{command_line}\n"
+    for name, mode, text in (
+        ("run.yaml", "w", run_yaml),
+        ("command.txt", "a", command),
+        ("environment.txt", "w", environment_text(device)),
+    ):
+        with _refusal(folder, folder / name), open(folder / name, mode) as file:
+            file.write(text)
+
+
+def environment_text(device: torch.device) -> str:
+    """Versions, machine, source and the variables that can change speed or numbers, one `name: value` per line."""
+    rows = {
+        "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        "device": _device_name(device),
+        "source": _source_state(),
+    }
+    rows |= {f"package {name}": version for name in _PACKAGES if (version := _version(name)) is not None}
+    variables = sorted(name for name in os.environ if name.startswith(_VARIABLE_PREFIXES))
+    rows |= {f"variable {name}": os.environ[name] for name in variables}
+    return "".join(f"{name}: {value}\n" for name, value in rows.items())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    memory = properties.total_memory / 2**30
+    return f"{properties.name}, {memory:.1f} GiB, {torch.cuda.device_count()} on this host, CUDA {torch.version.cuda}"
+
+
+def _source_state() -> str:
+    """The commit of the checkout this runs from."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return "not a git checkout"
+    return f"commit {commit}{', with local changes' if _git('status', '--porcelain', '--untracked-files=no') else ''}"
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(_SOURCE), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

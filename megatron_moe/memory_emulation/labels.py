@@ -1,0 +1,105 @@
+"""Tells the tracker which module is at work, and which tensors stay from step to step."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from megatron_moe.memory_emulation.tracker import Tracker
+from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.train.pipeline_stage import Pipeline
+from megatron_moe.train.trainer import Trainer
+
+_METHODS = ("forward", "loss", "logits", "first", "second")
+"""Through which a module is entered."""
+_EXCHANGE = ("start_dispatch", "finish_dispatch", "start_combine", "finish_combine")
+
+
+def label_model(model: nn.Module, tracker: Tracker) -> None:
+    """From now on what a module takes is labelled with its part of the model; the names are those of a dry run."""
+    for path, module in model.named_modules():
+        label = _label(path)
+        if label:
+            _enter(module, _METHODS, label, tracker)
+        if isinstance(module, MoELayer):
+            _enter(module.dispatcher, _EXCHANGE, "dispatch", tracker)
+
+
+def _label(path: str) -> str:
+    """Part of the model that a module at this path is; empty: it takes that of what is around it."""
+    words = path.split(".")
+    if words[0] == "mtp":
+        return "mtp"
+    if words[0] == "embedding":
+        return "embedding"
+    if words[0] == "output_layer":
+        return "head"
+    if len(words) == 2 and words[1] == "final_layernorm":
+        return "final_norm"
+    return _in_layer(words[3:])
+
+
+def _in_layer(words: list[str]) -> str:
+    match words:
+        case []:
+            return "residual"
+        case ["input_layernorm"]:
+            return "input_norm"
+        case ["self_attention"]:
+            return "attention"
+        case ["pre_mlp_layernorm"]:
+            return "mlp_norm"
+        case ["mlp"]:
+            return "mlp"
+        case ["mlp", "router"]:
+            return "router"
+        case ["mlp", "experts"]:
+            return "experts"
+        case ["mlp", "shared_experts"]:
+            return "shared"
+    return ""
+
+
+def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) -> None:
+    """Puts the label around methods of one object."""
+    for name in methods:
+        method = getattr(target, name, None)
+        if callable(method):
+            setattr(target, name, _labelled(method, label, tracker))
+
+
+def _labelled(method: Callable[..., Any], label: str, tracker: Tracker) -> Callable[..., Any]:
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with tracker.within(label):
+            return method(*args, **kwargs)
+
+    return run
+
+
+def label_links(pipeline: Pipeline, tracker: Tracker) -> None:
+    """What comes from other pipeline ranks is labelled "pipeline"."""
+    _enter(pipeline.links, ("receive",), "pipeline", tracker)
+
+
+def mark_state(trainer: Trainer, tracker: Tracker) -> None:
+    """Weights, gradients, master weights and moments."""
+    for buffer in trainer.buffers.buffers:
+        tracker.is_state(buffer.weights, "weights")
+        tracker.is_state(buffer.grads, "gradients")
+    for state in trainer.optimizer.states:
+        kept = state.kept
+        named = [("moments", kept.exp_avg), ("moments", kept.exp_avg_sq)]
+        if kept.master is not None:
+            named.append(("master weights", kept.master))
+        for kind, packed in named:
+            for tensor in packed.parts:
+                tracker.is_state(tensor, kind if state.home == "device" else "host")
+
+
+def mark_pages(trainer: Trainer, tracker: Tracker) -> None:
+    """Pages hold activations; they are made in the first step."""
+    if trainer.model.saved_tensors.stash is not None:
+        for tensor in trainer.model.saved_tensors.stash.buffers():
+            tracker.is_state(tensor, "activations")

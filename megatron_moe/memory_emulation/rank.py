@@ -1,0 +1,208 @@
+"""One rank of a world without peers takes a step, and what memory that takes is written down.
+
+On torch's device "meta" nothing is computed and nothing is allocated: tensors have sizes and no data, and kernels are
+those of `kernels.py`. With a GPU the step is a real one; only what would come from other ranks is missing. Both are the
+program's own model, schedule and optimizer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe import build
+from megatron_moe.config.emulation import RoutedLoad
+from megatron_moe.config.moe import RouterConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.batch import MicroBatch, TokenMeta, split_sequence
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.ops import RoutedTokens
+from megatron_moe.logs.timers import Timers
+from megatron_moe.memory.transfers import Transfers
+from megatron_moe.memory_emulation.kernels import emulated_bundle
+from megatron_moe.memory_emulation.labels import (
+    label_links,
+    label_model,
+    mark_pages,
+    mark_state,
+)
+from megatron_moe.memory_emulation.tracker import (
+    HOST,
+    Phase,
+    Timeline,
+    Tracker,
+)
+from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.pipeline.schedule import num_warmup
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """What is known of a rank that took a step."""
+
+    rank: int
+    """Of the world."""
+    pipeline_rank: int
+    num_microbatches: int
+    """Of the step that was taken: enough for the fullest moment."""
+    timeline: Timeline
+    allocator_peak: int | None
+    """Of the CUDA allocator, where there is one."""
+    requested_peak: int | None
+    """The same before it rounds."""
+
+
+def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbatches: int | None = None) -> EmulatedRun:
+    """Builds rank `rank` of the plan's world on this device and takes two steps, the second of which counts.
+
+    `num_microbatches`: of a step; None: as many as bring it to its fullest moment.
+    """
+    emulation = plan.emulation
+    assert emulation is not None, "a plan that asks for no emulation"
+    parallel = replace(plan.parallel, embedding_ranks=plan.layout.embedding_ranks(tied=plan.model.tied_embeddings))
+    context = ParallelContext.fake(
+        parallel, rank, dtype=torch_dtype(plan.precision.params), device=device, imbalance=emulation.imbalance
+    )
+    try:
+        if device.type == "meta":
+            kernels = emulated_bundle(plan.kernels, context.dtype)
+        else:
+            kernels = with_assumed_choices(build.build_kernels(plan, context), context)
+        return take_steps(plan, context, kernels, num_microbatches or enough_microbatches(plan))
+    finally:
+        context.stop()
+
+
+def take_steps(plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int) -> EmulatedRun:
+    """Two steps of the real program, the first to warm up."""
+    on_gpu = context.device.type == "cuda"
+    tracker = Tracker(device_type=context.device.type)
+    with tracker:
+        trainer = _trainer(plan, context, kernels, tracker)
+        mark_state(trainer, tracker)
+        state = TrainState()
+        fewest = min(plan.schedule(num_microbatches).group, num_microbatches)
+        for is_last, number in ((False, fewest), (True, num_microbatches)):
+            batches = make_batches(plan, context, number)
+            if is_last:
+                tracker.begin()
+                _reset_peak(context.device)
+            outcome = trainer.step(batches, state)
+            mark_pages(trainer, tracker)
+            state.advance(outcome.num_samples, plan)
+            del batches, outcome
+    return EmulatedRun(
+        rank=context.rank,
+        pipeline_rank=context.group("pp").rank,
+        num_microbatches=num_microbatches,
+        timeline=tracker.timeline(),
+        allocator_peak=torch.cuda.max_memory_allocated(context.device) if on_gpu else None,
+        requested_peak=_requested_peak(context.device) if on_gpu else None,
+    )
+
+
+def enough_microbatches(plan: RunPlan) -> int:
+    """Warm-up of the first pipeline rank and two more rounds, and as many as wait for weight gradients: after these
+    nothing new is ever kept."""
+    whole = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    config = plan.schedule(whole)
+    warmup = -(-num_warmup(config, 0) // config.vpp)
+    wanted = warmup + 2 * config.pp + plan.memory.expert_wgrad_interval - 1
+    rounds = -(-wanted // config.group) * config.group
+    return min(rounds if config.vpp > 1 else wanted, whole)
+
+
+class _Spans(Timers):
+    """Tells the tracker where in the step it is."""
+
+    def __init__(self, tracker: Tracker, device: torch.device) -> None:
+        super().__init__(0, device)
+        self._tracker = tracker
+
+    @contextmanager
+    def span(self, name: str, level: int) -> Iterator[None]:
+        """See `Timers`; nothing is timed."""
+        phase: Phase = "forward" if name == "forward-backward" else "update"
+        with self._tracker.during(phase):
+            yield
+
+
+class _HostMemory(Transfers):
+    """Copies of tensors without data: what goes to the host is on no device."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def _host_memory(self, flat: Tensor) -> Tensor:
+        buffer = super()._host_memory(flat)
+        self._tracker.is_state(buffer, HOST)
+        return buffer
+
+
+def _trainer(plan: RunPlan, context: ParallelContext, kernels: KernelSet, tracker: Tracker) -> Trainer:
+    model = build.build_model(plan, context, kernels)
+    if context.device.type == "meta" and model.saved_tensors.offload is not None:
+        model.saved_tensors.offload.transfers = _HostMemory(tracker)
+    label_model(model, tracker)
+    trainer = build.build_trainer(plan, context, model, kernels, _Spans(tracker, context.device))
+    label_links(trainer.pipeline, tracker)
+    return trainer
+
+
+def make_batches(plan: RunPlan, context: ParallelContext, number: int) -> list[MicroBatch]:
+    """This rank's part of so many microbatches, whose tokens mean nothing."""
+    return [split_sequence(_batch(plan, context.device), context) for _ in range(number)]
+
+
+def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
+    """Tokens without meaning, in one document per sequence."""
+    size, length = plan.batch.micro, plan.data.seq_length
+    tokens_BS = torch.arange(size * length, device=device).remainder(plan.data.vocab_size).view(size, length)
+    wide = torch.promote_types(torch.float32, torch_dtype(plan.precision.params))
+    positions_BS = torch.arange(length, device=device).repeat(size, 1)
+    segments_BS = torch.zeros_like(positions_BS) if plan.data.reset_attention_mask else None
+    meta = TokenMeta(
+        positions_BS=positions_BS, segments_BS=segments_BS, max_seqlen=length if segments_BS is not None else None
+    )
+    mask_BS = torch.ones(size, length, device=device, dtype=wide)
+    return MicroBatch(tokens_BS=tokens_BS, labels_BS=tokens_BS.clone(), loss_mask_BS=mask_BS, meta=meta)
+
+
+def with_assumed_choices(kernels: KernelSet, context: ParallelContext) -> KernelSet:
+    """The bundle, whose router takes the experts that the assumed load says, with weights as they are."""
+    load = context.assumed_load
+    assert load is not None, "a world with peers assumes nothing"
+
+    def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
+        ids_TK = assumed_ids(load, config, len(logits_TE), logits_TE.device)
+        routed = kernels.route(logits_TE, bias_E, config, **given)
+        return routed._replace(ids_TK=ids_TK, counts_E=kernels.count_tokens(ids_TK, config.num_experts))
+
+    functions = {op: getattr(kernels, op) for op in OPS} | {"route": route}
+    return KernelSet.of(functions, kernels.choices)
+
+
+def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device: torch.device) -> Tensor:
+    """int64 [T, K]: choices with the counts of the load, no expert twice for a token."""
+    num_choices = num_tokens * config.topk
+    counts_E = torch.tensor(load.counts(config.num_experts, num_choices), device=device)
+    experts = torch.arange(config.num_experts, device=device)
+    ids = experts.repeat_interleave(counts_E, output_size=num_choices)
+    # an expert's stretch is never longer than the tokens, so it meets each of them once at most
+    return ids.view(config.topk, num_tokens).T.contiguous()
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _requested_peak(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])

@@ -1,0 +1,224 @@
+"""Output head: logits over the vocabulary and the cross-entropy, vocabulary-parallel and optionally fused chunk by
+chunk."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.kernels.autograd import give
+from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.kernels.reference import store
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.linear import column_product
+from megatron_moe.parallel.param_meta import ParamMeta
+from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
+
+
+class Head(nn.Module):
+    """logits = hidden W^T + b over the padded vocabulary. When tied, W is the word embedding and is handed in.
+
+    A tensor parallel rank makes the logits of its part of the vocabulary, V / tp below, for all positions.
+    """
+
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self.kernels = kernels
+        self.loss_chunk = config.loss_chunk
+        self.weight = None
+        if not config.tied_embeddings:
+            weight = ParamMeta(role="head", fan_in=config.hidden_size, tp_dim=0)
+            self.weight = new_parameter((config.vocab_size, config.hidden_size), weight, ctx)
+        self.bias = None
+        if config.head_bias:
+            bias = ParamMeta(role="bias", init="zeros", tp_dim=0, decay=False)
+            self.bias = new_parameter((config.vocab_size,), bias, ctx)
+
+    def forward(
+        self,
+        hidden_SBH: Tensor,
+        tied_VH: Tensor | None = None,
+        *,
+        labels_BS: Tensor | None = None,
+        detach: bool = False,
+    ) -> Tensor:
+        """-> logits [S, B, V / tp], or with labels the loss of every token. `detach`: the head is used, not trained."""
+        weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
+        bias_V: Tensor | None = self.bias
+        assert weight_VH is not None, "a tied head needs the word embedding"
+        if detach:
+            weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
+        if labels_BS is not None and self.loss_chunk is not None:
+            return self._chunked_loss(hidden_SBH, weight_VH, bias_V, labels_BS, self.loss_chunk)
+        logits_SBV = column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels)
+        return logits_SBV if labels_BS is None else self.loss(logits_SBV, labels_BS)
+
+    def _chunked_loss(
+        self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_BS: Tensor, chunk: int
+    ) -> Tensor:
+        """The loss without the logits of all tokens -> [B, S]"""
+        whole_SBH = enter_tensor_parallel(hidden_SBH, self.ctx)
+        seq, batch, hidden = whole_SBH.shape
+        tp, labels_T = self.ctx.group("tp"), labels_BS.T.reshape(-1)
+        loss_T = linear_cross_entropy(
+            self.kernels, whole_SBH.reshape(-1, hidden), weight_VH, bias_V, labels_T, tp, chunk
+        )
+        return loss_T.view(seq, batch).T
+
+    def loss(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
+        """-log p(label) of every token -> [B, S] in promote(fp32, dtype)."""
+        seq, batch, vocab = logits_SBV.shape
+        loss_T = cross_entropy(self.kernels, logits_SBV.view(-1, vocab), labels_BS.T.reshape(-1), self.ctx.group("tp"))
+        return loss_T.view(seq, batch).T
+
+
+def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
+    """-log softmax(logits)[label], in promote(fp32, dtype) -> [T], the same on every rank of the group.
+
+    Rank r has logits r * V .. (r + 1) * V - 1 of the whole vocabulary; labels are ids of the whole.
+    """
+    if group.size == 1:
+        return kernels.cross_entropy(logits_TV, labels_T)
+    return _CrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Backward: softmax minus one at the label, of this rank's logits; no rank needs another's."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
+        wide_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
+        num_held = wide_TV.shape[1]
+        ids_T = labels_T - group.rank * num_held
+        held_T = (ids_T >= 0) & (ids_T < num_held)
+        ids_T = ids_T.clamp(0, num_held - 1)
+        # tp: three all-reduces of one number per token, none in the backward
+        peak_T = all_reduce_(wide_TV.amax(dim=-1), group, op="max")
+        sum_T = all_reduce_((wide_TV - peak_T[:, None]).exp().sum(dim=-1), group)
+        label_T = wide_TV.gather(-1, ids_T[:, None]).squeeze(-1)
+        label_T = all_reduce_(torch.where(held_T, label_T, 0), group)
+        normalizer_T = peak_T + sum_T.log()
+        ctx.save_for_backward(logits_TV, normalizer_T, ids_T, held_T)
+        return normalizer_T - label_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TV, normalizer_T, ids_T, held_T = ctx.saved_tensors
+        grad_TV = (logits_TV.to(normalizer_T.dtype) - normalizer_T[:, None]).exp()
+        grad_TV.scatter_add_(-1, ids_T[:, None], -held_T.to(grad_TV.dtype)[:, None])
+        return (grad_TV * grads[0][:, None]).to(logits_TV.dtype), None, None
+
+
+def linear_cross_entropy(
+    kernels: Kernels,
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    group: ProcessGroup,
+    chunk: int,
+) -> Tensor:
+    """`cross_entropy` of hidden times weight transposed plus bias -> [T]; `chunk` tokens at a time.
+
+    Weight and bias are this rank's part of the vocabulary, and so is the gradient of the hidden states that they give.
+    """
+    settings = _Settings(kernels, group, chunk)
+    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, labels_T, settings)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    kernels: Kernels
+    group: ProcessGroup
+    chunk: int
+
+    def slices(self, num_tokens: int) -> Iterator[slice]:
+        """Of no tokens one, and empty."""
+        for start in range(0, max(num_tokens, 1), self.chunk):
+            yield slice(start, min(start + self.chunk, num_tokens))
+
+    def logits(self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        return self.kernels.linear_forward(Operand(data=hidden_TH), Operand(data=weight_VH), bias_V)
+
+    def loss(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        return cross_entropy(self.kernels, logits_TV, labels_T, self.group)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_T: Tensor, settings: _Settings
+    ) -> Tensor:
+        loss_T = hidden_TH.new_empty(len(labels_T), dtype=internal_dtype(hidden_TH.dtype))
+        for rows in settings.slices(len(labels_T)):
+            loss_T[rows] = settings.loss(settings.logits(hidden_TH[rows], weight_VH, bias_V), labels_T[rows])
+        ctx.save_for_backward(hidden_TH, labels_T, bias_V)
+        ctx.weight, ctx.settings = weight_VH, settings
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, labels_T, bias_V = ctx.saved_tensors
+        work = _Gradients(ctx.settings, hidden_TH, ctx.weight, bias_V, labels_T, grads[0])
+        grad_weight = give(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
+        if work.grad_hidden_TH is None:  # nobody wants the weight's gradient, or only later
+            work.run(None, False)
+        grad_bias = work.grad_bias_V if ctx.needs_input_grad[2] else None
+        return work.grad_hidden_TH, grad_weight, grad_bias, None, None
+
+
+class _Gradients:
+    """The backward, chunk by chunk."""
+
+    def __init__(
+        self,
+        settings: _Settings,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        grad_T: Tensor,
+    ) -> None:
+        self._settings, self._grad_T = settings, grad_T
+        self._hidden_TH, self._weight_VH, self._bias_V, self._labels_T = hidden_TH, weight_VH, bias_V, labels_T
+        self.grad_hidden_TH: Tensor | None = None
+        self.grad_bias_V: Tensor | None = None
+
+    def run(self, out: Tensor | None, accumulate: bool) -> None:
+        """The weight's gradient goes to `out`, if there is one; hidden states and bias get theirs the first time."""
+        # chunks are added up in the internal dtype, whatever the dtype of the result
+        wide = out
+        if out is not None and out.dtype is not internal_dtype(out.dtype):
+            wide = torch.empty_like(out, dtype=internal_dtype(out.dtype))
+        first_time, biases = self.grad_hidden_TH is None, []
+        grad_hidden_TH = torch.empty_like(self._hidden_TH) if self.grad_hidden_TH is None else self.grad_hidden_TH
+        for rows in self._settings.slices(len(self._labels_T)):
+            grad_TV = self._of_logits(rows)
+            grad = Operand(data=grad_TV)
+            if wide is not None:
+                adding = rows.start > 0 or (accumulate and wide is out)
+                self._settings.kernels.linear_weight_grad(grad, Operand(data=self._hidden_TH[rows]), wide, adding)
+            if first_time:
+                grad_hidden_TH[rows] = self._settings.kernels.linear_input_grad(grad, Operand(data=self._weight_VH))
+                if self._bias_V is not None:
+                    biases.append(grad_TV.sum(dim=0, dtype=internal_dtype(grad_TV.dtype)))
+        self.grad_hidden_TH = grad_hidden_TH
+        if biases and self._bias_V is not None:
+            self.grad_bias_V = torch.stack(biases).sum(dim=0).to(self._bias_V.dtype)
+        if out is not None and wide is not None and wide is not out:
+            store(out, wide, accumulate)
+
+    def _of_logits(self, rows: slice) -> Tensor:
+        """Gradient of the logits of some tokens."""
+        logits_TV = self._settings.logits(self._hidden_TH[rows], self._weight_VH.detach(), self._bias_V)
+        logits_TV = logits_TV.detach().requires_grad_()
+        with torch.enable_grad():
+            loss_T = self._settings.loss(logits_TV, self._labels_T[rows])
+        (grad_TV,) = torch.autograd.grad(loss_T, logits_TV, self._grad_T[rows])
+        return grad_TV

@@ -1,0 +1,196 @@
+"""The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.moe.experts import Experts
+from megatron_moe.moe.latent import latent_projections
+from megatron_moe.moe.node_chain import LayerState, Node, parameters_of, run_nodes
+from megatron_moe.moe.router import Router
+from megatron_moe.moe.shared_experts import SharedExperts
+from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
+from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
+from megatron_moe.moe.token_dispatcher.base import (
+    DispatchedTokens,
+    Dispatcher,
+    Routing,
+)
+from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import Linear
+
+
+class MoELayer(nn.Module):
+    """A sparse feed-forward block: each token visits a few of many experts.
+
+    For the tokens x_t of a microbatch:
+
+    1. route    The router scores all experts for x_t, chooses K of them, and gives each choice a weight p. Choices
+                beyond an expert's capacity are dropped.
+    2. dispatch x_t (its latent projection, if there is one) is copied once per choice into rows sorted by expert, and p
+                goes with it.
+    3. compute  Every expert turns its rows into fc2(p * act(fc1(x))).
+    4. combine  The rows of a token are added up: sum over its choices of p * expert(x_t).
+    5. post     The latent projection is undone, and the shared experts' output of x_t is added.
+
+    Each is a method. `nodes` is the chain of these methods, with dispatch and combine split into start and finish;
+    `forward` runs it. Between dispatch and combine all sizes are known to the host. With `spec.shared_overlap` the
+    first matrix of the shared experts is a node between the halves of dispatch, and the second one a node between the
+    halves of combine.
+    """
+
+    fc1_latent_proj: Linear | None
+    fc2_latent_proj: Linear | None
+    shared_experts: SharedExperts | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        layer: int,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        saved_tensors: SavedTensorPolicy | None = None,
+    ) -> None:
+        """`layer` is the global index, under which metrics are reported."""
+        super().__init__()
+        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+        hidden_size = config.router.hidden_size
+        expert_width = config.latent_size or hidden_size
+        assert config.experts.hidden_size == expert_width, (
+            f"experts of width {config.experts.hidden_size}: {expert_width}"
+        )
+        assert config.experts.num_experts == config.router.num_experts, f"{config.router.num_experts} experts routed"
+        assert not config.shared_overlap or config.latent_size is None, "shared experts overlap in no latent layer"
+        assert not config.experts.probs_on_input or config.router.topk == 1, "probabilities on the input need k = 1"
+        replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
+        assert not replicated, "every token must be on one tensor parallel rank alone: sequence parallelism"
+        self.router = Router(config.router, config.capacity, layer, ctx, kernels)
+        self.experts = Experts(config.experts, ctx, kernels, self.saved_tensors)
+        self.shared_experts = None if config.shared is None else SharedExperts(config.shared, ctx, kernels)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if config.latent_size is not None:
+            projections = latent_projections(hidden_size, config.latent_size, ctx, kernels)
+            self.fc1_latent_proj, self.fc2_latent_proj = projections
+        self.dispatcher = make_dispatcher(config, ctx, kernels)
+        self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
+
+    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Tensor:
+        """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
+        state = run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), meta)
+        out_SBH: Tensor = state.out_SBH
+        return out_SBH
+
+    def route(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
+        """Selects the experts of each of the T = S * B tokens, t = s * B + b."""
+        routing: Routing = self.router(hidden_SBH, meta, given_ids_TK)
+        return routing
+
+    def tokens(self, hidden_SBH: Tensor) -> Tensor:
+        """What is dispatched: the hidden state, or its latent projection [S, B, L]."""
+        return hidden_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden_SBH)
+
+    def dispatch(self, hidden_SBH: Tensor, routing: Routing) -> tuple[DispatchedTokens, Any]:
+        """Sends tokens to the ranks of their experts and receives the rows of this rank's experts, with the handle for
+        `combine`."""
+        tokens_TH = self.tokens(hidden_SBH).flatten(0, 1)
+        return self.dispatcher.finish_dispatch(self.dispatcher.start_dispatch(tokens_TH, routing))
+
+    def compute(self, rows: DispatchedTokens) -> DispatchedTokens:
+        """Runs the experts."""
+        result: DispatchedTokens = self.experts(rows)
+        return result
+
+    def combine(self, rows: DispatchedTokens, handle: Any) -> Tensor:
+        """Sums every token's rows: [T, H], or [T, L] in a latent space."""
+        return self.dispatcher.finish_combine(self.dispatcher.start_combine(rows, handle))
+
+    def post(self, hidden_SBH: Tensor, routed_TH: Tensor, shared_SBH: Tensor | None = None) -> Tensor:
+        """Projects back from the latent space, to [S, B, H], and adds the shared experts' output of `hidden_SBH`.
+        `shared_SBH`: that output if it is already known."""
+        if self.fc2_latent_proj is not None:
+            routed_TH = self.fc2_latent_proj(routed_TH)
+        routed_SBH = routed_TH.view_as(hidden_SBH)
+        if self.shared_experts is None:
+            return routed_SBH
+        if shared_SBH is None:
+            shared_SBH = self.saved_tensors.run("shared_experts", self.shared_experts, hidden_SBH)
+        return routed_SBH + shared_SBH
+
+    def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:
+        shared, in_dispatch, in_combine = self.shared_experts, [], []
+        if shared is not None and overlap_shared:
+            first, second = parameters_of(shared.linear_fc1), parameters_of(shared.linear_fc2, shared.gate_weight)
+            in_dispatch.append(Node("shared_first", "dispatch", partial(_shared_first, shared), first))
+            in_combine.append(Node("shared_second", "combine", partial(_shared_second, shared), second))
+            shared = None
+        return (
+            Node("router", "attention", self._route, parameters_of(self.router, self.fc1_latent_proj)),
+            Node("dispatch_start", "dispatch", self._start_dispatch),
+            *in_dispatch,
+            Node("dispatch_finish", "dispatch", self._finish_dispatch),
+            Node("experts", "experts", self._compute, parameters_of(self.experts)),
+            Node("combine_start", "combine", self._start_combine),
+            *in_combine,
+            Node("combine_finish", "combine", self._finish_combine),
+            Node("post", "post", self._post, parameters_of(self.fc2_latent_proj, shared)),
+        )
+
+    def _route(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            routing = self.route(state.normed_SBH, meta, state.given_ids_TK)
+            tokens_SBH = self.tokens(state.normed_SBH)
+        return state.evolve(routing=routing, tokens_SBH=tokens_SBH, given_ids_TK=None)
+
+    def _start_dispatch(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            pending = self.dispatcher.start_dispatch(state.tokens_SBH.flatten(0, 1), state.routing)
+        return state.evolve(pending=pending, routing=None, tokens_SBH=None)
+
+    def _finish_dispatch(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        rows, handle = self.dispatcher.finish_dispatch(state.pending)
+        return state.evolve(rows=rows, handle=handle, pending=None)
+
+    def _compute(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        return state.evolve(rows=self.compute(state.rows))
+
+    def _start_combine(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        pending = self.dispatcher.start_combine(state.rows, state.handle)
+        return state.evolve(pending=pending, rows=None, handle=None)
+
+    def _finish_combine(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        return state.evolve(routed_TH=self.dispatcher.finish_combine(state.pending), pending=None)
+
+    def _post(self, state: LayerState, meta: TokenMeta) -> LayerState:
+        with state.discard:
+            out_SBH = self.post(state.normed_SBH, state.routed_TH, state.shared)
+        return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
+
+
+def _shared_first(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+    with state.discard:
+        return state.evolve(shared=shared.first(state.normed_SBH))
+
+
+def _shared_second(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+    with state.discard:
+        return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
+
+
+def make_dispatcher(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:
+    """The dispatcher of the spec. When all experts are on one rank, every kind is the local one."""
+    num_experts, num_ranks = config.experts.num_experts, ctx.group("etp_ep").size
+    if num_ranks == 1:
+        return LocalDispatcher(kernels)
+    match config.dispatcher:
+        case "allgather":
+            return AllGatherDispatcher(num_experts, ctx, kernels)
+        case "alltoall":
+            return AllToAllDispatcher(num_experts, ctx, kernels)
+        case kind:
+            raise AssertionError(f"dispatcher '{kind}' over {num_ranks} ranks")

@@ -1,0 +1,51 @@
+"""Shared experts: an ordinary gated MLP that every token visits (DeepSeekMoE, arXiv 2401.06066 section 3.2)."""
+
+from torch import Tensor, nn
+
+from megatron_moe.config.moe import SharedExpertsConfig
+from megatron_moe.kernels import autograd
+from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.param_meta import ParamMeta
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+
+
+class SharedExperts(nn.Module):
+    """fc2(act(fc1(x))), times sigmoid(x w^T) per token when gated (Qwen2-MoE).
+
+    Several shared experts are one MLP of their joint width. Parameters: `linear_fc1.weight` [F or 2F, H] with the
+    gate's rows first, `linear_fc2.weight` [H, F], and `gate_weight` [1, H].
+    """
+
+    gate_weight: Parameter | None
+
+    def __init__(self, config: SharedExpertsConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        assert not config.mlp.bias, "shared experts have no biases"
+        self.activation = config.mlp.activation
+        self.kernels = kernels
+        hidden, ffn, fan = config.mlp.hidden_size, config.mlp.ffn_hidden_size, config.mlp.activation.fan
+        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, tp_dim=0, splits=(ffn,) * fan)
+        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, tp_dim=1, init="output")
+        self.gate_weight = None
+        if config.gate:
+            meta = ParamMeta(role="gate", fan_in=hidden, partial_over_tp=ctx.config.sequence_parallel)
+            self.gate_weight = new_parameter((1, hidden), meta, ctx)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return self.second(self.first(hidden), hidden)
+
+    def first(self, hidden: Tensor) -> Tensor:
+        """act(fc1(x)): [..., H] -> [..., F]"""
+        return self.kernels.activation(self.linear_fc1(hidden), None, self.activation)
+
+    def second(self, act: Tensor, hidden: Tensor) -> Tensor:
+        """What is left to do: [..., F] and [..., H] -> [..., H]"""
+        out: Tensor = self.linear_fc2(act)
+        if self.gate_weight is None:
+            return out
+        logit = autograd.linear(self.kernels, hidden, self.gate_weight)
+        gate = logit.to(internal_dtype(logit.dtype)).sigmoid()
+        return (out * gate).to(out.dtype)

@@ -1,0 +1,109 @@
+"""The all-gather dispatcher: every rank gets the tokens of all ranks and keeps the rows of its own experts.
+
+Over etp x ep ranks. What the experts of a rank give is added up per token, and a reduce-scatter adds up the ranks: over
+ep different experts, over etp partial sums of the same ones. Simple and without splits, for few ranks.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import Kernels, Operand, RowIndex, internal_dtype
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
+from megatron_moe.parallel import exchange
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.exchange import (
+    AllGather,
+    PendingExchange,
+    ReduceScatter,
+)
+
+
+@dataclass(frozen=True)
+class AllGatherHandle:
+    """What combine needs of dispatch."""
+
+    index: RowIndex
+    num_gathered: int
+    """Tokens of all ranks together."""
+
+
+@dataclass(frozen=True)
+class PendingAllGather:
+    """Tokens and their routing on their way to all ranks."""
+
+    tokens: PendingExchange
+    choices: PendingExchange
+    """Ids [T, K], or the columns of the dense map [T, E]."""
+    probs: PendingExchange
+    routing: Routing
+
+
+class AllGatherDispatcher:
+    """The host reads nothing: buffers have the bound that no routing exceeds, every token of every rank at as many of
+    this rank's experts as it can visit, or every expert's capacity when experts are padded to it. All ranks must have
+    equally many tokens. Rows are sorted by expert, then by rank, then by token."""
+
+    host_reads = 0
+
+    def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.group = ctx.group("etp_ep")
+        ep = ctx.group("ep")
+        self.num_local = num_experts // ep.size
+        self.first = ep.rank * self.num_local
+
+    def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllGather:
+        """Sends this rank's tokens and their routing to all ranks."""
+        everyone = AllGather(self.group)
+        dense = routing.map_TE is not None
+        choices, probs = (routing.map_TE, routing.probs_TE) if dense else (routing.ids_TK, routing.probs_TK)
+        assert choices is not None and probs is not None, "a routing is sparse or dense"
+        # etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
+        return PendingAllGather(
+            exchange.start(everyone, tokens_TH),
+            exchange.start(everyone, choices),
+            exchange.start(everyone, probs),
+            routing,
+        )
+
+    def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, AllGatherHandle]:
+        """Copies all ranks' tokens to the rows of this rank's experts; rows that hold nothing are zeros."""
+        tokens_TH, choices, probs = pending.tokens.finish(), pending.choices.finish(), pending.probs.finish()
+        index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels)
+        if pending.routing.capacity is None:
+            bound = len(tokens_TH) * min(choices.shape[1], self.num_local)
+            index, probs_R = first_rows(index, bound), probs_R[:bound]
+        rows = DispatchedTokens(
+            data=Operand(data=self.kernels.permute(tokens_TH, index)),
+            probs_R=probs_R,
+            offsets_e=index.offsets_E,
+            bound=len(probs_R),
+        )
+        return rows, AllGatherHandle(index, len(tokens_TH))
+
+    def start_combine(self, rows: DispatchedTokens, handle: AllGatherHandle) -> tuple[PendingExchange, torch.dtype]:
+        """Adds up this rank's rows per token and sends the sums to the tokens' ranks."""
+        data_RH = rows.data.plain()
+        wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
+        sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_gathered)
+        # etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank
+        return exchange.start(ReduceScatter(self.group), sums_TH), data_RH.dtype
+
+    def finish_combine(self, pending: tuple[PendingExchange, torch.dtype]) -> Tensor:
+        """[T, H]: the sum of every token's rows."""
+        sums, dtype = pending
+        return sums.finish().to(dtype)
+
+    def _of_my_experts(self, routing: Routing, choices: Tensor, probs: Tensor) -> Routing:
+        """The routing of all ranks' tokens, as far as it goes to local experts, which count from 0."""
+        capacity = None if routing.capacity is None else routing.capacity * self.group.size
+        local = Routing(num_experts=self.num_local, counts_E=routing.counts_E, capacity=capacity)
+        if routing.map_TE is not None:
+            mine = slice(self.first, self.first + self.num_local)
+            return replace(local, map_TE=choices[:, mine], probs_TE=probs[:, mine])
+        ids_TK = choices - self.first
+        elsewhere = (ids_TK < 0) | (ids_TK >= self.num_local)
+        return replace(local, ids_TK=ids_TK.masked_fill(elsewhere, -1), probs_TK=probs)

@@ -1,0 +1,173 @@
+"""The all-to-all dispatcher: every row goes to the rank of its expert, and its result comes back.
+
+Over ep ranks an all-to-all carries rows sorted by expert. Over etp ranks, each of which holds a slice of the same
+experts, rows are gathered before the experts and their partial sums are reduced after them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import Kernels, Operand, RowIndex
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
+from megatron_moe.parallel import exchange
+from megatron_moe.parallel.collectives import all_gather_flat
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.exchange import (
+    AllGather,
+    AllToAll,
+    PendingExchange,
+)
+from megatron_moe.parallel.grid import expert_grid
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """How many rows go where. All ranks of etp x ep come to plans that fit each other."""
+
+    there: AllToAll
+    """Over ep, by the rank of the expert."""
+    over_etp: AllGather
+    num_sent: int
+    num_held: int
+    """Rows that the experts of this rank get, from all ranks of etp x ep."""
+    counts_Pe: Tensor
+    """int64 rows that every source sends to every local expert, in the order in which they arrive: the ranks of ep
+    within those of etp."""
+
+
+@dataclass(frozen=True)
+class AllToAllHandle:
+    """What combine needs of dispatch."""
+
+    index: RowIndex
+    """From tokens to the rows sent."""
+    order: RowIndex | None
+    """From the rows that arrived to rows sorted by expert; None: there is one expert."""
+    plan: ExchangePlan
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class PendingAllToAll:
+    """Rows and probabilities on their way to the experts."""
+
+    rows: PendingExchange
+    probs: PendingExchange
+    index: RowIndex
+    plan: ExchangePlan
+    num_tokens: int
+
+
+class AllToAllDispatcher:
+    """Buffers hold exactly the rows that come, so the host reads the counts once; not when experts are padded to their
+    capacity, which is known. Then all ranks must have equally many tokens. The order of rows is: by expert, then by
+    source in the order of etp, then ep, then by token."""
+
+    host_reads = 1
+
+    def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.assumed_load = ctx.assumed_load
+        self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
+        self.num_local = num_experts // self.ep.size
+        self.places_P = torch.tensor(_arrival_order(ctx), device=ctx.device)
+
+    def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
+        """Sorts rows by expert and sends them off."""
+        index, probs_R = index_rows(routing, self.kernels)
+        rows_RH = self.kernels.permute(tokens_TH, index)
+        plan = self._counted(index) if routing.capacity is None else self._padded(routing.capacity)
+        if plan.num_sent < len(rows_RH):
+            index = first_rows(index, plan.num_sent)
+            rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
+        # ep, backward the same way back: R * H elements, T * K * H when nothing is dropped; probabilities R elements
+        rows, probs = exchange.start(plan.there, rows_RH), exchange.start(plan.there, probs_R)
+        return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
+
+    def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
+        """Receives rows and sorts them by local expert."""
+        plan = pending.plan
+        # etp, backward reduce-scatter: what this rank received, etp times
+        data_RH = exchange.run(plan.over_etp, pending.rows.finish())
+        probs_R = exchange.run(plan.over_etp, pending.probs.finish())
+        order = self._order(plan)
+        if order is None:
+            offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
+        else:
+            data_RH = self.kernels.permute(data_RH, order)
+            probs_R, offsets_e = self.kernels.gather_probs(probs_R[:, None], order), order.offsets_E
+        rows = DispatchedTokens(data=Operand(data=data_RH), probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held)
+        return rows, AllToAllHandle(pending.index, order, plan, pending.num_tokens)
+
+    def start_combine(self, rows: DispatchedTokens, handle: AllToAllHandle) -> tuple[PendingExchange, AllToAllHandle]:
+        """Undoes the sorting, adds up the partial results of etp ranks, and sends rows back."""
+        data_RH, plan = rows.data.plain(), handle.plan
+        if handle.order is not None:
+            data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
+        # etp, backward all-gather; ep, backward the same way forth: as many elements as in dispatch
+        data_RH = exchange.run(plan.over_etp.transposed, data_RH)
+        return exchange.start(plan.there.transposed, data_RH), handle
+
+    def finish_combine(self, pending: tuple[PendingExchange, AllToAllHandle]) -> Tensor:
+        """[T, H]: the sum of every token's rows."""
+        rows, handle = pending
+        return self.kernels.unpermute(rows.finish(), handle.index, handle.num_tokens)
+
+    def _counted(self, index: RowIndex) -> ExchangePlan:
+        """Sizes by the counts of all ranks. The host reads them here."""
+        mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
+        flat = torch.empty(self.etp_ep.size * len(mine_E), dtype=torch.int64, device=mine_E.device)
+        # etp x ep: 8 * E bytes; no gradient flows through counts
+        all_gather_flat(flat, mine_E, self.etp_ep)
+        counts_PQe = flat.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_P]
+        rows_PQ = self._rows_of_ranks(counts_PQe.sum(dim=-1), len(index.token_R))
+        num_ep, here = self.ep.size, self.etp.rank * self.ep.size
+        to_me = [row[self.ep.rank] for row in rows_PQ]
+        send = tuple(rows_PQ[here + self.ep.rank])
+        gathered = tuple(sum(to_me[i : i + num_ep]) for i in range(0, len(to_me), num_ep))
+        return ExchangePlan(
+            there=AllToAll(self.ep, send, tuple(to_me[here : here + num_ep])),
+            over_etp=AllGather(self.etp, gathered),
+            num_sent=sum(send),
+            num_held=sum(gathered),
+            counts_Pe=counts_PQe[:, self.ep.rank],
+        )
+
+    def _rows_of_ranks(self, counts_PQ: Tensor, num_choices: int) -> list[list[int]]:
+        """Rows from every rank to every rank of ep, on the host. Where no other rank is there, what is assumed."""
+        if self.assumed_load is None:
+            rows_PQ: list[list[int]] = counts_PQ.tolist()
+            return rows_PQ
+        counts_E = self.assumed_load.counts(self.ep.size * self.num_local, num_choices)
+        starts = range(0, len(counts_E), self.num_local)
+        return [[sum(counts_E[start : start + self.num_local]) for start in starts]] * self.etp_ep.size
+
+    def _padded(self, capacity: int) -> ExchangePlan:
+        """Every rank sends every expert exactly `capacity` rows."""
+        num_sources, device = self.etp_ep.size, self.places_P.device
+        return ExchangePlan(
+            there=AllToAll(self.ep),
+            over_etp=AllGather(self.etp),
+            num_sent=self.ep.size * self.num_local * capacity,
+            num_held=num_sources * self.num_local * capacity,
+            counts_Pe=torch.full((num_sources, self.num_local), capacity, device=device),
+        )
+
+    def _order(self, plan: ExchangePlan) -> RowIndex | None:
+        """Sorts what arrived by local expert, stably."""
+        num_sources, num_local = plan.counts_Pe.shape
+        if num_local == 1:
+            return None
+        expert_Pe = torch.arange(num_local, device=plan.counts_Pe.device).expand(num_sources, num_local)
+        ids_R = expert_Pe.flatten().repeat_interleave(plan.counts_Pe.flatten(), output_size=plan.num_held)
+        return self.kernels.sort_rows(ids_R[:, None], num_local, None)
+
+
+def _arrival_order(ctx: ParallelContext) -> list[int]:
+    """Places in the etp x ep group, in the order in which rows of its ranks arrive: ep within etp."""
+    grid, ranks = expert_grid(ctx.config), ctx.group("etp_ep").ranks
+    at = [grid.coordinates(rank) for rank in ranks]
+    return sorted(range(len(ranks)), key=lambda place: (at[place]["tp"], at[place]["ep"]))

@@ -1,0 +1,226 @@
+"""Optimizer state in host memory: stepped there, or parked there and stepped on the device.
+
+Both give the numbers of a resident optimizer. A state that the host steps never is on the device: gradients go down,
+new weights come up. A parked state visits the device for its update, chunk by chunk, and what was copied back is what
+the verdict left of it; the host is not asked.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels.low_precision_state import PackedState
+from megatron_moe.kernels.ops import AdamWStep, Kernels
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.optim.state import AdamState, StoredState
+from megatron_moe.parallel.transfers import Mark, Transfers
+
+_HOST_CHUNK = 1 << 20
+"""Elements that travel and are stepped at a time: few enough for the host's caches."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The numbers of one step. Tensors are scalars where the state is stepped."""
+
+    lr: float
+    decoupled_lr: float | None
+    weight_decay: float
+    step: Tensor
+    """Number of the update, int64."""
+    grad_scale: Tensor
+    proceed: Tensor
+    nonfinite: Tensor
+    """See `AdamWStep`."""
+
+
+def apply(
+    update: Update, config: OptimizerConfig, kernels: Kernels, state: AdamState, kept: StoredState,
+    weights: Tensor, grads: Tensor, first: int,
+) -> None:  # fmt: skip
+    """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on."""
+    key = state.buffer.key
+    move = AdamWStep(
+        lr=update.decoupled_lr if key.decoupled_lr and update.decoupled_lr is not None else update.lr,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        weight_decay=update.weight_decay if key.decay else 0.0,
+        step=update.step,
+        grad_scale=update.grad_scale,
+        proceed=update.proceed,
+        nonfinite=update.nonfinite,
+    )
+    follow = None if kept.master is None else weights
+    master, exp_avg, exp_avg_sq = kept.master or PackedState("plain", weights), kept.exp_avg, kept.exp_avg_sq
+    if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
+        kernels.adamw_(master.data, grads, exp_avg.data, exp_avg_sq.data, move, follow)
+    else:
+        kernels.adamw_packed_(master, grads, exp_avg, exp_avg_sq, move, follow, first)
+
+
+class CPUStep:
+    """Steps states on the host.
+
+    The host waits until gradients, clip factor and verdict are there, and does nothing if the step is refused; the
+    device's own stream waits for nothing but the new weights. With `overlap` the gradients of the next chunk and the
+    weights of the last one travel while the host computes.
+    """
+
+    def __init__(
+        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, transfers: Transfers
+    ) -> None:
+        """`kernels`: of the device; where that is the CPU, they step host states too."""
+        self._states = tuple(states)
+        self._config = config
+        self._transfers = transfers
+        self._kernels = _host_kernels(config.offload, kernels, self._states) if states else kernels
+        self._grads: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        if states:
+            size = min(_HOST_CHUNK, max(state.size for state in states))
+            grads = max((state.grads.dtype for state in states), key=_width)
+            weights = max((state.weights.dtype for state in states), key=_width)
+            offload = config.offload
+            self._grads = [transfers.room(size, grads, pinned=offload.pin_grads) for _ in range(2)]
+            self._weights = [transfers.room(size, weights, pinned=offload.pin_params) for _ in range(2)]
+            self._scalars = transfers.room(4, torch.float64)
+
+    def run(self, update: Update) -> None:
+        """Steps everything. When it returns new weights are on their way, and the device waits for them."""
+        if not self._states or self._states[0].weights.is_meta:  # without data there is nothing to wait for
+            return
+        chunks = list(self._chunks())
+        begin = self._transfers.mark()
+        here = self._on_host(update)
+        if not here.proceed:
+            return
+        ahead = self._config.offload.overlap
+        coming = [self._bring(0, chunks)]
+        going: list[Mark] = []
+        for number, (state, start, end) in enumerate(chunks):
+            if ahead:
+                coming.append(self._bring(number + 1, chunks))
+            self._transfers.host_waits(coming[number])
+            if number >= 2:
+                self._transfers.host_waits(going[number - 2])  # the room is read until then
+            self._step(here, state, start, end, number % 2)
+            device = state.weights[start:end]
+            room = _view(self._weights[number % 2], device)
+            going.append(self._transfers.up(device, room, begin))
+            if not ahead:
+                self._transfers.host_waits(going[-1])
+                coming.append(self._bring(number + 1, chunks))
+        self._transfers.device_waits(going[-1])
+        if here.nonfinite:
+            update.nonfinite.fill_(True)
+
+    def _chunks(self) -> Iterator[tuple[AdamState, int, int]]:
+        for state in self._states:
+            for start, end in state.chunks(_HOST_CHUNK):
+                yield state, start, end
+
+    def _on_host(self, update: Update) -> Update:
+        """Waits for the step's scalars. The clip factor keeps its dtype."""
+        step_scalars = (update.step, update.grad_scale, update.proceed, update.nonfinite)
+        scalars = torch.stack([each.double() for each in step_scalars])
+        self._transfers.host_waits(self._transfers.down(self._scalars, scalars))
+        step, scale, proceed, nonfinite = self._scalars.unbind()
+        return replace(
+            update,
+            step=step.to(torch.int64),
+            grad_scale=scale.to(update.grad_scale.dtype),
+            proceed=proceed.to(torch.bool),
+            nonfinite=nonfinite.to(torch.bool),
+        )
+
+    def _bring(self, number: int, chunks: Sequence[tuple[AdamState, int, int]]) -> Mark:
+        """Gradients of a chunk."""
+        if number >= len(chunks):
+            return None
+        state, start, end = chunks[number]
+        grads = state.grads[start:end]
+        return self._transfers.down(_view(self._grads[number % 2], grads), grads)
+
+    def _step(self, update: Update, state: AdamState, start: int, end: int, slot: int) -> None:
+        weights = _view(self._weights[slot], state.weights[start:end])
+        grads = _view(self._grads[slot], state.grads[start:end])
+        kept = state.kept.part(start, end)
+        apply(update, self._config, self._kernels, state, kept, weights, grads, state.start + start)
+
+
+class StreamedStep:
+    """Steps parked states on the device: each chunk comes up while the one before is stepped and the one before that
+    goes down."""
+
+    def __init__(
+        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, transfers: Transfers
+    ) -> None:
+        self._states = tuple(states)
+        self._config = config
+        self._kernels = kernels
+        self._transfers = transfers
+
+    def run(self, update: Update) -> None:
+        """Launches everything; the device's own stream goes on when all state has left."""
+        chunks = list(self._chunks())
+        rooms: dict[int, tuple[StoredState, Mark]] = {}
+        gone: list[Mark] = []
+        for number in range(len(chunks) + 1):
+            if number >= 2:
+                self._transfers.device_waits(gone[number - 2])
+                del rooms[number - 2]  # its memory is free
+            if number < len(chunks):
+                rooms[number] = self._bring(*chunks[number])
+            if number > 0:
+                gone.append(self._step(update, *chunks[number - 1], *rooms[number - 1]))
+        if gone:
+            self._transfers.device_waits(gone[-1])
+
+    def _chunks(self) -> Iterator[tuple[AdamState, int, int]]:
+        for state in self._states:
+            size = state.size
+            if self._config.offload.chunk_bytes:
+                size = self._config.offload.chunk_bytes * state.size // sum(each.num_bytes for each in state.kept.all)
+            for start, end in state.chunks(size):
+                yield state, start, end
+
+    def _bring(self, state: AdamState, start: int, end: int) -> tuple[StoredState, Mark]:
+        home = state.kept.part(start, end)
+        room = home.like(state.weights.device)
+        after = self._transfers.mark()
+        mark = None
+        for into, source in zip(room.tensors, home.tensors, strict=True):
+            mark = self._transfers.up(into, source, after)
+        return room, mark
+
+    def _step(self, update: Update, state: AdamState, start: int, end: int, room: StoredState, here: Mark) -> Mark:
+        self._transfers.device_waits(here)
+        weights, grads = state.weights[start:end], state.grads[start:end]
+        apply(update, self._config, self._kernels, state, room, weights, grads, state.start + start)
+        mark = None
+        for into, source in zip(state.kept.part(start, end).tensors, room.tensors, strict=True):
+            mark = self._transfers.down(into, source)
+        return mark
+
+
+def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequence[AdamState]) -> Kernels:
+    device = states[0].weights.device
+    if device.type == "cpu" and not config.torch_kernel:
+        return kernels
+    name = "torch_native" if config.torch_kernel else "reference"
+    wishes = (("adamw_", name), ("adamw_packed_", name))
+    return select_kernels(KernelConfig(backend="reference", per_op=wishes), torch.device("cpu"), states[0].grads.dtype)
+
+
+def _view(room: Tensor, like: Tensor) -> Tensor:
+    """The beginning of a room with the size and dtype of another tensor."""
+    return room.view(torch.uint8)[: like.nbytes].view(like.dtype)
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize

@@ -1,0 +1,138 @@
+"""Learning rate and weight decay as functions of the training sequences consumed. Pure, no torch.
+
+The curves are Megatron's. The step that consumes samples n .. n + batch uses the values at n.
+"""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
+
+_NOT_PART_OF_THE_CURVE = ("override", "use_checkpoint")
+_LENGTHS = ("warmup_samples", "decay_samples", "wsd_decay_samples", "weight_decay_samples")
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """The curves of one run."""
+
+    config: LRConfig
+    decoupled: tuple[float, float] | None = None
+    """(largest, smallest) learning rate of embedding and head; None: they follow the others."""
+
+    @classmethod
+    def of(cls, config: LRConfig, optimizer: OptimizerConfig) -> "LRSchedule":
+        if optimizer.decoupled_lr is None:
+            return cls(config)
+        smallest = config.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        return cls(config, (optimizer.decoupled_lr, smallest))
+
+    def lr(self, samples: int) -> float:
+        """Learning rate after `samples` sequences."""
+        return _learning_rate(self.config, samples, self.config.max_lr, self.config.min_lr)
+
+    def decoupled_lr(self, samples: int) -> float | None:
+        """Learning rate of embedding and head: the same curve between its own bounds."""
+        return None if self.decoupled is None else _learning_rate(self.config, samples, *self.decoupled)
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay after `samples` sequences: from start to end value, constant afterwards."""
+        config = self.config
+        over = config.decay_samples if config.weight_decay_samples is None else config.weight_decay_samples
+        if config.weight_decay_style == "constant" or samples > over:
+            return config.end_weight_decay
+        ratio = samples / over
+        share = ratio if config.weight_decay_style == "linear" else _half_cosine(1.0 - ratio)
+        return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint records of the schedule."""
+        curve = {name: value for name, value in asdict(self.config).items() if name not in _NOT_PART_OF_THE_CURVE}
+        return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
+
+    def resumed(
+        self, saved: dict[str, Any], batch_sizes: tuple[int, int | None] = (1, None)
+    ) -> tuple["LRSchedule", list[str]]:
+        """The schedule to go on with after a checkpoint that recorded `saved`, and a line per value that differs.
+
+        `--override-opt_param-scheduler` lets the command line win, `--use-checkpoint-opt_param-scheduler` the
+        checkpoint; without either a difference is refused. Lengths that differ only because the same iterations have
+        another global batch size stay the checkpoint's: the learning rate goes on by samples.
+
+        Args:
+            batch_sizes: `--global-batch-size` of the run and of the checkpoint; None: not known.
+
+        Raises:
+            CheckpointProblem: values differ and neither flag was given.
+        """
+        own = self.to_json()
+        differences = {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
+        if not differences:
+            return self, []
+        pairs = [f"{name} {ours} (checkpoint: {theirs})" for name, (ours, theirs) in differences.items()]
+        if self.config.override:
+            return self, [f"learning rate schedule: {pair}, the command line wins" for pair in pairs]
+        if self.config.use_checkpoint:
+            return self._with(saved), [f"learning rate schedule: {pair}, the checkpoint wins" for pair in pairs]
+        now, then = batch_sizes
+        if then and all(
+            name in _LENGTHS and ours is not None and theirs is not None and math.isclose(ours * then, theirs * now)
+            for name, (ours, theirs) in differences.items()
+        ):
+            remedy = "--override-opt_param-scheduler makes the command line's win"
+            why = f"the same iterations with another --global-batch-size; the checkpoint wins ({remedy})"
+            return self._with(saved), [f"learning rate schedule: {pair}, {why}" for pair in pairs]
+        raise CheckpointProblem(
+            f"the learning rate schedule differs from the checkpoint's: {'; '.join(pairs)}; give "
+            f"--override-opt_param-scheduler to go on with the command line's values or "
+            f"--use-checkpoint-opt_param-scheduler to go on with the checkpoint's"
+        )
+
+    def _with(self, saved: dict[str, Any]) -> "LRSchedule":
+        own = self.to_json()
+        curve = {name: saved[name] for name in own if name in saved and name != "decoupled"}
+        decoupled = saved.get("decoupled", own["decoupled"])
+        return LRSchedule(replace(self.config, **curve), None if decoupled is None else (decoupled[0], decoupled[1]))
+
+
+def _learning_rate(config: LRConfig, samples: int, largest: float, smallest: float) -> float:
+    if config.warmup_samples > 0 and samples <= config.warmup_samples:
+        return config.init_lr + (largest - config.init_lr) * samples / config.warmup_samples
+    if config.style == "constant":
+        return largest
+    if samples > config.decay_samples:
+        return smallest
+    if config.style == "inverse-square-root":
+        return max(smallest, largest * math.sqrt(max(config.warmup_samples, 1) / max(samples, 1)))
+    return smallest + _share(config, samples) * (largest - smallest)
+
+
+def _share(config: LRConfig, samples: int) -> float:
+    """How much of the way from the smallest to the largest rate is left."""
+    if config.style == "WSD":
+        assert config.wsd_decay_samples is not None, "WSD needs wsd_decay_samples"
+        anneal_start = config.decay_samples - config.wsd_decay_samples
+        if samples <= anneal_start:
+            return 1.0
+        return _annealed(config.wsd_style, (samples - anneal_start) / config.wsd_decay_samples)
+    ratio = (samples - config.warmup_samples) / (config.decay_samples - config.warmup_samples)
+    return _half_cosine(ratio) if config.style == "cosine" else 1.0 - ratio
+
+
+def _annealed(style: str, ratio: float) -> float:
+    match style:
+        case "exponential":
+            return 2.0 * math.pow(0.5, ratio) - 1.0
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return _half_cosine(ratio)
+        case _:
+            return 1.0 - math.sqrt(ratio)
+
+
+def _half_cosine(ratio: float) -> float:
+    """1 at 0, 0 at 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * ratio))

@@ -1,0 +1,127 @@
+"""A layout that balances what stages cost.
+
+The cost model: floating-point operations of matrix products, forward and backward, per sequence (`count_flops.py`). A
+dense layer, a MoE layer, the layers of multi-token prediction and the head each have their own number; the head counts
+once per depth of multi-token prediction, because the loss stage computes all logits. The embedding is a lookup and
+costs nothing. Time per operation is taken to be the same everywhere, and memory is not looked at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.cost_model.flops import count_flops, count_layer_flops
+from megatron_moe.pipeline.layout import (
+    LayoutError,
+    PipelineLayout,
+    StageLayout,
+    place_layers,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """What the parts of a model cost, in any unit."""
+
+    layers: tuple[float, ...]
+    embedding: float = 0.0
+    mtp: float = 0.0
+    """All layers of multi-token prediction."""
+    loss: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.layers) + self.embedding + self.mtp + self.loss
+
+    def of(self, stage: StageLayout) -> float:
+        ends = self.embedding * stage.embedding + self.mtp * (stage.num_mtp > 0) + self.loss * stage.loss
+        return ends + sum(self.layers[layer] for layer in stage.layers)
+
+
+def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
+    """Operations of one sequence, forward and backward."""
+    whole = count_flops(model, 1, seq_length)
+    return StageCosts(
+        layers=tuple(float(count_layer_flops(layer, seq_length).total) for layer in model.layers),
+        mtp=float(whole.mtp),
+        loss=float(whole.head),
+    )
+
+
+def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -> PipelineLayout:
+    """The layout whose dearest stage is cheapest; among those, the one whose stages differ least (sum of squares).
+
+    Multi-token prediction goes where Megatron allows it: the last chunk of any rank but the first. Raises LayoutError.
+    """
+    if len(costs.layers) < pp * vpp - 2:
+        raise LayoutError(
+            f"{counted(len(costs.layers), 'layer')} cannot fill {counted(pp, 'pipeline rank')} x "
+            f"{counted(vpp, 'virtual stage')}: at most "
+            f"embedding and loss may have a stage without a layer"
+        )
+    last = pp * vpp - 1
+    mtp_stages = [last - 1, last] if num_mtp and pp > 2 else [last]
+    found = [_balance(costs, last + 1, mtp_stage) for mtp_stage in mtp_stages]
+    best = min(range(len(found)), key=lambda option: found[option][0])
+    return place_layers(found[best][1], pp, num_mtp, mtp_stages[best])
+
+
+Score = tuple[float, float]
+"""(dearest stage, sum of squares)."""
+
+
+def _balance(costs: StageCosts, num_stages: int, mtp_stage: int) -> tuple[Score, list[int]]:
+    """(score, layers per stage) of the best placement with multi-token prediction on a given stage: no layer comes
+    after it."""
+    ends = [0.0] * num_stages
+    ends[0] += costs.embedding
+    ends[mtp_stage] += costs.mtp
+    ends[-1] += costs.loss
+    below = [0.0, *accumulate(costs.layers)]
+    dearest = max(_cut(below, ends[: mtp_stage + 1], None)[0], *ends)
+    squares, counts = _cut(below, ends[: mtp_stage + 1], dearest)
+    behind = ends[mtp_stage + 1 :]
+    return (dearest, squares + sum(cost * cost for cost in behind)), counts + [0] * len(behind)
+
+
+def _cut(below: Sequence[float], ends: Sequence[float], limit: float | None) -> tuple[float, list[int]]:
+    """Cuts the layers into one run per stage by dynamic programming; (value, layers per stage).
+
+    `below[n]` is the cost of the first n layers, `ends[s]` what stage s costs without layers. Without a limit the value
+    is that of the dearest stage; with one, the sum of squares where no stage costs more than the limit.
+    """
+    infinite = float("inf")
+    value = [0.0] + [infinite] * (len(below) - 1)
+    choices: list[list[int]] = []
+    for fixed in ends:
+        best, choice = [infinite] * len(below), [0] * len(below)
+        for end in range(len(below)):
+            for start in range(end, -1, -1):
+                cost = fixed + below[end] - below[start]
+                if cost > (best[end] if limit is None else limit):
+                    break
+                joined = max(value[start], cost) if limit is None else value[start] + cost * cost
+                if joined < best[end]:
+                    best[end], choice[end] = joined, end - start
+        value = best
+        choices.append(choice)
+    counts, end = [], len(below) - 1
+    for choice in reversed(choices):
+        counts.append(choice[end])
+        end -= choice[end]
+    return value[-1], counts[::-1]
+
+
+def cost_table(layout: PipelineLayout, costs: StageCosts) -> str:
+    """One line per stage: its place, what it holds and its part of the cost; then how even that is."""
+    lines = layout.table().splitlines()
+    shares = [costs.of(stage) / costs.total for stage in layout.stages]
+    width = max(map(len, lines))
+    rows = [f"{lines[0]:<{width}}   cost"]
+    rows += [f"{line:<{width}} {share:>6.1%}" for line, share in zip(lines[1:], shares, strict=True)]
+    ranks = [sum(shares[rank :: layout.pp]) for rank in range(layout.pp)]
+    dearest = ranks.index(max(ranks))
+    rows.append(f"rank {dearest} is the dearest: {max(ranks) * layout.pp:.3f} times the mean over {layout.pp} ranks")
+    return "\n".join(rows)

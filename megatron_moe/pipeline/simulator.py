@@ -1,0 +1,286 @@
+"""Runs all ranks of a schedule on paper: does it end, is everything done once and in order, how long are ranks idle?
+
+Transfers are as strict as can be. Sends and receives between two computations are posted together, and the rank waits
+until all of them are done. Messages from one rank to another arrive in the order in which they were sent; no tag tells
+them apart. With `depth` 0 a send is done when its receive is posted (rendezvous); with a depth of k, k messages fit
+into the queue from one rank to another. What runs here runs under any freer rule.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_moe.pipeline.actions import (
+    Action,
+    Entry,
+    OverlappedPair,
+    Schedule,
+    exchanges,
+    parts,
+)
+from megatron_moe.pipeline.layout import StageMap
+from megatron_moe.pipeline.transfers import (
+    Task,
+    gives,
+    needs,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """Time that a whole rank (all its chunks) takes for one microbatch, in any unit; the mean over ranks."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    transfer: float = 0.0
+    """Of one message."""
+    stage_costs: tuple[float, ...] = ()
+    """What stages cost in relation to each other, in the order of the model; empty: all the same."""
+
+    def of(self, entry: Entry, stages: StageMap, rank: int) -> float:
+        """A chunk takes its share of a rank's time. The halves of a pair do not hide behind each other."""
+        return sum(self._of(action) * self._share(stages, rank, action.chunk) for action in parts(entry)) / stages.vpp
+
+    def _of(self, action: Action) -> float:
+        if action.kind == "backward":
+            return self.backward_input + self.backward_weight
+        return {"forward": self.forward, "backward_input": self.backward_input}.get(action.kind, self.backward_weight)
+
+    def _share(self, stages: StageMap, rank: int, chunk: int) -> float:
+        """Cost of a stage in units of the mean."""
+        if not self.stage_costs:
+            return 1.0
+        return self.stage_costs[stages.stage(rank, chunk)] * stages.num_stages / sum(self.stage_costs)
+
+
+@dataclass(frozen=True)
+class TimelineSpan:
+    """One computation of a rank."""
+
+    entry: Entry
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationReport:
+    """What a simulation found."""
+
+    spans: tuple[tuple[TimelineSpan, ...], ...]
+    """Per rank, in order."""
+    problems: tuple[str, ...]
+    """Deadlock, messages out of order, computations without their input or left out; empty for a good schedule."""
+    in_flight: tuple[int, ...]
+    """Per rank: most (microbatch, chunk) at a time between the start of their forward and the end of their backward."""
+
+    @property
+    def time(self) -> float:
+        """From the first start to the last end."""
+        return max((span.end for spans in self.spans for span in spans), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Idle part of the time, over all ranks."""
+        busy = sum(span.end - span.start for spans in self.spans for span in spans)
+        return 1.0 - busy / (self.time * len(self.spans)) if self.time else 0.0
+
+
+def simulate(
+    stages: StageMap, schedule: Schedule, *, durations: Durations | None = None, depth: int | None = 0
+) -> SimulationReport:
+    """Runs a schedule. `depth` None: queues without end."""
+    run = _Run(stages, schedule, durations or Durations(), depth)
+    run.run()
+    problems = [*run.problems, *_missing(stages, schedule)]
+    return SimulationReport(
+        spans=tuple(tuple(spans) for spans in run.spans),
+        problems=tuple(problems),
+        in_flight=tuple(most_in_flight(entries) for entries in schedule),
+    )
+
+
+def most_in_flight(entries: Iterable[Entry]) -> int:
+    """Most (microbatch, chunk) whose forward has begun and whose backward has not ended."""
+    most = now = 0
+    for entry in entries:
+        kinds = [action.kind for action in parts(entry)]
+        now += kinds.count("forward")
+        most = max(most, now)
+        now -= kinds.count("backward") + kinds.count("backward_weight")
+    return most
+
+
+@dataclass
+class _Line:
+    """Messages from one rank to another. The first one sent is the first one received."""
+
+    sent: list["_End"] = field(default_factory=list)
+    awaited: list["_End"] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _End:
+    """One end of a message."""
+
+    rank: int
+    action: Action
+    message: Task
+    """The computation whose result travels."""
+    ready: float
+    """When this rank posted it."""
+    number: int
+    """Place in the order of its line."""
+    receives: bool
+
+
+class _Run:
+    """One simulation. Ranks go on for as long as they can; an exchange that is posted or done wakes its other ends."""
+
+    def __init__(self, stages: StageMap, schedule: Schedule, durations: Durations, depth: int | None) -> None:
+        self._stages = stages
+        self._durations = durations
+        self._depth = depth
+        self._steps = [list(exchanges(entries)) for entries in schedule]
+        self._next = [0] * len(schedule)
+        self._clock = [0.0] * len(schedule)
+        self._open: list[list[_End]] = [[] for _ in schedule]
+        """Per rank: messages of the exchange it waits in that are not done."""
+        self._lines = {(a, b): _Line() for a in range(len(schedule)) for b in range(len(schedule))}
+        self._has: list[set[Task]] = [set() for _ in schedule]
+        self.spans: list[list[TimelineSpan]] = [[] for _ in schedule]
+        self.problems: list[str] = []
+
+    def run(self) -> None:
+        awake = deque(range(len(self._steps)))
+        while awake:
+            rank = awake.popleft()
+            if self._open[rank] and not self._finish(rank, awake):
+                continue
+            while self._next[rank] < len(self._steps[rank]):
+                step = self._steps[rank][self._next[rank]]
+                self._next[rank] += 1
+                if not isinstance(step, tuple):
+                    self._compute(rank, step)
+                    continue
+                self._open[rank] = [self._post(rank, action) for action in step]
+                awake.extend({_peer(action) for action in step})
+                if not self._finish(rank, awake):
+                    break
+        self.problems += self._stuck() or self._left_over()
+
+    def _compute(self, rank: int, entry: Action | OverlappedPair) -> None:
+        for action in parts(entry):
+            absent = [task for task in needs(self._stages, rank, action) if task not in self._has[rank]]
+            if absent:
+                self.problems.append(f"rank {rank} computes {entry} without {_task(absent[0])}")
+        start = self._clock[rank]
+        self._clock[rank] += self._durations.of(entry, self._stages, rank)
+        self.spans[rank].append(TimelineSpan(entry, start, self._clock[rank]))
+        for action in parts(entry):
+            self._has[rank].update(gives(self._stages, rank, action))
+
+    def _post(self, rank: int, action: Action) -> _End:
+        peer, receives = _peer(action), action.kind.startswith("receive")
+        line = self._lines[(peer, rank) if receives else (rank, peer)]
+        ends, others = (line.awaited, line.sent) if receives else (line.sent, line.awaited)
+        end = _End(rank, action, self._message(rank, action, receives), self._clock[rank], len(ends), receives)
+        ends.append(end)
+        if not receives and end.message not in self._has[rank]:
+            self.problems.append(f"rank {rank} sends {action} before it has computed it")
+        if end.number < len(others) and others[end.number].message != end.message:
+            self.problems.append(
+                f"message {end.number} between ranks {rank} and {peer} is {action} here and "
+                f"{others[end.number].action} at the other end"
+            )
+        return end
+
+    def _message(self, rank: int, action: Action, receives: bool) -> Task:
+        stage = self._stages.stage(rank, action.chunk)
+        if action.kind.endswith("forward"):
+            return "forward", action.microbatch, stage - receives
+        return "backward", action.microbatch, stage + receives
+
+    def _finish(self, rank: int, awake: deque[int]) -> bool:
+        """Ends what can end of the exchange that a rank waits in; whether it is done."""
+        waiting = []
+        for end in self._open[rank]:
+            time = self._done(end)
+            if time is None:
+                waiting.append(end)
+                continue
+            self._clock[rank] = max(self._clock[rank], time)
+            if end.receives:
+                self._has[rank].add(end.message)
+                if self._depth:
+                    awake.append(_peer(end.action))  # its queue has room again
+        self._open[rank] = waiting
+        return not waiting
+
+    def _done(self, end: _End) -> float | None:
+        """When a message is done for one of its ends; None: not yet."""
+        peer = _peer(end.action)
+        line = self._lines[(peer, end.rank) if end.receives else (end.rank, peer)]
+        others = line.sent if end.receives else line.awaited
+        if end.receives or self._depth == 0:
+            if end.number >= len(others):
+                return None
+            other = others[end.number].ready
+            if self._depth == 0:
+                return max(end.ready, other) + self._durations.transfer
+            return max(end.ready, other + self._durations.transfer)
+        if self._depth is None or end.number < self._depth:
+            return end.ready
+        taken = end.number - self._depth
+        return max(end.ready, line.sent[taken].ready, others[taken].ready) if taken < len(others) else None
+
+    def _stuck(self) -> list[str]:
+        """The cycle of ranks that wait for each other."""
+        waits = {rank: ends[0].action for rank, ends in enumerate(self._open) if ends}
+        if not waits:
+            return []
+        path = [min(waits)]
+        while (after := _peer(waits[path[-1]])) in waits and after not in path:
+            path.append(after)
+        texts = [f"rank {rank} waits in {waits[rank]}" for rank in path[path.index(after) if after in path else 0 :]]
+        return ["deadlock: " + " for ".join([*texts, f"rank {after}"]) + (", which has ended" * (after not in waits))]
+
+    def _left_over(self) -> list[str]:
+        return [
+            f"{line.sent[len(line.awaited)].action} of rank {sender} is never received"
+            for (sender, _), line in self._lines.items()
+            if len(line.sent) > len(line.awaited)
+        ]
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None, f"{action} is no transfer"
+    return action.peer
+
+
+def _task(task: Task) -> str:
+    direction, microbatch, stage = task
+    return f"the {direction} of microbatch {microbatch} through stage {stage}"
+
+
+def _missing(stages: StageMap, schedule: Sequence[Sequence[Entry]]) -> list[str]:
+    """Forwards and backwards that a rank does not run exactly once."""
+    done = [[action for entry in entries for action in parts(entry)] for entries in schedule]
+    microbatches = {action.microbatch for actions in done for action in actions}
+    trains = any(action.kind.startswith("backward") for actions in done for action in actions)
+    problems = []
+    for rank, actions in enumerate(done):
+        counts: dict[tuple[str, int, int], int] = {}
+        for action in actions:
+            for kind in ("backward_input", "backward_weight") if action.kind == "backward" else (action.kind,):
+                at = (kind, action.microbatch, action.chunk)
+                counts[at] = counts.get(at, 0) + 1
+        for kind in ("forward", "backward_input", "backward_weight")[: 3 if trains else 1]:
+            for chunk in range(stages.vpp):
+                for microbatch in sorted(microbatches):
+                    times = counts.get((kind, microbatch, chunk), 0)
+                    if times != 1:
+                        problems.append(
+                            f"rank {rank} runs {kind} of microbatch {microbatch}, chunk {chunk}, {times} times"
+                        )
+    return problems

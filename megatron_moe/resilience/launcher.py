@@ -1,0 +1,100 @@
+"""Ends a rank whose launcher has died, so that it does not hold its GPU for ever."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.parallel import Launch
+from megatron_moe.config.run import RunPlan
+from megatron_moe.logs.run_lock import RUN_FOLDER, refuse_held
+from megatron_moe.resilience.run_status import RunStatus
+from megatron_moe.resilience.signals import Signals
+
+_PR_SET_PDEATHSIG = 1
+"""linux/prctl.h: the signal that the kernel sends to this process when its parent dies."""
+_SIGNAL = signal.SIGURG
+"""Ignored by default, so that it harms no thread that does not block it."""
+_POLL_S = 1.0
+_JOIN_S = 5.0
+
+
+class LauncherWatch:
+    """Watches the parent process from `__enter__` on, if it is a launcher that waits for this rank.
+
+    A thread waits for the parent-death signal of Linux and compares the parent's process id every second: the signal is
+    lost when the parent dies before it is requested, is also sent when only the parent's thread ends, and does not
+    exist on other systems. The thread needs the interpreter lock; where C code holds it, the deadlines of
+    `resilience/watchdog.py` end the process.
+
+    Args:
+        leave: ends the process with an exit code.
+    """
+
+    def __init__(self, launch: Launch, status: RunStatus, *, leave: Callable[[int], None] = os._exit) -> None:
+        self._launch = launch
+        self._status = status
+        self._leave = leave
+        self._parent = os.getppid()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="launcher watch", daemon=True)
+        self._has_signal = False
+
+    def __enter__(self) -> "LauncherWatch":
+        if self._launch.supervised:
+            # all threads inherit the mask, so that the signal stays pending until the watching thread takes it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
+            self._has_signal = _request_parent_death_signal(_SIGNAL)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._launch.supervised:
+            return
+        self._closed.set()
+        if self._has_signal:
+            _request_parent_death_signal(0)
+            os.kill(os.getpid(), _SIGNAL)  # wakes the thread
+        self._thread.join(_JOIN_S)
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            if os.getppid() != self._parent:
+                self._end()
+                return
+            if self._has_signal:
+                signal.sigtimedwait({_SIGNAL}, _POLL_S)
+            else:
+                self._closed.wait(_POLL_S)
+
+    def _end(self) -> None:
+        sentence = f"the launcher of rank {self._launch.rank} (process {self._parent}) died"
+        with suppress(OSError, ValueError):  # stderr may have been a pipe to the launcher
+            print(f"{sentence}; this rank ends as well", file=sys.stderr, flush=True)
+        self._status.fail(ExitCode.LAUNCHER, sentence, "start the same command again; it continues from the checkpoint")
+        self._leave(int(ExitCode.LAUNCHER))
+
+
+def supervise(plan: RunPlan, goodbye: ExitStack) -> tuple[Signals, RunStatus]:
+    """Enters what must see everything that may end a run: signals, status.json, and the watch over the launcher.
+
+    Raises EnvironmentProblem when another job writes into the run folder.
+    """
+    signals = goodbye.enter_context(Signals(plan.resilience.exit_signals))
+    run_dir = plan.logging.run_dir
+    if run_dir is not None:
+        refuse_held(run_dir, **RUN_FOLDER)
+    status = goodbye.enter_context(RunStatus(run_dir, rank=plan.launch.rank))
+    goodbye.enter_context(LauncherWatch(plan.launch, status))
+    return signals, status
+
+
+def _request_parent_death_signal(number: int) -> bool:
+    """Asks Linux for a signal when the parent dies; 0 for none. False where that is impossible."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)

@@ -1,0 +1,59 @@
+"""Copies of one parameter on several ranks must be the same bits: checksums of all, compared over the copies."""
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.exit_codes import DriftProblem, listed
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.parameter import Parameter, named_parameters
+
+
+def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -> None:
+    """Compares every parameter with its copies on other data-parallel ranks; all ranks call it. Copies the weights to
+    the host, one parameter at a time.
+
+    Raises DriftProblem on every rank when any rank's copy differs, naming parameters and odd ranks.
+    """
+    lines = []
+    for grid, name in (("attention", "dp_cp"), ("expert", "edp")):
+        group = context.group(name)
+        mine = {key: _checksum(value) for key, value in named_parameters(model) if value.meta.grid == grid}
+        # dp_cp, edp: some dozen bytes per parameter of every rank
+        lines += odd_ones(gather_objects(mine, group), group)
+    # world: nothing, as long as all is well
+    every = sorted({line for part in gather_objects(lines, context.group("world")) for line in part})
+    if every:
+        raise DriftProblem(
+            f"iteration {iteration}: copies of the same weights differ; suspect the hardware of the ranks named, leave "
+            f"their node out and start again from the last checkpoint before:\n  {listed(every)}"
+        )
+
+
+def odd_ones(checksums: Sequence[Mapping[str, int]], group: ProcessGroup) -> list[str]:
+    """One line per parameter whose copies differ: who departs from the majority; without a majority all are named.
+
+    `checksums`: by parameter, of every rank of the group in its order.
+    """
+    lines = []
+    for name in checksums[0]:
+        found = [each[name] for each in checksums]
+        common, count = Counter(found).most_common(1)[0]
+        if count == len(found):
+            continue
+        if 2 * count > len(found):
+            odd = [rank for rank, value in zip(group.ranks, found, strict=True) if value != common]
+            lines.append(f"{name}: rank {', '.join(map(str, odd))} of {len(found)} departs from the others")
+        else:
+            lines.append(f"{name}: ranks {', '.join(map(str, group.ranks))} have no majority")
+    return lines
+
+
+def _checksum(parameter: Parameter) -> int:
+    """crc32 of the parameter's bytes."""
+    flat: Tensor = parameter.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0

@@ -1,0 +1,384 @@
+"""Which tensors and facts of a run go into a checkpoint, and how a run goes on from one."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from megatron_moe.checkpoint.huggingface.load import load_hf
+from megatron_moe.checkpoint.load import (
+    HUGGING_FACE,
+    CheckpointSource,
+    LoadedCheckpoint,
+    find,
+    load,
+)
+from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.config.exit_codes import (
+    CheckpointProblem,
+    NumericsProblem,
+    Preempted,
+    SaveProblem,
+    listed,
+)
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels.ops import all_finite
+from megatron_moe.logs.progress_log import ProgressLog, RunPosition
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import sharded_dim
+from megatron_moe.parallel.parameter import Parameter, named_parameters
+from megatron_moe.resilience.run_status import RunStatus
+from megatron_moe.train.hf_export import HuggingFaceExport
+from megatron_moe.train.load_upcycled import load_upcycled
+from megatron_moe.train.train_state import (
+    TrainState,
+    check_train_state,
+    config_differences,
+)
+from megatron_moe.train.trainer import Trainer
+
+_GRACE_SECONDS = 30.0
+"""What launchers leave between a signal and the kill, unless told otherwise."""
+_LONGER_GRACE: Mapping[str, str] = MappingProxyType(
+    {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
+)
+"""launcher -> what leaves a run so many seconds."""
+
+
+class Checkpointing:
+    """Restores a run at its start and saves it as it goes."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        context: ParallelContext,
+        trainer: Trainer,
+        saver: CheckpointSaver | None,
+        reporter: Reporter,
+        status: RunStatus,
+    ) -> None:
+        """`saver`: None for a run that saves nothing."""
+        self._plan = plan
+        self._context = context
+        self._trainer = trainer
+        self._saver = saver
+        self._reporter = reporter
+        self._status = status
+        self._last_saved: int | None = None
+        self._warned = False
+        self._exports = HuggingFaceExport.of(plan, context, reporter)
+        writes = plan.logging.log_progress and context.is_first and saver is not None
+        self._progress = ProgressLog(plan.checkpoint.save if writes else None, plan.launch.world_size)
+
+    def restore(self, loader: TrainLoader | None) -> TrainState:
+        """Loads what `--save`, `--load` and their kin say, and puts the loader where the run left off.
+
+        Raises CheckpointProblem when what was asked for is not there, does not verify, or does not fit.
+        """
+        source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
+        state = TrainState() if source is None else self._restore_from(source, loader)
+        number = self._plan.checkpoint.override_iteration
+        if number is not None and source is not None and source.origin != "--save":
+            self._reporter.note(f"iteration {state.iteration} of the checkpoint counts as {number} from now on")
+            state.iteration = number
+        self._progress.begin(_standing(state))
+        resumed = source is not None and source.origin == "--save"
+        self._status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
+        if loader is not None:
+            loader.restore(state.consumed_samples)
+            self._report_length(state)
+        if source is not None and self._upcycles(source):
+            self.save(state, loader)  # the converted model is a result by itself, with or without training
+        else:
+            self._last_saved = state.iteration
+        return state
+
+    def due(self, iteration: int) -> bool:
+        """A checkpoint or an export follows this iteration."""
+        config = self._plan.checkpoint
+        return bool(self._saver) and (
+            _divides(config.save_interval, iteration) or _divides(config.hf_interval, iteration)
+        )
+
+    def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
+        config = self._plan.checkpoint
+        if _divides(config.save_interval, state.iteration):
+            self.save(state, loader, in_background=config.in_background)
+        if _divides(config.hf_interval, state.iteration):
+            self._export(state)
+
+    def commit_if_written(self) -> None:
+        """Completes a checkpoint whose writing in the background is done; to be called after every step."""
+        if self._saver is not None and self._saver.pending is not None:
+            self._settle(self._saver.poll())
+
+    def save_last(self, state: TrainState, loader: TrainLoader | None) -> None:
+        """The checkpoint at the end of the run, and the export. Raises SaveProblem when there is no checkpoint."""
+        self._export(state)
+        self.save(state, loader)
+        if self._saver is not None and self._last_saved != state.iteration:
+            raise SaveProblem(
+                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; "
+                f"{self._newest()}; mend what is told above and start the run again"
+            )
+
+    def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
+        """Ends a run that was told to leave, after a last checkpoint. Raises Preempted, whose code tells whether any
+        step of this start is lost."""
+        trouble = ""
+        try:
+            self.save(state, loader)
+        except SaveProblem as problem:
+            trouble = f"; {problem}"
+        if self._last_saved == state.iteration:
+            raise Preempted(f"{reason}; nothing is lost, the same command goes on from here", saved=True)
+        where = "no --save folder" if self._saver is None else self._newest()
+        raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
+
+    def close(self) -> None:
+        """To be called in whatever way a run ends: a checkpoint that is being committed then counts, too."""
+        iteration = self._saver.close() if self._saver is not None else None
+        if iteration is not None:
+            self._status.update(last_checkpoint=iteration)
+            self._reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
+
+    def _newest(self) -> str:
+        """Of the --save folder."""
+        newest = self._status.report.last_checkpoint
+        return "there is none yet" if newest is None else f"the newest there is of iteration {newest}"
+
+    def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
+        """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on.
+
+        With `in_background` it returns when the state is copied; `commit_if_written` does the rest.
+        """
+        if self._saver is None:
+            return
+        self._wait_for_pending(self._saver)
+        if self._last_saved == state.iteration:
+            return
+        config = self._plan.checkpoint
+        facts = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
+        if loader is not None:
+            facts["data"] = loader.state()
+        self._progress.saving(_standing(state))
+        self._status.update(state="saving")
+        self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {config.save}")
+        tensors = saved_tensors(self._trainer, optimizer=config.save_optim)
+        self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
+        texts = {"run.yaml": self._plan.resolved_yaml}
+        if in_background:
+            self._settle(self._saver.start(state.iteration, tensors, facts, texts=texts))
+        elif self._saver.save(state.iteration, tensors, facts, texts=texts) is not None:
+            self._settle(self._saver.last)
+        self._status.update(state="running")
+
+    def _wait_for_pending(self, saver: CheckpointSaver) -> None:
+        """Lets an earlier checkpoint be completed before the next one."""
+        if saver.pending is not None:
+            self._reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
+            self._settle(saver.wait())
+
+    def _settle(self, saved: SavedCheckpoint | None) -> None:
+        """Takes note of a checkpoint that is complete."""
+        if saved is None or saved.path is None:
+            return
+        self._last_saved = saved.iteration
+        self._progress.saved(saved.iteration)
+        self._status.update(last_checkpoint=saved.iteration)
+        self._reporter.note(
+            f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {saved.path} "
+            f"in {saved.seconds:.1f} s: {saved.num_bytes / 1e9:.2f} GB, written at "
+            f"{saved.num_bytes / 1e9 / max(saved.write_seconds, 1e-9):.2f} GB/s; "
+            f"training waited {saved.blocked_seconds:.2f} s"
+        )
+        self._warn_of_grace(saved.seconds)
+
+    def _warn_of_grace(self, seconds: float) -> None:
+        """Tells once that a checkpoint upon a signal would come too late."""
+        launcher = self._plan.launch.launcher
+        if self._warned or seconds < _GRACE_SECONDS or not self._plan.resilience.exit_signals:
+            return
+        self._warned = True
+        remedy = _LONGER_GRACE.get(launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
+        self._reporter.note(
+            f"  a signal leads to a checkpoint only if the kill comes later than {seconds:.0f} s after it; launchers "
+            f"wait for {_GRACE_SECONDS:.0f} s: {remedy}"
+        )
+
+    def _export(self, state: TrainState) -> None:
+        if self._exports is not None:
+            tensors = saved_tensors(self._trainer, optimizer=False)
+            self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
+            self._exports.save(state.iteration, tensors)
+
+    def _refuse_nonfinite(self, tensors: Mapping[str, SavedTensor], what: str) -> None:
+        """Raises NumericsProblem on all ranks if a tensor of any rank is not finite; every rank calls it."""
+        boxes = [(key, box.data) for key, tensor in tensors.items() for box in tensor.boxes]
+        sound = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
+        bad = [key for key, finite in sound if not finite]
+        # world: nothing, or the names of bad tensors
+        every = sorted({key for names in gather_objects(bad, self._context.group("world")) for key in names})
+        if every:
+            raise NumericsProblem(
+                f"{what} was not written, as {len(every)} of its tensors would hold numbers that are not "
+                f"finite; {self._newest()}:\n  {listed(every)}"
+            )
+
+    def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
+        trainer, say = self._trainer, self._reporter.note
+        if self._upcycles(source):
+            granularity = self._plan.checkpoint.upcycle_granularity
+            load_upcycled(source, granularity, trainer.model, self._context, say=say)
+            trainer.restored(with_optimizer=False)
+            return TrainState()
+        if source.is_hugging_face:
+            folder = Path(source.location.removeprefix(HUGGING_FACE))
+            for note in load_hf(folder, trainer.model, self._plan.model, self._context.group("pp")):
+                say(note)
+            trainer.restored(with_optimizer=False)
+            say(f"loaded the weights of {folder}; training starts at iteration 0")
+            return TrainState()
+        tensors = saved_tensors(trainer, optimizer=True)
+        loaded = load(source, tensors, self._context, say=say, check_state=check_train_state)
+        if self._saver is not None:
+            self._saver.loaded_from = loaded.path
+        trainer.restored(with_optimizer=source.optimizer)
+        say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
+        self._compare_config(loaded, source)
+        if not source.train_state:
+            return TrainState()
+        if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
+            sizes = self._plan.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
+            trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
+            for line in differences:
+                say(line)
+        if loader is not None:
+            for line in [
+                *self._data_differences(loaded.train_state, loader),
+                *self._batch_differences(loaded.train_state),
+            ]:
+                say(line)
+        return TrainState.from_json(loaded.train_state)
+
+    def _compare_config(self, loaded: LoadedCheckpoint, source: CheckpointSource) -> None:
+        """Reports what changed since the checkpoint in how the model is trained. Raises CheckpointProblem when weights
+        would mean something else; with --finetune that is reported, too."""
+        model, training = config_differences(loaded.train_state, self._plan)
+        if model and source.train_state:
+            raise CheckpointProblem(
+                f"the model flags make another model of the weights in {loaded.path}; give the checkpoint's values "
+                f"(see its run.yaml), or --finetune to start anew from its weights:\n  {listed(model)}"
+            )
+        going_on = source.train_state and loaded.iteration > 0
+        for line in [*model, *(training if going_on else ())]:
+            self._reporter.note(f"differs from the checkpoint: {line}")
+
+    def _upcycles(self, source: CheckpointSource) -> bool:
+        """The source is the dense model, and not what an earlier start of this run made of it."""
+        return self._plan.checkpoint.upcycle and source.origin != "--save"
+
+    def _batch_differences(self, saved: dict) -> list[str]:
+        """Another batch size is told: steps are counted on, the learning rate goes by samples."""
+        then, length = saved.get("global_batch_size"), self._plan.data.seq_length
+        now = self._plan.batch.size_at(saved["state"]["consumed_samples"])
+        if then is None or then == now:
+            return []
+        return [
+            f"the next step takes {now} sequences ({now * length:,} tokens), at the checkpoint it would have been "
+            f"{then} ({then * length:,} tokens); the learning rate goes on by samples"
+        ]
+
+    def _report_length(self, state: TrainState) -> None:
+        """Reports where --train-samples end, if Megatron-LM ends elsewhere."""
+        samples, last = self._plan.loop.train_samples, state.last_iteration(self._plan)
+        theirs = last if samples is None else self._plan.batch.megatron_steps_for(samples)
+        if theirs != last:
+            self._reporter.note(
+                f"the run ends at iteration {last}, with the last whole batch of {samples} samples; Megatron-LM would "
+                f"end at iteration {theirs}, which it computes from the present batch sizes alone"
+            )
+
+    def _data_differences(self, saved: dict, loader: TrainLoader) -> list[str]:
+        """What changed in the data since the checkpoint: another sequence length is refused, another order told."""
+        then, now = saved["seq_length"], self._plan.data.seq_length
+        if then != now:
+            raise CheckpointProblem(
+                f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
+                f"of the samples would change; give --seq-length {then}, or --finetune to start anew from its weights"
+            )
+        return [] if "data" not in saved else list(_differences(saved["data"], loader.state()))
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each difference between two states of a loader. Raises CheckpointProblem when ids changed meaning.
+
+    Checkpoints of earlier programs do not tell their tokenizer.
+    """
+    if then["fingerprint"] != now["fingerprint"]:
+        yield (
+            "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "
+            "samples changed): samples may repeat or be left out"
+        )
+    earlier = then.get("contents", {})
+    for prefix, content in now["contents"].items():
+        if earlier.get(prefix, content) != content:
+            yield (
+                f"the content of {prefix}.bin is not that of the checkpoint (then {earlier[prefix]}; now {content}): "
+                f"training continues with other tokens; restore the file to continue with the same ones"
+            )
+    if then.get("tokenizer", now["tokenizer"]) == now["tokenizer"]:
+        return
+    if then["end_of_document"] != now["end_of_document"]:
+        raise CheckpointProblem(
+            f"the checkpoint was trained with the tokenizer {then['tokenizer']}, which ends documents with id "
+            f"{then['end_of_document']}; this run's, {now['tokenizer']}, with id {now['end_of_document']}: give the "
+            f"tokenizer of the checkpoint, or --finetune to start anew from its weights"
+        )
+    yield (
+        f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): ids may mean "
+        f"other pieces of text"
+    )
+
+
+def _standing(state: TrainState) -> RunPosition:
+    return RunPosition(state.iteration, state.flops, state.consumed_tokens)
+
+
+def _divides(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
+    """What this rank holds of a checkpoint, by key: weights, buffers, and the optimizer's state. Views, but for state
+    in narrow formats, which is copied to host memory in a wide one (`Optimizer.named_state`)."""
+    trainer.optimizer.finish_gather()
+    tensors = model_tensors(trainer.model)
+    if optimizer:
+        tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(trainer.optimizer.step_count)
+        for state in trainer.optimizer.named_state():
+            key, part = tensor_key(state.kind, state.name), _saved(state.parameter, state.data, state.start)
+            # twice of a parameter inside of which the state in host memory ends
+            before = tensors[key].boxes if key in tensors else ()
+            tensors[key] = SavedTensor(part.shape, (*before, *part.boxes))
+    return tensors
+
+
+def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
+    """What this rank holds of the weights, and the buffers, which are whole on every rank that has them."""
+    tensors = {name: SavedTensor.whole(value.detach()) for name, value in model.state_dict().items()}
+    for name, parameter in named_parameters(model):
+        tensors[name] = _saved(parameter, parameter.detach().view(-1))
+    return {tensor_key("model", name): tensor for name, tensor in tensors.items()}
+
+
+def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> SavedTensor:
+    """Elements of this rank's part of a parameter, from `start` on, at their place in the whole."""
+    return SavedTensor.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

@@ -1,0 +1,111 @@
+"""Evaluation on the validation and test sets (`--eval-interval`, `--eval-iters`)."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.data.loader import EvalLoader
+from megatron_moe.logs.log_line import ValidationReport
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.model.gpt import LossOutput, objective
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.train.pipeline_stage import Pipeline
+from megatron_moe.train.train_state import TrainState
+
+
+@torch.no_grad()
+def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches: int) -> float:
+    """Mean `lm loss` over all tokens of all ranks' microbatches; one host read at the end.
+
+    `num_microbatches` at a time pass the pipeline.
+    """
+    model, context = pipeline.model, pipeline.context
+    totals = torch.zeros(2, device=context.device, dtype=torch.float64)
+
+    def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
+        scalar, sums = objective(output, batch, mtp=None, per_token=True)
+        totals.add_(torch.stack([value.double() for value in sums["lm loss"]]))
+        return scalar
+
+    model.eval()
+    prepared = (replace(b, meta=replace(b.meta, random_key=None, metrics=None, training=False)) for b in batches)
+    while step := list(islice(prepared, num_microbatches)):
+        pipeline.run(step, take_loss)
+    model.train()
+    # pp, dp_cp: 16 bytes
+    all_reduce_(totals, context.group("pp"))
+    all_reduce_(totals, context.group("dp_cp"))
+    return float(totals[0] / totals[1].clamp(min=1))
+
+
+TEST = "test"
+
+
+class Evaluation:
+    """Evaluates every `--eval-interval` iterations and at the end of the run, each data set by itself."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        pipeline: Pipeline,
+        loaders: dict[str, EvalLoader],
+        reporter: Reporter,
+    ) -> None:
+        """`loaders`: by the name of the data set; "test" is read at the end only."""
+        self._config = plan.loop
+        self._pipeline = pipeline
+        dp = pipeline.context.group("dp").size
+        self._num_microbatches = plan.batch.global_size // (plan.batch.micro * dp)
+        self._valid = {name: loader for name, loader in loaders.items() if name != TEST}
+        self._test = loaders.get(TEST)
+        self._reporter = reporter
+
+    def due(self, iteration: int) -> bool:
+        """An evaluation follows this iteration."""
+        interval = self._config.eval_interval
+        return bool(self._valid and self._config.eval_iters and interval and iteration % interval == 0)
+
+    def run_if_due(self, state: TrainState) -> None:
+        if self.due(state.iteration):
+            self._evaluate_all(state, self._num_until(state) - 1, where="")
+
+    def final(self, state: TrainState) -> None:
+        """The last evaluation, on the validation and the test set."""
+        if not self._config.eval_iters:
+            return
+        self._evaluate_all(state, self._num_until(state), where="on validation set")
+        if self._test is not None:
+            loss = evaluate(self._pipeline, self._test.batches(), self._num_microbatches)
+            self._report(state, TEST, loss, "on test set", TEST)
+
+    def _num_until(self, state: TrainState) -> int:
+        """Evaluations that fell due so far; it follows from the iteration, so a restart changes nothing."""
+        return state.iteration // self._config.eval_interval if self._config.eval_interval else 0
+
+    def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
+        """Evaluation `number`, which counts from 0, reads that stretch of the data."""
+        losses = []
+        for name, loader in self._valid.items():
+            loss = evaluate(self._pipeline, loader.batches(number), self._num_microbatches)
+            losses.append(loss)
+            self._report(state, name if len(self._valid) > 1 else "", loss, where, "validation")
+        mean = sum(losses) / len(losses) if losses else math.nan
+        state.validation_loss = mean if math.isfinite(mean) else None
+
+    def _report(self, state: TrainState, data_set: str, loss: float, where: str, split: str) -> None:
+        self._reporter.validation(
+            ValidationReport(
+                iteration=state.iteration,
+                consumed_samples=state.consumed_samples,
+                losses={"lm loss": loss},
+                where=where,
+                data_set=data_set if split != TEST else "",
+                split=split,
+            )
+        )

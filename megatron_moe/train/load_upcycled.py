@@ -1,0 +1,102 @@
+"""Starts an MoE from a dense checkpoint: loads the weights of the dense model that it descends from, and converts its
+MLPs."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.load import CheckpointSource, load
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.moe import MLPConfig, MoEConfig
+from megatron_moe.model.gpt import GPT
+from megatron_moe.moe.upcycling import upcycle
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import sharded_dim
+from megatron_moe.parallel.parameter import Parameter, local_part, named_parameters
+
+
+@torch.no_grad()
+def load_upcycled(
+    source: CheckpointSource,
+    granularity: int,
+    model: GPT,
+    context: ParallelContext,
+    *,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Fills this rank's part of a model from a dense checkpoint. Says when the conversion does not keep the function,
+    and why.
+
+    Dense MLPs are read whole, into host memory, by every rank that has a part of the layer; all else by its boxes.
+    Raises CheckpointProblem when the checkpoint is not that of the dense ancestor.
+    """
+    if source.is_hugging_face:
+        raise CheckpointProblem(
+            f"--moe-use-upcycling needs a dense checkpoint of this program, --load {source.location} is a Hugging Face "
+            f"folder; give a folder of iter_NNNNNNN"
+        )
+    parameters = dict(named_parameters(model))
+    layers = dict(_moe_layers(model))
+    dense = {prefix: _empty_mlp(_dense_mlp(config, granularity), context.dtype) for prefix, config in layers.items()}
+    wanted = {
+        f"{prefix}{name}": SavedTensor.whole(value) for prefix, mlp in dense.items() for name, value in mlp.items()
+    }
+    for name, p in parameters.items():
+        if not name.startswith(tuple(layers)):
+            part = p.detach().view(-1)
+            wanted[name] = SavedTensor.part(p.global_shape, p.boxes, sharded_dim(p.meta) or 0, part)
+    tensors = {tensor_key("model", name): tensor for name, tensor in wanted.items()}
+    loaded = load(replace(source, optimizer=False), tensors, context, say=say)
+    reasons = {_convert(dense[prefix], config, _below(prefix, parameters)) for prefix, config in layers.items()}
+    say(f"upcycled the dense checkpoint {loaded.path} with granularity {granularity}; training starts at iteration 0")
+    for reason in sorted(reason for reason in reasons if reason is not None):
+        say(f"warning: the upcycled model does not start with the dense model's function: {reason}")
+
+
+def _convert(dense: Mapping[str, Tensor], config: MoEConfig, layer: Mapping[str, Parameter]) -> str | None:
+    """Writes this rank's part of an MoE layer from a whole dense MLP; why the function is not kept, if it is not."""
+    upcycled = upcycle(dense, _below("router.", layer), config)
+    for name, value in upcycled.weights.items():
+        parameter = layer[name]
+        parameter.copy_(local_part(value, parameter.boxes, parameter.meta))
+    return upcycled.inexact
+
+
+def _below(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    return {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
+
+
+def _dense_mlp(moe: MoEConfig, granularity: int) -> MLPConfig:
+    experts = moe.experts
+    return MLPConfig(
+        hidden_size=experts.hidden_size,
+        ffn_hidden_size=experts.ffn_hidden_size * granularity,
+        activation=experts.activation,
+        bias=experts.bias,
+    )
+
+
+def _empty_mlp(config: MLPConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Room for a whole dense MLP in host memory, by the names of its parameters."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    first = ffn * config.activation.fan
+    shapes: dict[str, tuple[int, ...]] = {"linear_fc1.weight": (first, hidden), "linear_fc2.weight": (hidden, ffn)}
+    if config.bias:
+        shapes |= {"linear_fc1.bias": (first,), "linear_fc2.bias": (hidden,)}
+    return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def _moe_layers(model: GPT) -> Iterator[tuple[str, MoEConfig]]:
+    """(name prefix of the feed-forward block, its spec) of every MoE layer that this rank holds."""
+    config = model.config
+    for layer in sorted(index for chunk in model.chunks for index in chunk.layers):
+        feed_forward = config.layers[layer].feed_forward
+        if isinstance(feed_forward, MoEConfig):
+            yield f"decoder.layers.{layer}.mlp.", feed_forward
+    last = config.layers[-1].feed_forward
+    if model.mtp is not None and isinstance(last, MoEConfig):
+        for depth in range(model.mtp.num_layers):
+            yield f"mtp.layers.{depth}.transformer_layer.mlp.", last

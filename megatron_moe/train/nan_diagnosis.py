@@ -1,0 +1,177 @@
+"""Why a step was refused: the same microbatches once more on the same weights, with every module watched.
+
+The verdict keeps a bad step from the weights, so that the step can be repeated as it was. All ranks repeat it together.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels.ops import all_finite
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.resilience.numerics_guard import (
+    Finding,
+    FirstBadModule,
+    bad_gradient,
+    bad_weights,
+)
+from megatron_moe.resilience.rerun import (
+    RerunResult,
+    RerunVerdict,
+    judge,
+)
+from megatron_moe.train.step_results import StepResult
+from megatron_moe.train.trainer import RetainedStep, Trainer
+
+REPORT = "crash/nonfinite-{iteration:07d}.json"
+_RANKING = ("weight", "moment", "activation", "gradient of activation", "gradient")
+"""What comes first caused what comes later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank found."""
+
+    rank: int
+    stage: int
+    """Its place in the pipeline."""
+    findings: tuple[Finding, ...] = ()
+    samples: tuple[tuple[int, ...], ...] = ()
+    """Ids of the samples of every microbatch of the step, as in the data's order."""
+    bad_samples: tuple[int, ...] = ()
+    """Those of microbatches whose loss is not finite."""
+    no_room: bool = False
+    """Rows of experts found no free page (--moe-paged-stash)."""
+    twice: RerunResult | None = None
+    """Its loss in the step and in the repetition."""
+    again: dict[str, float] = field(default_factory=dict)
+    """What the repetition gave over all ranks: "loss" and "norm all"."""
+    earlier: dict[str, str] | None = None
+    """On the first rank: the numbers with which an earlier start stopped at this iteration, if one did."""
+
+
+def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
+    """What every rank knows of a refused step; every rank calls it.
+
+    Args:
+        repeat: also runs the step once more to find modules, parameters and experts. The weights must still be those
+            that the step began with. Leaves nothing usable in the gradient buffers.
+    """
+    kept = next(step for step in trainer.recent if step.iteration == reading.iteration)
+    context, order = trainer.context, loader.samples_at(kept.consumed_samples)
+    stash = trainer.model.saved_tensors.stash
+    no_room = stash is not None and stash.overflowed()
+    report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order, no_room=no_room)
+    if repeat:
+        report = _repeated(trainer, kept, report)
+    run_dir = trainer.plan.logging.run_dir
+    if run_dir is not None and context.is_first:
+        report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=reading.iteration)))
+    # world: some kilobytes per rank, once
+    return gather_objects(report, context.group("world"))
+
+
+def diagnose_state(trainer: Trainer) -> list[RankReport]:
+    """Weights and moments that are not finite on every rank, after an update that stored some; every rank calls it."""
+    context = trainer.context
+    moments = (
+        Finding(kind="moment", name=f"{state.kind} of {state.name}")
+        for state in trainer.optimizer.named_state()
+        if state.kind != "master" and not bool(all_finite(state.data))
+    )
+    findings = (*bad_weights(trainer.model), *moments)
+    report = RankReport(rank=context.rank, stage=context.group("pp").rank, findings=findings)
+    # world: some kilobytes per rank, once
+    return gather_objects(report, context.group("world"))
+
+
+def verdict(reading: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
+    """What a repetition says about the hardware; the same on every rank."""
+    ranks = [report.twice for report in reports if report.twice is not None]
+    return judge(numbers(reading), reports[0].again, ranks, reports[0].earlier)
+
+
+def numbers(reading: StepResult) -> dict[str, float]:
+    """What a step is judged by, by name."""
+    return {"loss": reading.loss, **{f"norm {name}": value for name, value in reading.norms.items()}}
+
+
+def sentence(reports: Sequence[RankReport]) -> str:
+    """The cause in a few words, as far as it is known; begins with "; "."""
+    found = [(finding, report) for report in reports for finding in report.findings]
+    parts = []
+    without_room = [str(report.rank) for report in reports if report.no_room]
+    if without_room:
+        ranks = "rank" if len(without_room) == 1 else "ranks"
+        parts.append(
+            f"rows of experts found no free page on {ranks} {', '.join(without_room[:16])}: raise "
+            f"--moe-paged-stash-buffer-size-factor-cuda"
+        )
+    if found:
+        first, report = min(found, key=lambda pair: (_RANKING.index(pair[0].kind), _depth(*pair)))
+        parts.append(f"first not finite: {first}, on rank {report.rank}")
+    samples = sorted({sample for report in reports for sample in report.bad_samples})
+    if samples:
+        parts.append(f"in samples {', '.join(map(str, samples[:16]))}{', ...' if len(samples) > 16 else ''}")
+    return "; " + ", ".join(parts) if parts else ""
+
+
+def write_report(run_dir: Path, reading: StepResult, reports: Sequence[RankReport]) -> Path | None:
+    """All of it as JSON in the run folder's crash/; None where that cannot be written."""
+    path = run_dir / REPORT.format(iteration=reading.iteration)
+    content = {
+        "iteration": reading.iteration,
+        "numbers": {name: repr(value) for name, value in numbers(reading).items()},
+        "ranks": [asdict(report) for report in reports],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}-{os.getpid()}")
+        aside.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(aside, path)
+    except OSError:
+        return None
+    return path
+
+
+def _depth(finding: Finding, report: RankReport) -> int:
+    """Forwards the first stage is the cause, backwards the last one."""
+    return -report.stage if finding.kind.startswith("gradient") else report.stage
+
+
+def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:
+    """The report with what a repetition shows on this rank: what is not finite, microbatches with a bad loss, and how
+    the numbers compare with the first time."""
+    trainer.optimizer.finish_gather()
+    weights = tuple(bad_weights(trainer.model))
+    with FirstBadModule(trainer.model) as watched:
+        repeated = trainer.repeat(kept.batches, kept.iteration)
+    bad_places = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}
+    slots = list(trainer.buffers.slots)
+    gradients = [found for slot in slots if (found := bad_gradient(slot.name, slot.parameter, slot.main_grad))]
+    modules = [found for found in (watched.forward, watched.backward) if found is not None]
+    order = enumerate(report.samples)
+    host, device = socket.gethostname(), str(trainer.context.device)
+    twice = RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item())
+    return replace(
+        report,
+        findings=(*weights, *modules, *gradients),
+        bad_samples=tuple(sample for index, samples in order if index in bad_places for sample in samples),
+        twice=twice,
+        again={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
+    )
+
+
+def _numbers_of(path: Path) -> dict[str, str] | None:
+    """The numbers of a report that an earlier start has left."""
+    try:
+        found = json.loads(path.read_text())["numbers"]
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,151 @@
+"""What one pipeline rank does for a schedule: its chunks of the model, on the microbatches of a step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
+from megatron_moe.model.gpt import GPT, LossOutput
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.lanes import Lanes, lanes_of
+from megatron_moe.parallel.p2p import connect
+from megatron_moe.pipeline.actions import Entry, parts
+from megatron_moe.pipeline.executor import run_schedule
+from megatron_moe.pipeline.overlap import (
+    Slot,
+    Step,
+    pair_slots,
+)
+from megatron_moe.pipeline.schedule import ScheduleConfig, build_schedule
+
+TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
+"""Takes the losses of a microbatch in the last stage; gives the scalar to differentiate."""
+
+
+class Pipeline:
+    """This rank's part of the model, and its links to the ranks that hold the others."""
+
+    def __init__(self, plan: RunPlan, context: ParallelContext, model: GPT) -> None:
+        """All ranks of the world make it together."""
+        self.plan = plan
+        self.context = context
+        self.model = model
+        self.layout = plan.layout
+        self.links = connect(context)
+        self._lanes = lanes_of(context.device)
+        self.graph_instances: GraphInstancePool | None = None
+        """Of the microbatches whose layers are recorded and replayed; None: all is computed."""
+        self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
+
+    def run(
+        self,
+        batches: Sequence[MicroBatch],
+        take_loss: TakeLoss,
+        *,
+        gradients: GradBuffers | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """Takes the microbatches through all stages, and back when gradients are to be collected.
+
+        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `lanes`:
+        None: those of the device.
+        """
+        config = self.plan.schedule(len(batches), forward_only=gradients is None)
+        if config not in self._entries:
+            self._entries[config] = build_schedule(config)[self.links.rank]
+        if self.graph_instances is not None and gradients is not None:
+            self.graph_instances.begin_step()
+        offload = self.model.saved_tensors.offload
+        if offload is not None and gradients is not None:
+            offload.begin_pass(_computations(self._entries[config]))
+        stage = RankStage(self, batches, take_loss, gradients)
+        run_schedule(self._entries[config], stage, self.links, config.stages, lanes or self._lanes)
+
+
+class RankStage:
+    """The chunks of one rank in one pass through a schedule (`pipeline.executor.Stage`)."""
+
+    def __init__(
+        self, pipeline: Pipeline, batches: Sequence[MicroBatch], take_loss: TakeLoss, gradients: GradBuffers | None
+    ) -> None:
+        self._pipeline = pipeline
+        self._batches = batches
+        self._take_loss = take_loss
+        self._gradients = gradients
+
+    def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
+        """See `Stage`."""
+        batch, model = self._in_flight(microbatch, chunk), self._pipeline.model
+        if self._gradients is not None and model.saved_tensors.offload is not None:
+            model.saved_tensors.offload.begin_forward((microbatch, chunk))
+        if self._gradients is not None and self._pipeline.plan.pipeline.overlap:
+            steps = model.steps(batch, chunk)
+        else:
+            steps = [Step("chunk", None, lambda received: model(batch, received, chunk=chunk))]
+        if not model.chunks[chunk].loss:
+            return steps
+        *steps, last = steps
+        return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
+
+    def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
+        """The microbatch, with the memory of its recordings if it has one."""
+        batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
+        if self._gradients is None or graph_instances is None:
+            return batch
+        flight = graph_instances.take(microbatch, chunk)
+        if flight is None:
+            return batch
+        batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
+        return replace(batch, meta=replace(batch.meta, flight=flight))
+
+    def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
+        """See `Stage`."""
+        chunks, config = self._pipeline.model.chunks, self._pipeline.plan.pipeline
+        return pair_slots(
+            chunks[forward_chunk],
+            chunks[backward_chunk],
+            split_backward=config.split_backward,
+            early_attention_backward=config.early_attention_backward,
+        )
+
+    def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
+        """[S, B, H] of what travels into a stage. Behind a stage of multi-token prediction the hidden states of all
+        depths stand one behind the other along S."""
+        batch, model, config = self._batches[microbatch], self._pipeline.model, self._pipeline.context.config
+        batch_size, length = batch.tokens_BS.shape
+        if config.sequence_parallel:
+            length //= config.tp
+        stages_before = self._pipeline.layout.stages[:stage]
+        if batch.meta.training and model.config.mtp and any(before.num_mtp for before in stages_before):
+            length *= 1 + model.config.mtp.num_layers
+        return length, batch_size, model.config.hidden_size
+
+    def defer_weight_gradients(self, deferred: bool) -> None:
+        """See `Stage`."""
+        self._buffers.queue.deferred = deferred
+
+    def weight_gradients(self) -> None:
+        """See `Stage`."""
+        self._buffers.queue.run()
+
+    def after_backward(self, microbatch: int, chunk: int) -> None:
+        """See `Stage`."""
+        self._buffers.collect()
+        if self._pipeline.graph_instances is not None:
+            self._pipeline.graph_instances.give_back(microbatch, chunk)
+
+    @property
+    def _buffers(self) -> GradBuffers:
+        assert self._gradients is not None, "a backward in a pass without gradients"
+        return self._gradients
+
+
+def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]:
+    """("forward" or "backward", (microbatch, chunk)) in order. A split backward: its first part."""
+    kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
+    actions = (action for entry in entries for action in parts(entry) if action.peer is None)
+    return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

@@ -1,0 +1,170 @@
+"""Follows the steps one behind, reports them, and stops a run whose numbers went bad."""
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_moe.config.exit_codes import NumericsProblem
+from megatron_moe.cost_model.flops import flops_per_step
+from megatron_moe.data.batch import MicroBatch
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.logs.reporter import Reporter
+from megatron_moe.resilience.numerics_guard import Spikes
+from megatron_moe.resilience.stragglers import Stragglers
+from megatron_moe.train.nan_diagnosis import (
+    RankReport,
+    diagnose,
+    diagnose_state,
+    sentence,
+    verdict,
+    write_report,
+)
+from megatron_moe.train.step_results import StepResult, StepResultReader
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import StepOutcome, Trainer
+
+
+class TrainingLog:
+    """Between the steps, which must not wait, and the reporter, which needs numbers."""
+
+    def __init__(self, trainer: Trainer, reporter: Reporter, loader: TrainLoader | None) -> None:
+        self._trainer = trainer
+        self._reporter = reporter
+        self._loader = loader
+        config = self._config = trainer.plan.resilience
+        self._skipped = 0
+        """Steps refused in a row."""
+        self._applied: StepResult | None = None
+        """The last step that was read and whose update was applied."""
+        self._loss_spikes = Spikes("loss") if config.report_spiky_loss else None
+        self._norm_spikes = Spikes("gradient norm") if config.report_large_grads else None
+        self._waits_differently = config.timeout_after_start
+        """Seconds that collectives may wait when the first step has been launched; None: as long as before."""
+        self._stragglers = self._watch_stragglers() if trainer.plan.logging.log_straggler else None
+        self._late = StepResultReader(trainer.context.device)
+        self._recorded = MetricAccumulator()
+        """What the modules recorded up to the step that is held."""
+
+    def next_step(self, loader: TrainLoader) -> list[MicroBatch]:
+        """Batches of the next step. Raises DataProblem where the data ends; the step before it is then reported."""
+        if loader.exhausted:
+            self.catch_up()
+        return loader.next_step()
+
+    def after(self, outcome: StepOutcome) -> None:
+        """Takes the newest step and reports the one before it. Raises NumericsProblem when that one was refused."""
+        if self._waits_differently is not None:
+            self._trainer.context.limit_waiting(self._waits_differently)
+            self._waits_differently = None
+        if self._stragglers and self._loader is not None:
+            self._stragglers.data_took(self._loader.last_seconds)
+        self._handle(self._late.push(outcome))
+        if self._reporter.due(outcome.iteration):
+            self._recorded = self._trainer.metrics.cut()
+
+    def pass_over(self, loader: TrainLoader, state: TrainState) -> None:
+        """An iteration whose samples are left out: no step, no checkpoint, no evaluation."""
+        self.catch_up()
+        num_samples = loader.pass_over()
+        state.skip(num_samples)
+        self._reporter.passed_over(state.iteration, num_samples)
+        self.restart_clock()
+
+    def catch_up(self) -> None:
+        """Reports the held step too: before a save, an evaluation, or the end. Waits for the device.
+
+        Raises NumericsProblem when the step was refused, or when its update stored a number that is not finite.
+        """
+        self._handle(self._late.flush())
+        if not self._trainer.is_sound():
+            self._state_is_bad()
+
+    def restart_clock(self) -> None:
+        """What happened since the last step was no training: do not count it as step time."""
+        self._late.restart_clock()
+
+    def _handle(self, reading: StepResult | None) -> None:
+        if reading is None:
+            return
+        self._reporter.observe(reading)
+        if self._stragglers:
+            self._stragglers.step_took(reading.seconds)
+        if self._reporter.due(reading.iteration) or not reading.proceed:
+            self._report(reading)
+        if not reading.sound:
+            self._state_is_bad()
+        if reading.proceed:
+            self._applied, self._skipped = reading, 0
+            self._tell_spikes(reading)
+        else:
+            self._refused(reading)
+
+    def _refused(self, reading: StepResult) -> None:
+        """Tells why a step did not reach the weights. Raises NumericsProblem unless the run goes on without it."""
+        assert self._loader is not None, "a step without data"
+        self._skipped += 1
+        finite = math.isfinite(reading.loss) and math.isfinite(reading.norms["all"])
+        stops = (self._config.on_spike if finite else self._config.on_nonfinite) == "stop"
+        reports = diagnose(self._trainer, reading, self._loader, repeat=stops)
+        kind = "a spike" if finite else "not finite"
+        what = f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: {kind}"
+        details = self._details(reading, reports)
+        if stops:
+            judged = verdict(reading, reports) if self._config.rerun == "validate_results" else None
+            text = (
+                f"{what}, so the update was refused and the weights are those of iteration {reading.iteration - 1}"
+                f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for what led "
+                f"there, and lower --lr or --clip-grad"
+            )
+            raise judged.problem(text) if judged else NumericsProblem(text)
+        if self._skipped >= self._config.most_skips:
+            raise NumericsProblem(
+                f"{what}, and that was iteration {self._skipped} in a row to be left out (--max-skipped-iterations "
+                f"{self._config.most_skips}){details}; lower --lr or --clip-grad, or find the cause with "
+                f"{'--on-spike' if finite else '--on-nonfinite'} stop"
+            )
+        self._reporter.note(f"{what}; the iteration is left out, number {self._skipped} in a row{details}")
+
+    def _state_is_bad(self) -> NoReturn:
+        """Ends a run whose last update stored weights or moments that are not finite. Raises NumericsProblem."""
+        assert self._applied is not None, "weights or moments are not finite, and no update was applied"
+        reports = diagnose_state(self._trainer)
+        eps = self._trainer.plan.optimizer.eps
+        zero = "--adam-eps 0 divides zero by zero where a gradient has always been zero: " if eps == 0 else ""
+        raise NumericsProblem(
+            f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
+            f"{sentence(reports)}; no checkpoint of this state is written{self._details(self._applied, reports)}; "
+            f"{zero}go on from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
+        )
+
+    def _details(self, reading: StepResult, reports: Sequence[RankReport]) -> str:
+        """Writes the report of a bad step. Returns where, for the end of a sentence."""
+        run_dir = self._trainer.plan.logging.run_dir
+        path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
+        return f"; details in {path}" if path else ""
+
+    def _tell_spikes(self, reading: StepResult) -> None:
+        for spikes, value in ((self._loss_spikes, reading.loss), (self._norm_spikes, reading.norms["all"])):
+            line = spikes.check(value, reading.iteration) if spikes else None
+            if line:
+                self._reporter.note(line)
+
+    def _report(self, reading: StepResult) -> None:
+        metrics, self._recorded = self._recorded.take(self._trainer.context), MetricAccumulator()
+        zeros = reading.figures.get("num_zeros")
+        report = self._reporter.summary(
+            metrics,
+            num_zeros=None if zeros is None else int(zeros),
+            params_norm=reading.figures.get("params_norm"),
+        )
+        self._reporter.step(report)
+        line = self._trainer.repeatability.line(self._trainer.context) if self._trainer.repeatability else None
+        for each in [*([line] if line else []), *(self._stragglers.report() if self._stragglers else [])]:
+            self._reporter.note(each)
+
+    def _watch_stragglers(self) -> Stragglers:
+        trainer, plan = self._trainer, self._trainer.plan
+        num_samples = plan.batch.global_size / plan.parallel.world_size
+        flops = flops_per_step(plan.model, 1, plan.data.seq_length) * num_samples
+        return Stragglers(trainer.model, trainer.context, num_named=plan.logging.stragglers_named, flops=flops)

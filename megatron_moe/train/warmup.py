@@ -1,0 +1,153 @@
+"""A rehearsal on a GPU before a run begins: kernels are compiled and plans of libraries are made.
+
+One layer of every kind, the embedding, the head and the optimizer take a small step of the run's own program at this
+rank's sizes, in a world without peers. So no rank waits in a collective, or in a timed step, for another that compiles.
+What was compiled stays in a folder of the node. The ranks of a node do not compile the same thing twice: the first one
+holds a lock meanwhile, and the others find its work.
+"""
+
+import fcntl
+import gc
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_moe import build
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.memory_emulation.rank import make_batches, with_assumed_choices
+from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.resilience.watchdog import Watchdog
+from megatron_moe.train.train_state import TrainState
+
+_VARIABLE = "TRITON_CACHE_DIR"
+
+
+def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
+    """Rehearses where kernels are compiled, and says what that took; no deadline runs meanwhile. What fails in a
+    rehearsal is said too, and the run begins without it.
+
+    Raises EnvironmentProblem when the folder cannot be written.
+    """
+    if not plan.kernels.compile_first or plan.device == "cpu" or not torch.cuda.is_available():
+        return "kernels are compiled when they are first needed"
+    watchdog.enter("compilation")
+    begin = time.monotonic()
+    folder = cache_folder(plan)
+    before = _num_compiled(folder)
+    failure = attempt(plan, torch.device("cuda", plan.launch.local_rank), folder)
+    watchdog.enter("start")
+    seconds, compiled = time.monotonic() - begin, _num_compiled(folder) - before
+    done = f"kernels: {compiled} compiled into {folder}"
+    if failure:
+        return f"{done}; then, after {seconds:.1f} s, the rehearsal failed, and the rest is compiled later: {failure}"
+    return f"{done}, and plans made, in {seconds:.1f} s before the ranks meet"
+
+
+def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
+    """Takes the step, and leaves nothing of it in memory; if it fails, why. A run may still be possible: it has its own
+    messages for its own failures."""
+    failure = ""
+    try:
+        with taking_turns(folder, plan):
+            take_step(plan, device)
+    except (RuntimeError, AssertionError) as problem:
+        failure = f"{type(problem).__name__}: {problem}".splitlines()[0]
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return failure
+
+
+def cache_folder(plan: RunPlan) -> Path:
+    """Where compiled kernels of this node are kept; it is made, and Triton is told."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    ours = plan.kernels.cache_dir or Path(home) / "megatron_moe" / "kernels"
+    folder = Path(os.environ.setdefault(_VARIABLE, str(ours / socket.gethostname())))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"compiled kernels cannot be kept in {folder}: {error}; --kernel-cache-dir names another folder"
+        ) from error
+    return folder
+
+
+@contextmanager
+def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
+    """The first rank of a node to rehearse a plan does so alone; the others wait for it, and then go all at once."""
+    done = folder / f"rehearsed-{_fingerprint(plan)}"
+    with open(folder / "rehearsal.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists():
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
+        done.touch()
+
+
+def take_step(plan: RunPlan, device: torch.device) -> None:
+    """One step of the rehearsed plan, forwards, backwards and update, with weights that mean nothing."""
+    small = warmed_up(plan)
+    build.set_algorithms(small)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    context = ParallelContext.fake(
+        small.parallel,
+        plan.launch.rank % small.parallel.world_size,
+        dtype=torch_dtype(small.precision.params),
+        device=device,
+    )
+    try:
+        kernels = with_assumed_choices(build.build_kernels(small, context), context)
+        model = build.build_model(small, context, kernels)
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.02)
+        trainer = build.build_trainer(small, context, model, kernels)
+        trainer.step(make_batches(small, context, _num_microbatches(plan)), TrainState())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    finally:
+        context.stop()
+
+
+def warmed_up(plan: RunPlan) -> RunPlan:
+    """The plan with one layer of every kind, on one pipeline stage, and few microbatches; the sizes of a rank stay."""
+    parallel = plan.parallel
+    return replace(
+        plan,
+        model=replace(plan.model, layers=tuple(dict.fromkeys(plan.model.layers))),
+        parallel=replace(
+            parallel, world_size=parallel.world_size // parallel.pp, pp=1, virtual_stages=1, embedding_ranks=(0,)
+        ),
+        pipeline=PipelineConfig(),
+        batch=replace(plan.batch, global_size=_num_microbatches(plan) * plan.batch.micro * parallel.dp, rampup=None),
+        graphs=CudaGraphConfig(),
+    )
+
+
+def _num_microbatches(plan: RunPlan) -> int:
+    """The first gradients are stored, the next ones added; where several microbatches are one product, also those of
+    the rest of a step."""
+    together = plan.memory.expert_wgrad_interval
+    return 2 * together + plan.batch.global_size // (plan.batch.micro * plan.parallel.dp) % together
+
+
+def _fingerprint(plan: RunPlan) -> str:
+    """Tells apart what is compiled for: sizes, formats, wishes, versions."""
+    sizes = plan.batch.micro, plan.data.seq_length, _num_microbatches(plan)
+    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, sizes
+    text = repr((made_of, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _num_compiled(folder: Path) -> int:
+    return sum(1 for _ in folder.glob("*/*.cubin"))

@@ -1,0 +1,223 @@
+"""The table of steps: what its cases ask for, and what it says when one of them fails or finds no time."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from arguments.read import read_plan
+from benchmarks.harness import bench_step
+from benchmarks.harness.bench_step import (
+    COLUMNS,
+    Outcome,
+    outcomes,
+    report,
+    row,
+)
+from benchmarks.harness.board import Reading
+from benchmarks.harness.profile_step import Profile
+from benchmarks.harness.step_cases import (
+    CASES,
+    Case,
+    words_of,
+)
+from benchmarks.harness.timed_run import Run, bytes_beside
+from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.logs.kernel_times import Share
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.moe.router_metrics import record_load
+from megatron_moe.parallel.context import ParallelContext
+
+BY_NAME = {case.name: case for case in CASES}
+SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280}
+
+
+def plan_of(case: Case) -> RunPlan:
+    words = words_of(case, Path("my/corpus"), Path("my/tokenizer.model"))
+    return read_plan(
+        words, {}, vocab_size_of=lambda config: (config.kind == "NullTokenizer" and config.vocab_size) or 8000
+    )
+
+
+def routing_of(name: str) -> tuple[bool, float | None]:
+    config = plan_of(BY_NAME[name]).model.layers[-1].feed_forward
+    assert isinstance(config, MoEConfig)
+    return config.router.force_balancing, config.router.force_biased
+
+
+def result(ms: float, *, tflops: float = 400.0, kinds: tuple[Share, ...] = (), board: Reading | None = None) -> Profile:
+    return Profile(
+        step_ms=(ms + 1, ms, ms - 1), tflops=tflops, tokens_per_second=1.0, peak_mib=85129.4,
+        losses=(12.5, 11.0, 10.25), loads=(1.5, 2.5), kinds=kinds, kernels=(), board=board,
+    )  # fmt: skip
+
+
+def cells(line: str) -> list[str]:
+    found = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    assert len(found) == len(COLUMNS)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
+    """A tokenizer's own, smaller one would make another matrix of the head."""
+    plan = plan_of(case)
+    assert plan.model.vocab_size == SHAPES[case.balanced] and plan.model.vocab_size % 128 == 0
+    assert plan.parallel.world_size == 1 and plan.data.seq_length == 4096
+    assert plan.loop.train_iters >= case.warmup + case.steps + case.traced
+
+
+@pytest.mark.parametrize(
+    ("name", "micro", "whole"),
+    [("m8", 2, 8), ("m8-mb8", 8, 8), ("q6-mb4", 4, 8), ("m8-mb1", 1, 8), ("q6-gb64", 2, 64), ("ds4", 1, 8)],
+)
+def test_the_batches_are_those_of_the_titles(name, micro, whole):
+    batch = plan_of(BY_NAME[name]).batch
+    assert (batch.micro, batch.global_size) == (micro, whole)
+
+
+@pytest.mark.parametrize("recipe", ["q6", "m8"])
+def test_routing_is_balanced_skewed_or_learned(recipe):
+    assert [routing_of(recipe + suffix) for suffix in ("", "-skewed", "-learned")] == [
+        (True, None),
+        (False, 1.0),
+        (False, None),
+    ]
+    data = plan_of(BY_NAME[f"{recipe}-learned"]).data
+    assert not data.mock and data.blend == ("my/corpus",) and data.tokenizer.model == Path("my/tokenizer.model")
+    assert plan_of(BY_NAME[recipe]).data.mock
+
+
+@pytest.mark.parametrize("recipe", ["q6", "m8"])
+def test_the_optimizer_keeps_what_the_titles_say(recipe):
+    kept = [plan_of(BY_NAME[recipe + suffix]).precision for suffix in ("", "-fp32-masters", "-bf16-moments")]
+    assert [each.remainders for each in kept] == [True, False, True]
+    assert [(each.exp_avg, each.exp_avg_sq) for each in kept] == [("fp32", "fp32")] * 2 + [("bf16", "bf16")]
+    assert plan_of(BY_NAME[f"{recipe}-repeatable"]).precision.deterministic
+
+
+@pytest.mark.parametrize("name", ["q6-whole", "m8-whole", "q6-mb1-whole", "m8-mb1-whole"])
+def test_recorded_steps_are_replays_when_they_are_timed(name):
+    case = BY_NAME[name]
+    plan = plan_of(case)
+    assert plan.graphs.full_iteration and plan.graphs.warmup_steps < case.warmup
+    assert plan.memory.expert_wgrad_interval == 2
+
+
+def test_rows_in_pages_have_room_for_what_is_not_dropped():
+    whole, paged = (plan_of(BY_NAME[name]) for name in ("q6-half", "q6-half-pages"))
+    config = whole.model.layers[0].feed_forward
+    assert isinstance(config, MoEConfig) and config.capacity is not None and not config.capacity.pad
+    assert whole.memory.stash is None and paged.memory.stash is not None
+    assert config.capacity.factor < paged.memory.stash.factor < 1
+
+
+def test_a_row_has_what_was_measured():
+    board = Reading(watts=698.4, limit_watts=700.0, sm_mhz=1530.0)
+    balanced = Outcome(BY_NAME["q6"], (), 20.0, result(361.3, board=board))
+    skewed = Outcome(BY_NAME["q6-skewed"], (), 19.6, result(366.4, tflops=394.4))
+    assert cells(row(balanced, [])) == [
+        "Q6, micro batch 2", "3 + 10", "361.3 (360.3, 362.3)", "400.0", "400", "490", "", "85,129",
+        "698 of 700", "1530", "12.500 to 10.250", "", "20",
+    ]  # fmt: skip
+    assert cells(row(skewed, [balanced]))[3:7] == ["394.4", "92%", "97%", "98.6%"]
+    assert cells(row(skewed, [balanced]))[8:12] == ["", "", "12.500 to 10.250", "2.00, at most 2.50"]
+    assert cells(row(skewed, []))[6] == "not measured"
+
+
+def test_a_case_that_fails_or_finds_no_time_leaves_the_others(capsys):
+    clock = count(0.0, 10.0)
+    cases = [(BY_NAME[name], ("--recipe", name)) for name in ("q6", "m8", "q6-learned", "ds4")]
+
+    def measure(case: Case, words: Sequence[str]) -> Profile:
+        if case.name == "q6":
+            raise MemoryProblem("no room | at all\nhere")
+        return result(500.0)
+
+    budget = sum(case.seconds for case, _ in cases[:2]) + BY_NAME["ds4"].seconds + 30
+    done = list(outcomes(cases, budget, measure, lambda: next(clock)))
+    assert [each.result is not None for each in done] == [False, True, False, True]
+    assert done[0].remark == "failed: MemoryProblem: no room | at all here"
+    assert done[2].remark.startswith(f"left out: it takes about {cases[2][0].seconds:.0f} s, and ")
+    assert "MemoryProblem" in capsys.readouterr().err
+    text = report(done, "Machine", "command", {"m8": "m8.png"})
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [cells(line)[0] for line in table] == ["case", *(case.title for case, _ in cases)]
+    assert cells(table[1])[2].startswith("failed") and cells(table[3])[2].startswith("left out")
+    assert "![m8](m8.png)" in text and "`--recipe q6-learned`" in text
+
+
+def test_kinds_of_kernels_stand_beside_each_other():
+    first = (Share("expert matrices", 100.0, 2.0), Share("idle", 5.0, 0.0))
+    second = (Share("attention", 40.0, 2.0), Share("idle", 6.0, 0.0))
+    done = [
+        Outcome(BY_NAME[name], (), 1.0, result(1.0, kinds=kinds)) for name, kinds in (("q6", first), ("m8", second))
+    ]
+    assert report(done, "Machine", "command", {}).split("| kind |")[1].splitlines()[2:5] == [
+        "| expert matrices | 100.0 |  |",
+        "| attention |  | 40.0 |",
+        "| idle | 5.0 | 6.0 |",
+    ]
+
+
+def test_the_document_is_written_after_every_case(tmp_path, monkeypatch, capsys):
+    def stopped(cases, budget):
+        yield Outcome(cases[0][0], cases[0][1], 1.0, result(1.0, kinds=(Share("idle", 5.0, 0.0),)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_step, "outcomes", stopped)
+    options = bench_step.parser().parse_args(["--output-dir", str(tmp_path), "--kernels-dir", str(tmp_path / "k")])
+    with pytest.raises(KeyboardInterrupt):
+        bench_step.write(options, ["--manual-gc"], "H200 NVL")
+    (document,) = tmp_path.glob("*-h200-nvl-step-table.md")
+    text = document.read_text()
+    assert "| Q6, micro batch 2 |" in text and "--recipe q6 --micro-batch-size 2 --manual-gc`" in text
+    assert "| Q6, micro batch 2 |" in capsys.readouterr().out
+    assert (
+        document.with_name(document.stem + "-q6.png").stat().st_size
+        and (tmp_path / "k" / "q6" / "profile.txt").exists()
+    )
+
+
+def test_cases_are_chosen_by_name():
+    options: argparse.Namespace = bench_step.parser().parse_args(["--cases", "ds4", "q6"])
+    assert options.cases == ["ds4", "q6"]
+    assert bench_step.command_of(options, ["--x"]) == "python benchmarks/harness/bench_step.py --cases ds4 q6 -- --x"
+    whole = bench_step.parser().parse_args(["--output-dir", "elsewhere"])
+    assert bench_step.command_of(whole, []) == "python benchmarks/harness/bench_step.py"
+
+
+def test_loads_are_of_the_steps_since_they_were_taken():
+    metrics, context = MetricAccumulator(), ParallelContext.single()
+    stand_in: Any = SimpleNamespace(trainer=SimpleNamespace(metrics=metrics), context=context)
+    assert Run.take_loads(stand_in) == ()
+    for before, after in (([9, 1, 1, 1], [3, 1, 0, 0]), ([2, 2, 2, 2], [1, 1, 1, 1])):
+        for layer, counts in enumerate((before, after)):
+            record_load(metrics, layer, torch.tensor(counts), context.group("tp_cp"))
+    assert Run.take_loads(stand_in) == (2.0, 2.0)
+    assert Run.take_loads(stand_in) == ()
+
+
+def test_memory_of_replays_is_what_their_pools_hold_beside_allocations(monkeypatch):
+    def segment(pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
+        return {"segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+    segments = [segment((0, 0), 100, 10), segment((0, 1), 70, 20), segment((0, 2), 5, 5)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    pipeline = SimpleNamespace(graph_instances=None)
+    computed: Any = SimpleNamespace(trainer=SimpleNamespace(full_iteration=None, pipeline=pipeline))
+    recorded: Any = SimpleNamespace(trainer=SimpleNamespace(full_iteration=object(), pipeline=pipeline))
+    assert (bytes_beside(computed), bytes_beside(recorded)) == (0, 50)
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    assert bench_step.main(["--cases", "q6"]) == ExitCode.ENVIRONMENT
+    assert "torch sees no GPU here" in capsys.readouterr().err

@@ -1,0 +1,295 @@
+"""Saving in the background: the bits of a plain save, from the moment of the call, and never half a checkpoint."""
+
+import errno
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.checkpoint import save as save_module
+from megatron_moe.checkpoint.async_save import HostCopies, started
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
+from megatron_moe.checkpoint.verify import verify
+from megatron_moe.config.exit_codes import SaveProblem
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.checkpoint_files import (
+    FaultyStorage,
+    Killed,
+    disk_full,
+    load_some,
+    save_some,
+    some_tensors,
+    whole,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
+
+ONE = ParallelContext.single()
+PATIENCE = 120.0
+
+
+class Gated(Storage):
+    """Writes no file before its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        assert self.gate.wait(timeout=600)
+        super().write_file(path, chunks)
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def writers() -> set[threading.Thread]:
+    """Those of an earlier test may still be at their last lines."""
+    return {thread for thread in threading.enumerate() if thread.name == "checkpoint"}
+
+
+def start_some(saver: CheckpointSaver, iteration: int) -> None:
+    """Begins a save and changes the originals at once, as training would."""
+    tensors = some_tensors(iteration)
+    started = saver.start(iteration, whole(tensors), {"iteration": iteration}, texts={"run.yaml": "a: 1\n"})
+    assert started is None and saver.pending == iteration
+    for tensor in tensors.values():
+        tensor.zero_()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_file_is_that_of_a_plain_save_although_training_went_on(tmp_path: Path) -> None:
+    plain, background = CheckpointSaver(tmp_path / "a", ONE), CheckpointSaver(tmp_path / "b", ONE, keep_last=1)
+    for iteration in (10, 20):
+        save_some(plain, iteration)
+        start_some(background, iteration)
+        saved = background.wait()
+        assert saved is not None and saved == background.last and background.pending is None
+        name = f"iter_{iteration:07d}"
+        assert saved.path == tmp_path / "b" / name
+        assert contents(tmp_path / "a" / name) == contents(tmp_path / "b" / name)
+    assert [path.name for path in (tmp_path / "b").glob("iter_*")] == ["iter_0000020"], "retention"
+    assert (tmp_path / "b" / "latest_checkpointed_iteration.txt").read_text() == "20"
+
+
+def test_the_caller_is_not_held_up_by_slow_storage(tmp_path: Path) -> None:
+    """Fault 8."""
+    saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Gated()))
+    start_some(saver, 10)
+    assert saver.poll() is None and list(tmp_path.glob("iter_*")) == []
+    storage.gate.set()
+    saved = saver.wait()
+    assert saved is not None and verify(tmp_path / "iter_0000010") == []
+    assert 0.0 < saved.blocked_seconds <= saved.seconds and saved.num_bytes > 400
+    assert saver.poll() is None and saver.wait() is None
+
+
+def test_no_checkpoint_is_visible_until_the_last_rank_has_written(tmp_path: Path) -> None:
+    at_work = threading.Barrier(2)
+
+    def main(context: ParallelContext) -> bool:
+        half = torch.full((2, 3), float(context.rank))
+        boxes = {"model.a": SavedTensor((4, 3), (TensorBox((2 * context.rank, 0), half),))}
+        storage = Gated()
+        saver = CheckpointSaver(tmp_path, context, storage=storage, say=silent)
+        if context.rank == 0:
+            storage.gate.set()
+        assert saver.start(1, boxes, {"iteration": 1}) is None
+        for _ in range(3):
+            assert saver.poll() is None, "rank 1 has not written"
+        assert list(tmp_path.glob("iter_*")) == []
+        storage.gate.set()
+        while (saved := saver.poll()) is None:
+            at_work.wait()
+        saver.close()
+        return saved.path == tmp_path / "iter_0000001"
+
+    assert on_threads(ParallelConfig(world_size=2), main) == [True, True]
+    assert verify(tmp_path / "iter_0000001") == []
+
+
+def test_what_fails_in_the_thread_is_told_counted_and_leaves_nothing(tmp_path: Path) -> None:
+    """Fault 6, fault 7: `--on-save-failure` as for a plain save."""
+
+    def fail(number: int, operation: str, path: Path) -> OSError | None:
+        return disk_full(number, operation, path) if operation == "write" else None
+
+    def main(context: ParallelContext) -> list[str]:
+        said: list[str] = []
+        storage = FaultyStorage(fail=fail) if context.rank == 1 else Storage()
+        saver = CheckpointSaver(tmp_path, context, storage=storage, stop_after=2, say=said.append)
+        half = {"model.a": SavedTensor((2, 3), (TensorBox((context.rank, 0), torch.ones(1, 3)),))}
+        assert saver.start(1, half, {}) is None
+        saved = saver.wait()
+        assert saved is not None and saved.path is None and saver.last is None
+        assert saver.start(2, half, {}) is None
+        with pytest.raises(SaveProblem, match="iteration 2 .* rank 1: No space left .* failure 2 in a row"):
+            saver.wait()
+        saver.close()
+        return said
+
+    first, second = on_threads(ParallelConfig(world_size=2), main)
+    assert "iteration 1 could not be saved" in first[0] and "rank 1: No space left on device" in first[0]
+    assert second == []
+    assert not list(tmp_path.glob("iter_*")) and not list(tmp_path.glob(".tmp*"))
+
+
+def test_too_little_space_is_told_before_anything_is_copied(tmp_path: Path) -> None:
+    class Small(Storage):
+        def free_bytes(self, path: Path) -> int:
+            return 100
+
+    said: list[str] = []
+    saver = CheckpointSaver(tmp_path, ONE, storage=Small(), say=said.append)
+    ended = saver.start(1, whole(some_tensors(1)), {})
+    assert ended is not None and ended.path is None and saver.pending is None
+    assert "100 are free" in said[0]
+
+
+def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 2, from within: the end of a process in the middle of a save."""
+    saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Gated()))
+    save_some_after(saver, storage, 10)
+    storage.gate.clear()
+    before = writers()
+    start_some(saver, 20)
+    threads = writers() - before
+    assert threads and all(thread.daemon for thread in threads), "the process would wait for it"
+    monkeypatch.setattr(save_module, "_GOODBYE_SECONDS", 0.1)
+    saver.close()
+    said: list[str] = []
+    again = CheckpointSaver(tmp_path, ONE, say=said.append)
+    assert len(said) == 1 and said[0].startswith("removed stale .tmp-iter_0000020")
+    storage.gate.set()
+    for thread in threads:
+        thread.join()
+    assert load_some(tmp_path)[0].iteration == 10
+    again.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for some seconds takes longer than the end of a run waits."""
+    monkeypatch.setattr(save_module, "_GOODBYE_SECONDS", PATIENCE)
+
+
+class Slow(Storage):
+    """Takes its time for each tensor."""
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        for _ in chunks:
+            self.num_chunks += 1
+            time.sleep(0.2)
+
+
+def test_no_thread_writes_any_more_behind_the_end(tmp_path: Path, patient: None) -> None:
+    """Fault 2: one that computes with tensors while the interpreter ends aborts the process."""
+    before = writers()
+    saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Slow()))
+    tensors = {f"model.{number}": torch.zeros(2) for number in range(1000)}
+    saver.start(20, whole(tensors), {"iteration": 20})
+    while not storage.num_chunks:
+        time.sleep(0.01)
+    (thread,) = writers() - before
+    saver.close()
+    written = storage.num_chunks
+    thread.join(PATIENCE)  # its last lines
+    assert not thread.is_alive() and storage.num_chunks == written < 100
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_closing_completes_what_is_being_committed_and_tells_the_first_rank(tmp_path: Path, patient: None) -> None:
+    saver = CheckpointSaver(tmp_path, ONE, storage=(storage := GatedCommit()))
+    start_some(saver, 20)
+    while not storage.reached.is_set():
+        saver.poll()
+    threading.Timer(0.2, storage.gate.set).start()
+    assert saver.close() == 20 and saver.close() is None
+    assert load_some(tmp_path)[0].iteration == 20
+
+
+class GatedCommit(Storage):
+    """Gives no checkpoint its name before its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate, self.reached = threading.Event(), threading.Event()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.reached.set()
+        assert self.gate.wait(timeout=600)
+        super().rename(source, target)
+
+
+def save_some_after(saver: CheckpointSaver, storage: Gated, iteration: int) -> None:
+    storage.gate.set()
+    assert save_some(saver, iteration) is not None
+
+
+def test_a_kill_at_any_moment_of_the_thread_loses_no_committed_checkpoint(tmp_path: Path) -> None:
+    def run(folder: Path, storage: FaultyStorage) -> int:
+        saver = CheckpointSaver(folder, ONE, keep_last=1, storage=storage, say=silent)
+        save_some(saver, 10)
+        before = len(storage.moments)
+        start_some(saver, 20)
+        try:
+            saver.wait()
+        finally:
+            saver.close()
+        return before
+
+    before = run(tmp_path / "counted", counting := FaultyStorage())
+    assert len(counting.moments) - before >= 25
+    for moment in range(before, len(counting.moments)):
+        folder = tmp_path / f"killed-{moment}"
+        with pytest.raises(Killed):
+            run(folder, FaultyStorage(kill_at=moment))
+        assert all(verify(path) == [] for path in folder.glob("iter_*"))
+        loaded, tensors = load_some(folder)
+        EXACT.check_all(tensors, some_tensors(loaded.iteration), counting.moments[moment])
+
+
+def test_the_copy_takes_any_view_of_any_type_and_its_memory_is_used_again() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    tensors = {
+        "a": SavedTensor((6, 4), (TensorBox((0, 0), base.T),)),
+        "b": SavedTensor((4, 2), (TensorBox((0, 0), base[:2, ::3]), TensorBox((2, 0), base[2:, ::3]))),
+        "c": SavedTensor.whole(torch.tensor(7)),
+        "d": SavedTensor.whole(torch.ones(3, dtype=torch.bool)),
+        "e": SavedTensor.whole(torch.zeros(0, 3)),
+        "f": SavedTensor.whole(torch.ones(5, dtype=torch.bfloat16)),
+    }
+    copies = HostCopies()
+    places = []
+    for _ in range(2):
+        taken = copies.take(tensors)
+        for key, tensor in tensors.items():
+            assert taken[key].shape == tensor.shape
+            for copy, box in zip(taken[key].boxes, tensor.boxes, strict=True):
+                assert copy.offset == box.offset and copy.data.dtype == box.data.dtype and copy.data.is_contiguous()
+                EXACT.check(copy.data, box.data, key)
+        places.append([box.data.data_ptr() for tensor in taken.values() for box in tensor.boxes if box.data.numel()])
+        base += 1
+    assert places[0] == places[1] and len(set(places[0])) == len(places[0])
+
+
+def test_what_a_thread_raises_its_caller_gets() -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "as told")
+
+    for in_thread in (False, True):
+        with pytest.raises(OSError, match="as told"):
+            started(fail, in_thread=in_thread).result()

@@ -1,0 +1,181 @@
+"""Specs from config.json: against the flags of the public model table, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
+from megatron_moe.config.attention import AttentionConfig, yarn_mscale
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.model_differences import differences
+from megatron_moe.cost_model.parameters import count_parameters
+from tests.helpers.zoo import model_config, zoo_rows
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data_files" / "hf_configs.json").read_text()
+)
+ROWS = {str(row): row for row in zoo_rows()}
+
+LATENT_NORM = "layers 0-26 mixer norm eps: 1e-05, published 1e-06"
+"""Flags have one epsilon; the published code norms the latents of attention with 1e-6 whatever rms_norm_eps says."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_means_the_same_as_the_flags_of_its_recipe(name: str):
+    flags, published = model_config(ROWS[name]), model_config_from_hf(PUBLISHED[name], mtp=True)
+    assert differences(flags, published) == ([LATENT_NORM] if name == "Moonlight-16B-A3B" else [])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_gives_the_published_number_of_parameters(name: str):
+    config, row = model_config_from_hf(PUBLISHED[name]), ROWS[name]
+    assert config.mtp is None
+    assert f"{count_parameters(config).total / 1e9:.2f}" == row.cells["computed-total-B"]
+    assert f"{count_parameters(config, active=True).total / 1e9:.2f}" == row.cells["computed-active-B"]
+
+
+def test_mtp_layers_come_along_when_asked_for():
+    assert model_config_from_hf(PUBLISHED["DeepSeek-V3"], mtp=True).mtp.num_layers == 1
+    assert model_config_from_hf(PUBLISHED["Mixtral-8x7B"], mtp=True).mtp is None
+
+
+def test_a_window_of_128_counts_the_own_token_in_every_second_layer():
+    layers = model_config_from_hf(PUBLISHED["GPT-OSS-20B"]).layers
+    assert [layer.mixer.core.window for layer in layers] == [(127, 0), None] * 12
+
+
+def test_both_spellings_of_rope_settings_mean_the_same():
+    old = PUBLISHED["GPT-OSS-20B"]
+    new = {key: value for key, value in old.items() if not key.startswith("rope")}
+    new["rope_parameters"] = {**old["rope_scaling"], "rope_theta": old["rope_theta"]}
+    assert model_config_from_hf(new) == model_config_from_hf(old)
+
+
+@pytest.mark.parametrize(
+    "settings, concentration",
+    [
+        ({}, yarn_mscale(8.0, 1.0)),
+        ({"mscale": 2.0}, yarn_mscale(8.0, 1.0)),
+        ({"mscale": 2.0, "mscale_all_dim": 0.0}, yarn_mscale(8.0, 1.0)),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, None),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5, "attention_factor": 1.5}, 1.5),
+    ],
+)
+def test_yarn_concentration_follows_the_published_rule(settings: dict[str, float], concentration: float | None):
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, **settings}
+    rope = model_config_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "rope_scaling": yarn}).layers[0].mixer.rope
+    assert (rope.scaling, rope.concentration) == ("yarn", concentration)
+
+
+def test_yarn_without_a_factor_stretches_to_the_longest_position():
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "factor": None}
+    rope = model_config_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "rope_scaling": yarn}).layers[0].mixer.rope
+    assert rope.scaling_factor == 10.0
+
+
+@pytest.mark.parametrize(
+    "name, change, said",
+    [
+        ("Mixtral-8x7B", {"model_type": "llama"}, "model type llama; this program knows mixtral,"),
+        ("Mixtral-8x7B", {"model_type": "llama", "num_hidden_layers": "32"}, "model type llama; this program knows"),
+        ("Mixtral-8x7B", {"hidden_act": "gelu"}, "activation gelu"),
+        ("Mixtral-8x7B", {"hidden_size": None}, "has no hidden_size"),
+        ("Mixtral-8x7B", {"hidden_size": "4096"}, "hidden_size = '4096'"),
+        ("Mixtral-8x7B", {"rope_scaling": {"type": "longrope"}}, "rope type longrope"),
+        ("Mixtral-8x7B", {"rope_scaling": {"type": "linear"}}, "has no factor"),
+        ("Qwen2-57B-A14B", {"use_sliding_window": True}, "use_sliding_window"),
+        ("OLMoE-1B-7B", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("GPT-OSS-20B", {"swiglu_alpha": 1.0}, "sigmoid gain of 1.0"),
+        ("DeepSeek-V3", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("DeepSeek-V3", {"attention_bias": True}, "attention_bias"),
+        ("DeepSeek-V3", {"topk_group": 2}, "best 2 experts at top-8 in 2 groups"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ("Moonlight-16B-A3B", {"num_experts_per_tok": 1}, "renormalises the score of a single expert"),
+        ("GLM-4.5-Air", {"num_experts_per_tok": 1}, "renormalises the score of a single expert"),
+        ("GPT-OSS-20B", {"layer_types": ["chunked_attention", "full_attention"] * 12}, "types chunked_attention"),
+        ("GPT-OSS-20B", {"layer_types": ["full_attention"] * 23}, "has 24 layers and 23 layer_types"),
+        ("DeepSeek-V2-Lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("GPT-OSS-20B", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "each of full_attention"),
+        ("Mixtral-8x7B", {"num_hidden_layers": 10**30}, "has num_hidden_layers = 1000"),
+        ("Mixtral-8x7B", {"num_hidden_layers": "32"}, "describes no model"),
+        ("Mixtral-8x7B", {"rms_norm_eps": "small"}, "describes no model: could not convert string to float"),
+        ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "describes no model"),
+        ("Qwen3-30B-A3B", {"rope_scaling": "yarn"}, "describes no model"),
+        (
+            "DeepSeek-V2-Lite",
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+            "best expert at top-6 in 3 groups",
+        ),
+    ],
+)
+def test_what_would_be_computed_differently_is_refused(name: str, change: dict[str, Any], said: str):
+    with pytest.raises(CheckpointProblem, match="config.json") as caught:
+        model_config_from_hf({**PUBLISHED[name], **change})
+    assert said in str(caught.value)
+
+
+def test_experts_stand_in_the_layers_that_moe_layer_freq_divides():
+    config = model_config_from_hf({**PUBLISHED["DeepSeek-V3"], "moe_layer_freq": 2, "num_hidden_layers": 8})
+    assert [index for index, layer in enumerate(config.layers) if layer.is_moe] == [4, 6]
+
+
+@pytest.mark.parametrize(("given", "dim"), [({}, 64), ({"partial_rotary_factor": 0.25}, 32)])
+def test_half_of_a_head_is_rotated_in_glm_where_the_file_says_nothing(given: dict[str, float], dim: int):
+    silent = {key: value for key, value in PUBLISHED["GLM-4.5-Air"].items() if key != "partial_rotary_factor"}
+    assert model_config_from_hf({**silent, **given}).layers[0].mixer.rope.dim == dim
+
+
+def test_a_window_without_a_size_is_that_of_the_family():
+    config = model_config_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "use_sliding_window": True})
+    assert config.layers[0].mixer.core.window == (4095, 0)
+
+
+def test_latent_norms_may_follow_the_one_epsilon_of_a_config_and_nothing_else():
+    published = model_config_from_hf(PUBLISHED["Moonlight-16B-A3B"])
+    flags = model_config(ROWS["Moonlight-16B-A3B"])
+    assert differences(flags, with_latent_norms_of(flags, published)) == []
+    odd = replace(flags.layers[0].mixer, norm=replace(flags.layers[0].mixer.norm, eps=1e-3))
+    other = replace(flags, layers=(replace(flags.layers[0], mixer=odd), *flags.layers[1:]))
+    assert differences(other, with_latent_norms_of(other, published)) == [
+        "layer 0 mixer norm eps: 0.001, published 1e-06"
+    ]
+    assert differences(flags, with_latent_norms_of(replace(flags, layers=flags.layers[:4]), published)) == [
+        "layers 4-26 mixer norm eps: 1e-05, published 1e-06"
+    ]
+
+
+def test_differences_name_the_layer_the_field_and_both_values():
+    published = model_config_from_hf(PUBLISHED["Mixtral-8x7B"])
+    last = published.layers[-1]
+    mixer = last.mixer
+    assert isinstance(mixer, AttentionConfig)
+    wrong = replace(last, mixer=replace(mixer, rope=replace(mixer.rope, base=10000.0), num_query_groups=4))
+    ours = replace(published, layers=(*published.layers[:-1], wrong), tied_embeddings=True)
+    assert differences(ours, published) == [
+        "tied_embeddings: True, published False",
+        "layer 31 mixer num_query_groups: 4, published 8",
+        "layer 31 mixer rope base: 10000.0, published 1000000.0",
+    ]
+    assert differences(replace(ours, layers=ours.layers[:4]), published) == ["number of layers: 4, published 32"]
+
+
+def test_layers_that_differ_alike_share_a_line():
+    published = model_config_from_hf(PUBLISHED["GPT-OSS-20B"])
+    unwindowed = replace(published, layers=(published.layers[1],) * 24)
+    windows = ", ".join(str(layer) for layer in range(0, 24, 2))
+    assert differences(unwindowed, published) == [f"layers {windows} mixer core window: None, published (127, 0)"]
+
+
+def test_training_choices_are_no_differences():
+    published = model_config_from_hf(PUBLISHED["DeepSeek-V3"])
+    layer = published.layers[-1]
+    moe = layer.feed_forward
+    router = replace(moe.router, balancing=("seq_aux_loss",), aux_loss_coeffs=(1e-4,), z_loss_coeff=1e-3, dtype=None)
+    ours = replace(layer, feed_forward=replace(moe, router=router, experts=replace(moe.experts, grouped=False)))
+    assert differences(replace(published, layers=(*published.layers[:-1], ours), vocab_size=129536), published) == []

@@ -1,0 +1,39 @@
+"""The flags of public recipes, given on a command line, mean the published models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.read import read_plan
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.model_differences import differences
+from tests.helpers.zoo import (
+    ZooRow,
+    command_line,
+    model_config,
+    zoo_rows,
+)
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data_files" / "hf_configs.json").read_text()
+)
+ROWS = zoo_rows()
+
+
+def from_flags(row: ZooRow) -> ModelConfig:
+    return read_plan(command_line(row), {}).model
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_command_line_means_the_architecture_of_its_row(row: ZooRow):
+    assert differences(from_flags(row), model_config(row)) == []
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if str(row) in PUBLISHED], ids=str)
+def test_a_command_line_means_the_published_config(row: ZooRow):
+    found = differences(from_flags(row), model_config_from_hf(PUBLISHED[str(row)], mtp=True))
+    latent_norm = "layers 0-26 mixer norm eps: 1e-05, published 1e-06"
+    assert found == ([latent_norm] if str(row) == "Moonlight-16B-A3B" else [])

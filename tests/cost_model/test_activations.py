@@ -1,0 +1,192 @@
+"""The list of saved tensors is that of the model: what autograd keeps of a forward pass, byte for byte.
+
+The model runs in fp32 on the CPU. What plain torch keeps there beyond a fused kernel is subtracted by name.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_moe.config.attention import (
+    AttentionConfig,
+    MLAConfig,
+    RopeConfig,
+)
+from megatron_moe.config.model import (
+    LayerConfig,
+    ModelConfig,
+    MTPConfig,
+)
+from megatron_moe.config.moe import (
+    CapacityConfig,
+    ExpertsConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
+)
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.cost_model.activations import (
+    ActivationSizes,
+    KeptTensor,
+    expert_rows,
+    layer_tensors,
+    stage_tensors,
+)
+from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.model.gpt import GPT, LossOutput, whole_model
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.tiny_models import (
+    attention_config,
+    layer_config,
+    microbatch,
+    mla_config,
+    mlp_config,
+    model_config,
+)
+from tests.helpers.tolerances import SAVED_BYTES
+
+BATCH, SEQ, HIDDEN, VOCAB = 2, 48, 192, 256
+TOKENS = BATCH * SEQ
+FP32 = 4
+ALONE = ParallelConfig()
+SIZES = ActivationSizes.of(ALONE, PrecisionConfig(), micro=BATCH, seq_length=SEQ)
+
+
+def moe(**changes) -> MoEConfig:
+    router = RouterConfig(hidden_size=HIDDEN, num_experts=8, topk=3, **changes.pop("router", {}))
+    dense = mlp_config(hidden_size=HIDDEN, ffn_hidden_size=80)
+    experts = ExpertsConfig(num_experts=8, hidden_size=HIDDEN, ffn_hidden_size=64, activation=dense.activation)
+    return replace(MoEConfig(router=router, experts=experts, shared=SharedExpertsConfig(mlp=dense)), **changes)
+
+
+def wide(mixer: AttentionConfig | MLAConfig) -> AttentionConfig | MLAConfig:
+    return replace(mixer, hidden_size=HIDDEN)
+
+
+def gqa(**changes) -> AttentionConfig:
+    rope = RopeConfig(dim=16)
+    return attention_config(**{"hidden_size": HIDDEN, "head_dim": 16, "rope": rope, **changes})
+
+
+def model(*layers: LayerConfig, **changes) -> ModelConfig:
+    return model_config(*layers, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
+
+
+def layer(mixer: AttentionConfig | MLAConfig | None = None, feed_forward: object = None, **changes) -> LayerConfig:
+    return layer_config(
+        wide(mixer or gqa()), feed_forward or mlp_config(hidden_size=HIDDEN, ffn_hidden_size=320), **changes
+    )
+
+
+def latent_moe() -> MoEConfig:
+    config = moe()
+    return replace(config, latent_size=96, experts=replace(config.experts, hidden_size=96))
+
+
+MODELS = {
+    "grouped-query attention, dense": model(layer()),
+    "normed queries and keys": model(layer(gqa(qk_norm="per_head"))),
+    "queries and keys normed without weights": model(layer(gqa(qk_norm="l2"))),
+    "queries and keys normed over all heads": model(layer(gqa(qk_norm="full"))),
+    "no rotation": model(layer(gqa(rope=None))),
+    "output gate": model(layer(gqa(output_gate=True))),
+    "latent attention": model(layer(mla_config(q_lora_rank=40, kv_lora_rank=24))),
+    "latent attention without latent queries": model(layer(mla_config(q_lora_rank=None, kv_lora_rank=24))),
+    "latent attention without norms": model(layer(mla_config(q_lora_rank=40, kv_lora_rank=24, qk_norm=False))),
+    "experts and a shared one": model(layer(feed_forward=moe())),
+    "experts with sigmoid scores and a loss": model(
+        layer(
+            feed_forward=moe(
+                router={"score_function": "sigmoid", "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (1e-2,)}
+            )
+        )
+    ),
+    "a gate on the shared expert": model(layer(feed_forward=replace(moe(), shared=replace(moe().shared, gate=True)))),
+    "experts with biases": model(layer(feed_forward=replace(moe(), experts=replace(moe().experts, bias=True)))),
+    "experts weighed behind their second matrix": model(
+        layer(feed_forward=replace(moe(), experts=replace(moe().experts, bias=True, probs_on_output=True)))
+    ),
+    "experts in a latent space": model(layer(feed_forward=latent_moe())),
+    "padded experts": model(layer(feed_forward=replace(moe(), capacity=CapacityConfig(factor=1.5, pad=True)))),
+    "dropout": model(layer(hidden_dropout=0.1)),
+    "multi-token prediction": model(layer(), layer(feed_forward=moe()), mtp=MTPConfig(num_layers=2)),
+}
+
+
+def saved_bytes(config: ModelConfig) -> int:
+    """Bytes of all storages that autograd keeps of one forward pass, apart from parameters and buffers."""
+    context = ParallelContext.single(dtype=torch.float32)
+    kernels: KernelSet = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+    net = GPT(config, context, kernels)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*net.parameters(), *net.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    batch = microbatch(BATCH, SEQ, vocab=VOCAB, random_key=(1, 2))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = net(batch)
+    assert isinstance(output, LossOutput)
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+
+
+def listed(config: ModelConfig) -> list[KeptTensor]:
+    (stage,) = whole_model(config)
+    layers = [each for one in config.layers for each in layer_tensors(one, ALONE, SIZES)]
+    return layers + stage_tensors(config, stage, ALONE, SIZES)
+
+
+def beyond_fused_kernels(config: ModelConfig) -> Iterator[int]:
+    """What plain torch keeps on the CPU: the product of a norm before it meets the weight; of attention with values of
+    another width the probabilities instead of the log-sum-exp; of norms of heads their inputs and statistics."""
+    blocks = [*config.layers, *([config.layers[-1]] * (config.mtp.num_layers if config.mtp else 0))]
+    norms = 2 * len(blocks) + 1 + (3 * config.mtp.num_layers if config.mtp else 0)
+    yield norms * TOKENS * HIDDEN * FP32
+    for block in blocks:
+        mixer = block.mixer
+        if isinstance(mixer, MLAConfig):
+            heads = TOKENS * mixer.num_heads
+            yield heads * (SEQ - 1) * FP32
+            yield TOKENS * (mixer.kv_lora_rank + (mixer.q_lora_rank or 0)) * FP32 if mixer.qk_norm else 0
+        elif mixer.qk_norm in ("per_head", "full"):
+            yield TOKENS * (mixer.q_width + mixer.kv_width) * FP32
+            heads = mixer.num_heads + mixer.num_query_groups
+            yield TOKENS * (mixer.q_width + heads) * FP32 if mixer.qk_norm == "per_head" else 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_list_has_every_byte_that_autograd_keeps(name):
+    config = MODELS[name]
+    expected = saved_bytes(config) - sum(beyond_fused_kernels(config))
+    SAVED_BYTES.check(float(sum(each.bytes for each in listed(config))), float(expected), name)
+
+
+def test_a_tensor_parallel_rank_keeps_its_heads_channels_and_positions():
+    """With sequence parallelism everything but the router's constants and kv's shared rotated part is halved."""
+    both = ParallelConfig(tp=2, world_size=2, sequence_parallel=True)
+    sizes = ActivationSizes.of(both, PrecisionConfig(), micro=BATCH, seq_length=SEQ)
+    one = layer(gqa(num_heads=8, num_query_groups=4), moe(router={"dtype": "fp32"}))
+    whole = {(each.module, each.name): each.bytes for each in layer_tensors(one, ALONE, SIZES)}
+    half = {(each.module, each.name): each.bytes for each in layer_tensors(one, both, sizes)}
+    assert {name: 2 * size for name, size in half.items()} == whole
+
+
+def test_rows_are_counted_by_what_the_dispatcher_holds():
+    config, tokens = moe(), 100
+    over_four = ParallelConfig(ep=4, world_size=4)
+    assert expert_rows(config, ALONE, tokens) == 300
+    assert expert_rows(replace(config, dispatcher="alltoall"), over_four, tokens) == 300
+    assert expert_rows(replace(config, dispatcher="allgather"), over_four, tokens) == 4 * 100 * 2  # 2 local experts
+    padded = replace(config, dispatcher="alltoall", capacity=CapacityConfig(factor=1.0, pad=True))
+    assert expert_rows(padded, over_four, tokens) == 4 * 2 * 38  # ceil(37.5) of every rank for every local expert
+    sliced = ParallelConfig(ep=2, etp=2, tp=2, world_size=4, sequence_parallel=True)
+    assert expert_rows(replace(config, dispatcher="alltoall"), sliced, tokens) == 600  # those of both slices' ranks

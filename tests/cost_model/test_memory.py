@@ -1,0 +1,302 @@
+"""Bytes of weights, gradients and optimizer are those of the tensors that are really made; the rest is arithmetic."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatron_moe.config.memory import (
+    ActivationOffloadConfig,
+    MemoryConfig,
+    RecomputeConfig,
+)
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.optimizer import OptimizerOffloadConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.cost_model.hardware import GIB
+from megatron_moe.cost_model.memory import (
+    RankBytes,
+    RankMemory,
+    heaviest,
+    state_bytes,
+)
+from megatron_moe.cost_model.shards import (
+    HeldElements,
+    held_by_rank,
+    low_elements,
+)
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.pipeline.layout import (
+    PipelineLayout,
+    even_layout,
+    parse_layout,
+)
+from tests.helpers import tiny, zoo
+from tests.helpers.tolerances import CLOSED_FORM, PUBLISHED_MEMORY
+
+BF16 = PrecisionConfig(params="bf16")
+KERNELS = reference.bundle()
+
+
+def zoo_model(name: str) -> ModelConfig:
+    """A published architecture whose experts take rows by all-to-all."""
+    (row,) = (row for row in zoo.zoo_rows() if str(row) == name)
+    config = zoo.model_config(row)
+    layers = (
+        replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
+        for layer in config.layers
+    )
+    return replace(config, layers=tuple(layers))
+
+
+def plan(model: ModelConfig, parallel: ParallelConfig, layout: PipelineLayout, **changes) -> RunPlan:
+    """bf16, microbatches of one sequence of 4096, ZeRO-1."""
+    return tiny.plan(
+        model=model,
+        parallel=replace(parallel, virtual_stages=layout.vpp),
+        pipeline=PipelineConfig(layout=layout),
+        **{
+            "precision": BF16,
+            "batch": BatchConfig(micro=1, global_size=128 * parallel.dp),
+            "data": replace(tiny.plan().data, seq_length=4096),
+            "data_parallel": DataParallelConfig(sharded_optimizer=True),
+            **changes,
+        },
+    )
+
+
+DEEPSEEK = plan(
+    zoo_model("DeepSeek-V3"),
+    ParallelConfig(pp=4, ep=64, world_size=256),
+    parse_layout("Et*4|(tttt|)*14tmL", pp=4, num_layers=61, num_mtp=1),
+)
+
+
+def of_rank(changed: RunPlan, rank: int = 1) -> RankBytes:
+    return RankMemory(changed).of_rank(rank, 128)
+
+
+def test_the_anatomy_of_deepseek_v3_is_the_published_one():
+    """The table of "Scalable Training of Mixture-of-Experts Models with Megatron Core" for PP4 x VPP4 x EP64 on 256
+    GPUs, bf16, no recompute, read as GiB of a middle stage with 16 MoE layers. Its activations are those of another
+    program: 1,973 MiB for each of the 68 layers that wait on pipeline rank 1 (17 chunks of 4), where ours keep 1,911.
+    """
+    middle = of_rank(DEEPSEEK)
+    state = middle.state
+    PUBLISHED_MEMORY.check((state.weights + state.gradients) / GIB, 36.4, "weights and gradients")
+    PUBLISHED_MEMORY.check((state.master + state.moments) / GIB, 32.1, "main weights and optimizer states")
+    PUBLISHED_MEMORY.check(middle.kept / GIB, 131.0, "activations")
+    assert middle.in_flight == 17
+
+
+LAYOUTS = {
+    "deepseek-v3": (
+        zoo_model("DeepSeek-V3"),
+        ParallelConfig(tp=2, pp=8, ep=64, etp=1, world_size=1024, sequence_parallel=True),
+        parse_layout("Et|(tt|)*30mL", pp=8, num_layers=61, num_mtp=1),
+        (0, 511, 1023),
+    ),
+    "qwen3-30b": (zoo_model("Qwen3-30B-A3B"), ParallelConfig(ep=8, world_size=32), even_layout(48), (0, 31)),
+    "qwen3-30b, two ranks per query group": (
+        zoo_model("Qwen3-30B-A3B"),
+        ParallelConfig(tp=8, ep=8, etp=1, world_size=8, sequence_parallel=True),
+        even_layout(48),
+        (0, 7),
+    ),
+    "mixtral with sliced experts": (
+        zoo_model("Mixtral-8x22B"),
+        ParallelConfig(tp=4, pp=2, ep=4, etp=2, cp=2, world_size=64, sequence_parallel=True),
+        even_layout(56, pp=2, vpp=2),
+        (0, 63),
+    ),
+    "a tied head, learned positions, a repeated layer ahead": (
+        replace(
+            zoo_model("OLMoE-1B-7B"),
+            tied_embeddings=True,
+            position_embedding="learned_absolute",
+            mtp=MTPConfig(num_layers=2, repeated_layer=True),
+        ),
+        ParallelConfig(tp=2, pp=4, ep=2, world_size=16, sequence_parallel=True),
+        even_layout(16, pp=4, num_mtp=2),
+        (0, 15),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_gradients_and_optimizer_are_those_of_the_tensors_that_are_made(name, sharded):
+    model, parallel, layout, ranks = LAYOUTS[name]
+    data_parallel = DataParallelConfig(sharded_optimizer=sharded)
+    changed = plan(model, parallel, layout, data_parallel=data_parallel)
+    for rank in ranks:
+        context = ParallelContext.fake(
+            replace(parallel, embedding_ranks=layout.embedding_ranks(tied=model.tied_embeddings)), rank
+        )
+        try:
+            stage = context.group("pp").rank
+            net = GPT(model, context, KERNELS, chunks=layout.chunks(stage))
+            held = Counter({parameter.meta.grid: 0 for _, parameter in named_parameters(net)})
+            for _, parameter in named_parameters(net):
+                held[parameter.meta.grid] += parameter.numel()
+            buffers = GradBuffers(named_parameters(net), BF16, context, KERNELS, data_parallel=data_parallel)
+            states = Optimizer(buffers, BF16).states
+        finally:
+            context.stop()
+        counted = held_by_rank(model, layout, stage, parallel)
+        assert counted == HeldElements(attention=held["attention"], expert=held["expert"])
+        expected = state_bytes(changed, counted, HeldElements())
+        made = {
+            "weights": sum(buffer.weights.nbytes for buffer in buffers.buffers),
+            "gradients": sum(buffer.grads.nbytes for buffer in buffers.buffers),
+            "master": sum(state.kept.master.num_bytes for state in states),
+            "moments": sum(state.kept.exp_avg.num_bytes + state.kept.exp_avg_sq.num_bytes for state in states),
+        }
+        for kind, size in made.items():
+            CLOSED_FORM.check(getattr(expected, kind), float(size), f"{kind} of rank {rank}")
+
+
+def test_a_parameter_takes_six_bytes_and_twelve_among_its_copies():
+    held, parallel = HeldElements(attention=1000), replace(DEEPSEEK.parallel, pp=1, ep=1)
+    d = parallel.dp
+    state = state_bytes(replace(DEEPSEEK, parallel=parallel), held, HeldElements())
+    assert state.total == 1000 * (6 + 12 / d)
+    lean = PrecisionConfig(params="bf16", exp_avg="bf16", exp_avg_sq="bf16")
+    assert state_bytes(replace(DEEPSEEK, parallel=parallel, precision=lean), held, HeldElements()).total == 1000 * (
+        6 + 8 / d
+    )
+    tiny_moments = replace(lean, exp_avg="fp8", exp_avg_sq="fp8", grads="bf16")
+    changed = replace(DEEPSEEK, parallel=parallel, precision=tiny_moments)
+    assert state_bytes(changed, held, HeldElements()).total == 1000 * (4 + 6 / d)
+    plain = PrecisionConfig(params="fp32")
+    assert state_bytes(replace(DEEPSEEK, parallel=parallel, precision=plain), held, HeldElements()).total == 1000 * (
+        8 + 8 / d
+    )
+
+
+def test_low_weights_leave_out_norms_and_router():
+    layer = DEEPSEEK.model.layers[30]
+    low = low_elements(layer, DEEPSEEK.parallel)
+    whole = held_by_rank(DEEPSEEK.model, DEEPSEEK.layout, 1, DEEPSEEK.parallel)
+    norms = 2 * 7168 + 1536 + 512
+    assert low.attention == whole.attention // 16 - norms - 256 * 7168
+    assert low.expert == whole.expert // 16
+
+
+def with_recompute(*modules: str) -> RunPlan:
+    config = RecomputeConfig(granularity="selective", modules=modules)
+    return replace(DEEPSEEK, memory=MemoryConfig(recompute=config))
+
+
+@pytest.mark.parametrize(
+    ("module", "mebibytes"),
+    [
+        ("mla_up_proj", 192 + 192 + 256),  # q, k, and the product that has v
+        ("moe_act", 128),
+        ("layernorm", 2 * 56),
+        ("shared_experts", 48),
+        ("core_attn", 2),
+    ],
+)
+def test_selective_recompute_frees_its_tensors_of_every_layer_in_flight(module, mebibytes):
+    saved = of_rank(DEEPSEEK).kept - of_rank(with_recompute(module)).kept
+    assert saved == 68 * mebibytes * (1 << 20)
+
+
+def test_recomputing_the_moe_keeps_its_input_alone():
+    modules = dict(of_rank(with_recompute("moe")).activations)
+    assert modules["experts"] == modules["shared"] == modules["router"] == 0
+    assert modules["mlp_norm"] == dict(of_rank(DEEPSEEK).activations)["mlp_norm"]
+
+
+def test_full_recompute_keeps_inputs_of_layers_and_works_on_one_of_them():
+    config = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+    rank = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
+    rotations = 17 * 2 * 4096 * 64 * 4
+    assert rank.kept == 68 * 4096 * 7168 * 2 + rotations
+    assert rank.working > of_rank(DEEPSEEK).kept / 68
+    every_second = replace(config, num_layers=2)
+    half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=every_second)))
+    assert half.kept - rotations == (rank.kept - rotations) / 2
+    first_of_stage = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, method="block"))))
+    assert rank.kept < first_of_stage.kept < of_rank(DEEPSEEK).kept
+
+
+def test_a_run_of_recomputed_layers_has_no_more_layers_than_a_chunk():
+    config = RecomputeConfig(granularity="full", method="uniform", num_layers=4)
+    whole = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
+    assert max(len(chunk.layers) for chunk in DEEPSEEK.layout.chunks(1)) == 4
+    more = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, num_layers=100))))
+    assert more == whole
+
+
+def test_offloaded_tensors_are_on_the_host_but_for_the_layer_at_work():
+    config = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"))
+    before, after = of_rank(DEEPSEEK), of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
+    moved = 68 * (448 + 256) * (1 << 20)
+    assert after.on_host == before.kept - after.kept == moved
+    assert after.working - before.working == moved / 68
+    half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, fraction=0.5))))
+    assert half.on_host == moved / 2
+    assert of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, min_elements=1 << 40)))).on_host == 0
+
+
+def test_later_stages_keep_more_of_what_would_move():
+    config = ActivationOffloadConfig(modules=("expert_fc1",), stay_bytes_per_stage=1 << 20)
+    moved = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, stay_bytes_per_stage=0))))
+    some = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
+    assert some.kept - moved.kept == moved.on_host - some.on_host == 17 * (1 << 20)
+    everything = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, stay_bytes_per_stage=1 << 40))))
+    assert everything.on_host == 0
+
+
+def test_uneven_experts_have_more_rows_and_nothing_else():
+    even, uneven = (RankMemory(DEEPSEEK, imbalance).of_rank(1, 128) for imbalance in (1.0, 1.5))
+    before, after = dict(even.activations), dict(uneven.activations)
+    assert after.pop("experts") == 1.5 * before.pop("experts")
+    assert after == before and uneven.state == even.state and uneven.dispatch > even.dispatch
+
+
+def test_remainders_are_two_bytes_of_a_master_weight():
+    narrow = of_rank(replace(DEEPSEEK, precision=replace(BF16, remainders=True))).state
+    whole = of_rank(DEEPSEEK).state
+    assert narrow.master == whole.master / 2 and narrow.moments == whole.moments
+
+
+def test_parked_state_comes_for_the_update_when_activations_are_gone():
+    offload = MemoryConfig(offload=ActivationOffloadConfig(optimizer_fraction=1.0))
+    optimizer = replace(DEEPSEEK.optimizer, offload=OptimizerOffloadConfig(fraction=1.0))
+    parked, whole = of_rank(replace(DEEPSEEK, memory=offload, optimizer=optimizer)), of_rank(DEEPSEEK)
+    assert parked.visiting == whole.state.master + whole.state.moments
+    assert parked.total == parked.state.total + max(parked.visiting, whole.total - whole.state.total)
+    chunked = replace(optimizer, offload=OptimizerOffloadConfig(fraction=1.0, chunk_bytes=1 << 30))
+    assert of_rank(replace(DEEPSEEK, memory=offload, optimizer=chunked)).visiting == 2 * (1 << 30)
+
+
+def test_an_offloaded_optimizer_takes_its_states_along():
+    offload = ActivationOffloadConfig(optimizer_fraction=1.0)
+    state = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=offload))).state
+    assert state.master == state.moments == 0
+    assert state.weights == of_rank(DEEPSEEK).state.weights
+
+
+def test_fp8_halves_the_inputs_of_matrices():
+    """About 16 GB of DeepSeek-V3's expert inputs, says the paper, for the 60 layers in flight on pipeline rank 2."""
+    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low="tensorwise")), 2)
+    saved = dict(of_rank(DEEPSEEK, 2).activations)["experts"] - dict(low.activations)["experts"]
+    assert saved == 60 * (448 + 128) / 2 * (1 << 20)
+
+
+def test_the_heaviest_rank_is_the_one_with_the_largest_total():
+    ranks = RankMemory(DEEPSEEK).all_ranks(128)
+    assert heaviest(ranks).total == max(rank.total for rank in ranks)
+    assert [rank.in_flight for rank in ranks] == [19, 17, 15, 13]

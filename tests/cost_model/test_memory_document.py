@@ -1,0 +1,113 @@
+"""docs/memory.md holds the closed form's figures of today beside the published ones."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from arguments.flags import Registry
+from arguments.recipe_table import row_of
+from megatron_moe.config.memory import (
+    ActivationOffloadConfig,
+    MemoryConfig,
+    RecomputeConfig,
+)
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.hardware import GIB
+from megatron_moe.cost_model.memory import (
+    RankBytes,
+    RankMemory,
+    heaviest,
+)
+from tests.cost_model.test_memory import BF16, DEEPSEEK
+from tests.house_rules.source import ROOT
+
+MICROBATCHES = 128
+STANDARD_PERMUTATION = 4096 * 8 * 7168 * 2
+"""Bytes of one layer: the experts' results, one row per choice, which the gradient of the probabilities needs."""
+
+
+def weighed_behind_the_experts(plan: RunPlan) -> RunPlan:
+    """The standard permutation."""
+    layers = []
+    for layer in plan.model.layers:
+        config = layer.feed_forward
+        if isinstance(config, MoEConfig):
+            config = replace(config, experts=replace(config.experts, probs_on_output=True))
+        layers.append(replace(layer, feed_forward=config))
+    return replace(plan, model=replace(plan.model, layers=tuple(layers)))
+
+
+def switched(plan: RunPlan, recompute: tuple[str, ...] = (), offload: tuple[str, ...] = ()) -> RunPlan:
+    config = RecomputeConfig(granularity="selective", modules=recompute) if recompute else RecomputeConfig()
+    return replace(plan, memory=MemoryConfig(recompute=config, offload=ActivationOffloadConfig(modules=offload)))
+
+
+def of_rank(plan: RunPlan, rank: int = 1) -> RankBytes:
+    return RankMemory(plan).of_rank(rank, MICROBATCHES)
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """(figure, published, ours)."""
+    plain = of_rank(DEEPSEEK)
+
+    def freed(*modules: str) -> float:
+        return (plain.kept - of_rank(switched(DEEPSEEK, modules)).kept) / GIB
+
+    def moved(*modules: str) -> str:
+        return f"{1 - of_rank(switched(DEEPSEEK, (), modules)).total / plain.total:.1%}"
+
+    three = ("mla_up_proj", "layernorm", "moe_act")
+    standard = of_rank(weighed_behind_the_experts(DEEPSEEK)).kept - plain.kept
+    assert standard == 68 * STANDARD_PERMUTATION
+    lean = of_rank(replace(DEEPSEEK, precision=replace(BF16, exp_avg="bf16", exp_avg_sq="bf16")))
+    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low="blockwise")))
+    h100 = row_of("deepseek-v3-h100-1024", Registry.declared()).plan
+    paper = ("mlp", "mla_up_proj", "moe_act", "layernorm")
+    yield "total of a middle stage", "199.5", f"{plain.total / GIB:.1f}"
+    yield "H100 recipe, switches of its recipe", "under 80", f"{_most(h100):.1f}"
+    yield "H100 recipe, the four modules of the paper", "under 80", f"{_most(switched(h100, paper)):.1f}"
+    yield "its layout in bf16 without switches", "-", f"{_most(replace(switched(h100), precision=BF16)):.1f}"
+    yield "mla_up_proj", "30.4", f"{freed('mla_up_proj'):.1f}"
+    yield "moe_act", "3.8", f"{freed('moe_act'):.1f}"
+    yield "layernorm", "8.2", f"{freed('layernorm'):.1f}"
+    yield "the three together, of the total", "33 %", f"{freed(*three) * GIB / plain.total:.1%}".replace("%", " %")
+    yield "memory-efficient permutation", "26.3", f"{standard / GIB:.1f}"
+    share = standard / (plain.kept + standard)
+    yield "the same, of the activations", "20 %", f"{share:.1%}".replace("%", " %")
+    for modules in (("moe_act",), ("expert_fc1",), ("core_attn",)):
+        yield f"offload of {' '.join(modules)}, of the total", "10 to 18 %", moved(*modules).replace("%", " %")
+    yield "FP8 activations (estimate)", "16", f"{(plain.kept - low.kept) / GIB:.1f}"
+    yield "moments in bf16", "10 to 12", f"{(plain.state.total - lean.state.total) / GIB:.1f}"
+    yield from _long()
+
+
+def _long() -> Iterator[tuple[str, str, str]]:
+    plan = switched(row_of("deepseek-v3-h100-256-64k", Registry.declared()).plan)
+    count = plan.batch.global_size // plan.parallel.dp
+    most = heaviest(RankMemory(plan).all_ranks(count))
+    without = switched(plan, ("mla_up_proj", "moe", "mlp", "layernorm"))
+    freed = most.kept - RankMemory(without).of_rank(most.rank, count).kept
+    tensors = RankMemory(plan).tensors(plan.model.layers[30])
+    (output,) = (each.bytes for each in tensors if (each.module, each.name) == ("attention", "output"))
+    assert most.in_flight == 35
+    yield "64K tokens: recompute of all but attention", "89.8", f"{freed / GIB:.1f}"
+    yield "64K tokens: recompute of attention alone", "9", f"{2 * most.in_flight * output / GIB:.1f}"
+
+
+def _most(plan: RunPlan) -> float:
+    return heaviest(RankMemory(plan).all_ranks(MICROBATCHES)).total / GIB
+
+
+def test_every_figure_of_the_table_is_todays():
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    for figure, published, ours in rows():
+        assert f"| {figure} | {published} | {ours} |" in text, f"| {figure} | {published} | {ours} |"
+
+
+def test_the_bases_of_the_published_savings():
+    """Which layers and tensors give the published figures: the arithmetic under the table."""
+    mebibyte = 1 << 20
+    assert round(61 * (192 + 192 + 128) * mebibyte / GIB, 1) == 30.5
+    assert round(61 * 128 / 2 * mebibyte / GIB, 1) == 3.8
+    assert round(60 * STANDARD_PERMUTATION / GIB, 2) == 26.25
+    assert 68 * 112 * mebibyte / GIB < 8.2 < 75 * 112 * mebibyte / GIB

@@ -1,0 +1,106 @@
+"""Counting a spec gives, kind by kind, the number of parameters of the model that is really built from it."""
+
+from collections import Counter
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.model import (
+    LayerConfig,
+    ModelConfig,
+    MTPConfig,
+)
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.cost_model.parameters import count_parameters
+from tests.helpers.tiny_models import (
+    attention_config,
+    build,
+    layer_config,
+    mla_config,
+    mlp_config,
+    model_config,
+    moe_config,
+)
+
+PLAIN = ActivationConfig(kind="gelu", gated=False)
+BIASED = {"qkv_bias": True, "out_bias": True}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a parameter, by its name in Megatron's words."""
+    if name.startswith("mtp."):
+        return "mtp"
+    if "norm" in name:
+        return "norms"
+    for part, kind in (
+        ("embedding.", "embedding"),
+        ("output_layer.", "head"),
+        (".self_attention.", "attention"),
+        (".mlp.router.", "router"),
+        (".mlp.experts.", "experts"),
+        (".mlp.shared_experts.", "shared"),
+        ("_latent_proj.", "latent"),
+        (".mlp.", "dense_mlp"),
+    ):
+        if part in name:
+            return kind
+    raise AssertionError(f"{name} is of no kind")
+
+
+def latent_layer() -> LayerConfig:
+    moe = moe_config()
+    return layer_config(feed_forward=replace(moe, latent_size=9, experts=replace(moe.experts, hidden_size=9)))
+
+
+def biased_moe_layer() -> LayerConfig:
+    moe = moe_config(linear_bias=True, expert_bias=True, score_function="sigmoid")
+    gated = replace(moe.shared, gate=True)
+    experts = replace(moe.experts, bias=True, grouped=False)
+    mixer = attention_config(qk_norm="full", output_gate=True, core={"sinks": True}, **BIASED)
+    return layer_config(mixer, replace(moe, shared=gated, experts=experts))
+
+
+def megatron_defaults() -> ModelConfig:
+    norm = NormConfig(kind="LayerNorm")
+    mixer = attention_config(rope=None, qk_norm="per_head", norm=norm, **BIASED)
+    layer = layer_config(mixer, mlp_config(activation=PLAIN, bias=True), norm=norm)
+    changes = {"tied_embeddings": True, "head_bias": True, "position_embedding": "learned_absolute"}
+    return model_config(layer, layer, norm=norm, **changes)
+
+
+SPECS = {
+    "dense": model_config(),
+    "learned positions, LayerNorm, biases, tied": megatron_defaults(),
+    "latent attention": model_config(layer_config(mla_config()), layer_config(mla_config(q_lora_rank=None))),
+    "latent attention without norms, with sinks": model_config(
+        layer_config(mla_config(qk_norm=False, core={"sinks": True}))
+    ),
+    "heads normed without weights": model_config(layer_config(attention_config(qk_norm="l2"))),
+    "experts": model_config(layer_config(), layer_config(feed_forward=moe_config())),
+    "experts with everything": model_config(biased_moe_layer()),
+    "latent experts": model_config(latent_layer()),
+    "multi-token prediction": model_config(layer_config(feed_forward=moe_config()), mtp=MTPConfig(num_layers=2)),
+    "a repeated layer": model_config(latent_layer(), mtp=MTPConfig(num_layers=2, repeated_layer=True)),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_count_of_every_kind_is_that_of_the_built_model(name: str):
+    built: Counter[str] = Counter()
+    for parameter, value in build(SPECS[name]).named_parameters():
+        built[kind_of(parameter)] += value.numel()
+    counted = asdict(count_parameters(SPECS[name]))
+    assert {kind: number for kind, number in counted.items() if number} == dict(built)
+
+
+def test_active_experts_are_those_that_one_token_reaches():
+    """k = 2 of 6."""
+    moe = replace(moe_config(), shared=None)
+    config = model_config(layer_config(feed_forward=moe))
+    experts = build(config).decoder.layers["0"].mlp.experts
+    weights = dict(experts.named_parameters())
+    per_expert = sum(weight[0].numel() for weight in weights.values())
+    assert count_parameters(config, active=True).experts == 2 * per_expert
+    assert count_parameters(config).experts == sum(torch.numel(weight) for weight in weights.values())

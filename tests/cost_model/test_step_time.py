@@ -1,0 +1,116 @@
+"""The bubble is the published one for even stages and larger for uneven ones; the bound is operations over peak."""
+
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.cost_model.hardware import GPUS
+from megatron_moe.cost_model.step_time import (
+    in_flight,
+    pipeline_bubble,
+    stage_costs,
+    step_time,
+)
+from megatron_moe.pipeline.layout import even_layout
+from megatron_moe.pipeline.schedule import (
+    ScheduleConfig,
+    ScheduleError,
+    build_schedule,
+    check_schedule,
+    computations,
+)
+from megatron_moe.pipeline.simulator import (
+    Durations,
+    most_in_flight,
+    simulate,
+)
+from tests.helpers import tiny
+from tests.helpers.tolerances import FP64_REF
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "microbatches"), [(1, 1, 4), (4, 1, 8), (4, 1, 3), (8, 4, 16), (4, 2, 200), (2, 3, 64)]
+)
+def test_even_stages_wait_for_filling_and_draining_alone(pp, vpp, microbatches):
+    """(pp - 1) / vpp of a microbatch's time per rank: arXiv 2104.04473 section 2.2."""
+    config = ScheduleConfig(num_microbatches=microbatches, pp=pp, vpp=vpp)
+    idle = (pp - 1) / vpp
+    FP64_REF.check(pipeline_bubble(config, (1.0,) * (pp * vpp)), idle / (idle + microbatches))
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_uneven_stages_wait_at_least_as_much_as_the_dearest_makes_them(vpp):
+    costs = tuple(1.0 + index % 3 for index in range(4 * vpp))
+    config = ScheduleConfig(num_microbatches=16, pp=4, vpp=vpp)
+    bubble = pipeline_bubble(config, costs)
+    dearest = max(sum(costs[rank::4]) for rank in range(4))
+    assert bubble > 1 - sum(costs) / (4 * dearest)
+    strict = simulate(config.stages, build_schedule(config), durations=Durations(stage_costs=costs)).bubble
+    assert bubble <= strict + 1e-12  # that one also waits for transfers
+
+
+def test_many_microbatches_are_extrapolated():
+    costs = (1.0, 3.0, 2.0, 1.5, 1.0, 1.0, 2.5, 1.0)
+    few = ScheduleConfig(num_microbatches=24, pp=4, vpp=2)
+    many = replace(few, num_microbatches=240)
+    dearest = max(sum(costs[rank::4]) for rank in range(4))
+
+    def length(config: ScheduleConfig) -> float:
+        return config.num_microbatches * 3 * sum(costs) / 4 / (1 - pipeline_bubble(config, costs))
+
+    FP64_REF.check((length(many) - length(few)) / 216, 3 * dearest)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_microbatches_in_flight_are_those_of_the_simulated_schedule(pp, vpp, overlap):
+    if pp == 1 and vpp > 1:
+        return
+    for microbatches in range(1, 5 * pp):
+        for group in range(pp, 2 * pp + 1):
+            config = ScheduleConfig(num_microbatches=microbatches, pp=pp, vpp=vpp, group_size=group, overlap=overlap)
+            with suppress(ScheduleError):
+                check_schedule(config)
+                assert in_flight(config) == tuple(most_in_flight(computations(config, rank)) for rank in range(pp)), (
+                    config
+                )
+
+
+def test_first_ranks_hold_most_microbatches():
+    assert in_flight(ScheduleConfig(num_microbatches=8, pp=4)) == (4, 3, 2, 1)
+    assert in_flight(ScheduleConfig(num_microbatches=128, pp=4, vpp=4)) == (19, 17, 15, 13)
+
+
+def test_the_bound_is_operations_over_peak_and_bubble():
+    layout = even_layout(4, pp=2)
+    plan = tiny.plan(
+        model=tiny.model(num_layers=4),
+        parallel=ParallelConfig(pp=2, world_size=4),
+        pipeline=PipelineConfig(layout=layout),
+        precision=PrecisionConfig(params="bf16"),
+        batch=BatchConfig(micro=2, global_size=16),
+    )
+    gpu = GPUS["h100"]
+    time = step_time(plan, gpu, 4)
+    FP64_REF.check(time.compute, time.flops.total / 4 / gpu.bf16)
+    FP64_REF.check(time.bound, time.compute / (1 - time.bubble))
+    FP64_REF.check(time.per_token * 16 * tiny.SEQ, time.flops.total)
+    FP64_REF.check(time.bubble, pipeline_bubble(plan.schedule(4), stage_costs(plan)))
+    low = step_time(replace(plan, precision=PrecisionConfig(params="bf16", low="blockwise")), gpu, 4)
+    in_bf16 = time.flops.head + time.flops.core_attention
+    FP64_REF.check(low.compute, (in_bf16 + (time.flops.total - in_bf16) / 2) / 4 / gpu.bf16)
+
+
+def test_gpus_are_what_their_data_sheets_say():
+    assert [gpu.bf16 / 1e12 for gpu in GPUS.values()] == [312, 989, 989, 989, 2250, 2250, 2500, 2500, 4000]
+    assert [gpu.fp8 / 1e12 for gpu in GPUS.values()] == [312, 1978, 1978, 1978, 4500, 4500, 5000, 5000, 17500]
+    assert all(gpu.nvlink > gpu.network for gpu in GPUS.values())
+    assert GPUS["gb200"].domain_ranks(72) == 72
+    assert GPUS["gb200"].domain_ranks(256) == 64
+    assert GPUS["h100"].domain_ranks(256) == 8

@@ -1,0 +1,292 @@
+"""What ranks send: rows by a simulation of random routing, collectives by those that the real model launches."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.moe import (
+    CapacityConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
+)
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.cost_model.activations import ActivationSizes
+from megatron_moe.cost_model.expert_load import LoadChoice, fullest
+from megatron_moe.cost_model.hardware import GPUS
+from megatron_moe.cost_model.placement import Placement, Placements
+from megatron_moe.cost_model.traffic import (
+    Communication,
+    Traffic,
+    expert_traffic,
+)
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import SequencePart, split_places
+from megatron_moe.pipeline.layout import even_layout
+from tests.helpers import tiny
+from tests.helpers.tiny_models import (
+    attention_config,
+    layer_config,
+    microbatch,
+    mla_config,
+    mlp_config,
+    model_config,
+    moe_config,
+)
+from tests.helpers.tolerances import (
+    EXACT,
+    FP64_REF,
+    SIMULATED_ROUTING,
+)
+
+H100 = GPUS["h100"]
+BATCH, SEQ = 2, 32
+FP32 = 4
+
+CHOICES = {
+    "deepseek-v3, 64 ranks": (LoadChoice(256, 8, 8, 4), 64),
+    "deepseek-v3, 4 nodes": (LoadChoice(256, 8, 8, 4), 4),
+    "deepseek-v3 without groups": (LoadChoice(256, 8), 64),
+    "qwen3-30b, 8 ranks": (LoadChoice(128, 8), 8),
+    "mixtral, 8 ranks": (LoadChoice(8, 2), 8),
+    "parts that cut through groups": (LoadChoice(60, 4, 5, 3), 4),
+    "one expert per rank": (LoadChoice(16, 3), 16),
+}
+
+
+def simulated(choice: LoadChoice, num_parts: int, tokens: int = 60_000) -> np.ndarray:
+    """int [tokens, parts]: experts of every token on every part."""
+    random = np.random.default_rng(5)
+    per_group = choice.num_experts // choice.num_groups
+    keys = random.random((tokens, choice.num_experts))
+    groups = random.random((tokens, choice.num_groups)).argsort(axis=1)[:, : choice.group_topk]
+    closed = np.ones((tokens, choice.num_groups), dtype=bool)
+    np.put_along_axis(closed, groups, False, axis=1)
+    keys[np.repeat(closed, per_group, axis=1)] = 2.0
+    ids = keys.argpartition(choice.topk - 1, axis=1)[:, : choice.topk]
+    flat = np.arange(tokens)[:, None] * num_parts + ids // (choice.num_experts // num_parts)
+    return np.bincount(flat.ravel(), minlength=tokens * num_parts).reshape(tokens, num_parts)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_destinations_and_rows_are_those_of_random_routing(name):
+    choice, num_parts = CHOICES[name]
+    counts = simulated(choice, num_parts)
+    visited, rows = (counts > 0).sum(axis=1), counts[:, 0]
+    destinations, taken = choice.destinations(num_parts), choice.rows(num_parts, 100)
+    SIMULATED_ROUTING.check(destinations.mean, float(visited.mean()), "ranks")
+    SIMULATED_ROUTING.check(destinations.std, float(visited.std()), "their deviation")
+    FP64_REF.check(taken.mean, 100 * choice.topk / num_parts, "rows")
+    SIMULATED_ROUTING.check(taken.std, 10 * float(rows.std()), "their deviation")
+
+
+def test_the_fullest_of_many_ranks_is_as_full_as_estimated():
+    choice, num_parts, tokens = LoadChoice(256, 8), 64, 2048
+    counts = simulated(choice, num_parts, tokens * 24).reshape(24, tokens, num_parts).sum(axis=1)
+    estimated = fullest(choice.rows(num_parts, tokens), num_parts)
+    assert 0.97 < counts.max(axis=1).mean() / estimated < 1.0
+
+
+def test_a_row_carries_its_scales_in_fp8():
+    config = replace(moe_config(), experts=replace(moe_config().experts, hidden_size=256))
+    sizes = Communication(plan(layer_config(), ParallelConfig()), {}, 1)._sizes
+    blocks = expert_traffic(config, 4, 1, sizes, block=128)
+    assert (blocks.row_bytes, blocks.low_row_bytes) == (256 * FP32 + 4, 256 + 2 * 4 + 4)
+    assert expert_traffic(config, 4, 1, sizes, block=32).low_row_bytes == 256 + 8 + 4
+
+
+def test_one_copy_per_rank_is_less_than_one_row_per_choice():
+    """8 experts on 4 ranks, 2 of them chosen: with 1/7 they are on one rank."""
+    sizes = Communication(plan(layer_config(), ParallelConfig()), {}, 1)._sizes
+    traffic = expert_traffic(moe_config(), 4, 1, sizes)
+    tokens = BATCH * SEQ
+    FP64_REF.check(traffic.rows_sent, tokens * 2 * 3 / 4)
+    FP64_REF.check(traffic.copies_sent, tokens * (2 - 1 / 7) * 3 / 4)
+
+
+def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
+    """Two layers of a kind, fp32, one microbatch."""
+    layout = even_layout(2, pp=parallel.pp)
+    return tiny.plan(
+        model=model_config(layer, layer),
+        parallel=parallel,
+        pipeline=PipelineConfig(layout=layout),
+        **{
+            "precision": PrecisionConfig(),
+            "batch": BatchConfig(micro=BATCH, global_size=BATCH * parallel.dp),
+            "data": replace(tiny.plan().data, seq_length=SEQ),
+            **changes,
+        },
+    )
+
+
+def placements(parallel: ParallelConfig) -> dict[str, Placement]:
+    return Placements(H100).of_all(parallel)
+
+
+def predicted(changed: RunPlan, rank: int = 0) -> list[Traffic]:
+    return Communication(changed, placements(changed.parallel), 1).of_rank(rank)
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class Counting:
+    """Stands in for torch's collectives and adds up what a rank would send, by group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: dict[Any, str]) -> None:
+        self.sent: Counter[str] = Counter()
+        self.names = names
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+            monkeypatch.setattr(dist, name, self._collective(name))
+
+    def _collective(self, name: str) -> Callable[..., _Done]:
+        def launch(out: torch.Tensor, given: torch.Tensor, *sizes: Any, group: Any, **_: Any) -> _Done:
+            ranks = dist.get_world_size(group)
+            share = ranks - 1 if name == "all_gather_into_tensor" else (ranks - 1) / ranks
+            if sizes and sizes[1]:  # a ring: everything goes to the neighbour
+                share = 1.0
+            if given.is_floating_point():
+                self.sent[self.names[group]] += int(given.nbytes * share)
+                out.zero_()
+            return _Done()
+
+        return launch
+
+
+def sent(changed: RunPlan, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes that rank 0 sends in forward and backward of the real model."""
+    config = changed.parallel
+    context = ParallelContext.fake(config, 0, dtype=torch.float32, device="cpu")
+    try:
+        net = GPT(changed.model, context, reference.bundle())
+        for parameter in net.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        handles = {context.group(name).handle: name for name in ("tp", "cp", "etp_ep", "ep")}
+        counting = Counting(monkeypatch, handles)
+        length = SEQ // config.cp
+        positions = torch.arange(length).repeat(BATCH, 1)
+        part = SequencePart(split_places("zigzag", SEQ, config.cp), 0) if config.cp > 1 else None
+        batch = microbatch(BATCH, length, positions_BS=positions, part=part)
+        net(batch).loss_BS.sum().backward()
+    finally:
+        context.stop()
+    return counting.sent
+
+
+SEQUENCE_PARALLEL = ParallelConfig(tp=2, world_size=2, sequence_parallel=True)
+EVEN_HEADS = attention_config(num_heads=4)
+
+
+def padded_moe(dispatcher: str) -> MoEConfig:
+    """Whose rows are known to the host: K = 2 of 8 experts, capacity for an even load."""
+    config = replace(moe_config(), shared=None, dispatcher=dispatcher)
+    return replace(config, capacity=CapacityConfig(factor=1.0, pad=True) if dispatcher == "alltoall" else None)
+
+
+TENSOR_PARALLEL = {
+    "attention and MLP": layer_config(EVEN_HEADS),
+    "ranks that share a query group": layer_config(attention_config(num_heads=4, num_query_groups=1, output_gate=True)),
+    "latent attention": layer_config(mla_config(num_heads=4)),
+    "latent attention without latent queries": layer_config(mla_config(num_heads=4, q_lora_rank=None)),
+    "a shared expert": layer_config(
+        EVEN_HEADS, replace(moe_config(), shared=SharedExpertsConfig(mlp=mlp_config(ffn_hidden_size=14)))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_tensor_parallel_ranks_send_what_is_predicted(name, monkeypatch):
+    changed = plan(TENSOR_PARALLEL[name], SEQUENCE_PARALLEL)
+    total = sum(each.bytes for each in predicted(changed) if each.group == "tp")
+    assert sent(changed, monkeypatch)["tp"] == total
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
+@pytest.mark.parametrize("latent", [False, True])
+def test_context_parallel_ranks_send_what_is_predicted(exchange, latent, monkeypatch):
+    """Around the ring, gathered, or heads against places."""
+    core = {"context_exchange": exchange}
+    mixer = (
+        mla_config(num_heads=4, core=core) if latent else attention_config(num_heads=8, num_query_groups=4, core=core)
+    )
+    changed = plan(layer_config(mixer), ParallelConfig(cp=4, world_size=4))
+    (traffic,) = (each for each in predicted(changed) if each.group == "cp")
+    assert sent(changed, monkeypatch)["cp"] == traffic.bytes
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
+    """Rows, or tokens of all ranks, with their probabilities."""
+    parallel = ParallelConfig(ep=4, world_size=4)
+    changed = plan(layer_config(feed_forward=padded_moe(dispatcher)), parallel)
+    total = sum(each.bytes for each in predicted(changed) if each.group in ("ep", "etp_ep"))
+    assert 0.95 < sent(changed, monkeypatch).total() / total < 1.05
+
+
+def test_gradients_and_weights_travel_once_per_step():
+    """A parameter of n elements with d copies: n (d - 1) / d elements there and back."""
+    parallel = ParallelConfig(ep=2, world_size=8)
+    config = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True)
+    precision = PrecisionConfig(params="bf16")
+    changed = plan(layer_config(feed_forward=moe_config()), parallel, data_parallel=config, precision=precision)
+    found = {each.what: each for each in predicted(changed) if each.group in ("dp_cp", "edp")}
+    experts = 2 * 4 * 3 * 32 * 24
+    EXACT.check(found["gradients: experts"].bytes, experts * 4 * 3 / 4)
+    EXACT.check(found["weights: experts"].bytes, experts * 2 * 3 / 4)
+    assert found["gradients: experts"].hidden and not found["weights: experts"].hidden
+    plain = plan(layer_config(feed_forward=moe_config()), parallel, precision=precision)
+    reduced = {each.what: each for each in predicted(plain) if each.group == "edp"}
+    assert list(reduced) == ["gradients: experts"]
+    EXACT.check(reduced["gradients: experts"].bytes, 2 * experts * 4 * 3 / 4)
+
+
+def test_pipeline_ranks_send_states_forward_and_gradients_back():
+    parallel = ParallelConfig(pp=2, world_size=2)
+    changed = plan(layer_config(), parallel)
+    for rank in (0, 1):
+        (traffic,) = (each for each in predicted(changed, rank) if each.group == "pp")
+        assert traffic.bytes == BATCH * SEQ * 32 * FP32  # one way each
+
+
+def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
+    """Of 32 data-parallel ranks on 4 nodes each node's 8 ports carry what one ring sends out once."""
+    parallel = ParallelConfig(world_size=32)
+    changed = plan(layer_config(), parallel)
+    (traffic,) = predicted(changed)
+    assert traffic.far == traffic.bytes * 4 / 32
+    FP64_REF.check(traffic.seconds(H100), traffic.far / H100.network / 0.7)
+
+
+def test_the_example_of_the_document_is_what_the_formulas_give():
+    document = (Path(__file__).resolve().parents[2] / "docs" / "volumes.md").read_text(encoding="utf-8")
+    router = RouterConfig(hidden_size=7168, num_experts=256, topk=8, num_groups=8, group_topk=4)
+    experts = replace(moe_config().experts, num_experts=256, hidden_size=7168)
+    sizes = ActivationSizes(residual=2048, inner=4096, activation=2, internal=4, length=4096)
+    traffic = expert_traffic(MoEConfig(router=router, experts=experts), 64, 8, sizes)
+    rows = fullest(traffic.rows_taken, 64)
+    for figure in (
+        f"{traffic.ranks.mean:.2f} +- {traffic.ranks.std:.2f} ranks",
+        f"{traffic.domains.mean:.2f} +- {traffic.domains.std:.2f}\nnodes",
+        f"{traffic.rows_taken.mean:,.0f} +- {traffic.rows_taken.std:.0f} rows, the fullest about {rows:,.0f}",
+        f"{traffic.rows_sent * traffic.row_bytes / 1e6:.0f} MB",
+        f"{traffic.copies_sent * traffic.row_bytes / 1e6:.0f} MB with a copy per rank",
+        f"{traffic.copies_sent * traffic.low_row_bytes / 1e6:.0f} MB with copies in FP8",
+    ):
+        assert figure in document

@@ -1,0 +1,135 @@
+"""A backend's op against the reference, result and gradients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.moe import RouterConfig
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import AdamWStep, RoutedTokens
+from tests.helpers.tolerances import (
+    BF16_KERNEL,
+    FP32_REF,
+    Tolerance,
+)
+
+REFERENCE = reference.bundle()
+BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def adamw_step(
+    number: int,
+    *,
+    scale: float | Tensor = 0.5,
+    proceed: bool = True,
+    device: torch.device | str = "cpu",
+    **numbers: float,
+) -> AdamWStep:
+    """Update `number`, with the numbers of a usual group where others are not given."""
+    usual = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    return AdamWStep(
+        **{**usual, **numbers},
+        step=torch.tensor(number, device=device),
+        grad_scale=torch.as_tensor(scale, device=device),
+        proceed=torch.tensor(proceed, device=device),
+        nonfinite=torch.tensor(False, device=device),
+    )
+
+
+class Overflow(NamedTuple):
+    """AdamW's numbers of one element from which a step stores something that is not finite."""
+
+    master: float
+    exp_avg_sq: float
+    grad: float
+    eps: float
+
+
+OVERFLOWS: Mapping[str, Overflow] = MappingProxyType(
+    {
+        "weight": Overflow(master=1.0, exp_avg_sq=0.0, grad=0.0, eps=0.0),
+        "second moment alone": Overflow(master=1.0, exp_avg_sq=1.0, grad=1e20, eps=1e-8),
+        "rounded weight alone": Overflow(master=3.4e38, exp_avg_sq=1.0, grad=1.0, eps=1e-8),
+    }
+)
+
+
+def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu") -> None:
+    """An applied step sets the flag if one element among many is stored as no finite number; no other step sets it."""
+    size, case = 2500, OVERFLOWS[what]
+    rounded = what == "rounded weight alone"
+    for place in (0, size - 1):
+        for bad, proceed in ((True, True), (True, False), (False, True)):
+            master, grad = draw(size).float().to(device), draw(size, seed=1).float().to(device)
+            exp_avg, exp_avg_sq = torch.zeros(size, device=device), torch.ones(size, device=device)
+            if bad:
+                master[place], exp_avg_sq[place], grad[place] = case.master, case.exp_avg_sq, case.grad
+            weights = master.bfloat16() if rounded else None
+            numbers = {"eps": case.eps, "lr": 1e-3, "weight_decay": 0.0}
+            move = adamw_step(1, scale=1.0, proceed=proceed, device=device, **numbers)
+            ops.adamw_(master, grad, exp_avg, exp_avg_sq, move, weights)
+            assert bool(move.nonfinite) == (bad and proceed), f"{what} at {place}: bad {bad}, proceed {proceed}"
+            stored = [each for each in (master, exp_avg, exp_avg_sq, weights) if each is not None]
+            if bad and proceed:
+                num_bad = sum(int((~each.isfinite()).sum()) for each in stored)
+                assert num_bad == 1, f"{num_bad} numbers are not finite"
+            ops.adamw_(*(torch.ones(3, device=device) for _ in range(4)), move)
+            assert bool(move.nonfinite) == (bad and proceed), "the flag was reset, or set by finite numbers"
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Result and input gradients, for a fixed incoming gradient."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out.dtype))
+    return [out.detach(), *grads]
+
+
+def compare(
+    kernels: Any, op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """`kernels` in `dtype` against the reference in fp64 on the same rounded inputs. In bf16 it may also be off by
+    twice what the reference itself is off in bf16."""
+    rounded = [x.to(dtype) for x in inputs]
+    actual = with_gradients(op(kernels), rounded, dtype)
+    exact = with_gradients(op(REFERENCE), rounded, torch.float64)
+    plain = with_gradients(op(REFERENCE), rounded, dtype)
+    for number, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
+        what = "result" if number == 0 else f"gradient {number}"
+        assert a.dtype is p.dtype, f"{what}: {a.dtype}, the contract says {p.dtype}"
+        slack = 2 * float((p.double() - e).abs().max()) if e.numel() else 0.0
+        bar = BARS[dtype]
+        Tolerance(bar.rtol, max(bar.atol, slack), bar.why).check(a, e, what)
+
+
+def differentiable(routed: RoutedTokens) -> list[Tensor]:
+    """Weights, sums of scores and sum of squares, as far as they were asked for."""
+    scores_GE = None if routed.balance is None else routed.balance.scores_GE
+    return [part for part in (routed.probs_TK, scores_GE, routed.z_sum) if part is not None]
+
+
+def route_and_pull(
+    kernels: Any,
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    config: RouterConfig,
+    *,
+    only: int | None = None,
+    **fields: Any,
+) -> tuple[RoutedTokens, Tensor]:
+    """What is routed, and the gradient of the logits for fixed incoming gradients, of one result alone if told."""
+    leaf = logits_TE.detach().requires_grad_()
+    routed = kernels.route(leaf, bias_E, config, **fields)
+    results = differentiable(routed)
+    grads = [draw(*x.shape, seed=90 + number).to(x) for number, x in enumerate(results)]
+    if only is not None:
+        results, grads = [results[only]], [grads[only]]
+    (grad,) = torch.autograd.grad(results, leaf, grads)
+    return routed, grad

@@ -1,0 +1,51 @@
+"""Attention modules alone: built, run, and compared with their loops."""
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels import reference
+from megatron_moe.model.attention import Attention
+from megatron_moe.model.init import init_parameters
+from megatron_moe.model.mla import MLA
+from megatron_moe.model.rope import Rotations
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers import naive_layers
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    UNIT_GAIN,
+    randn,
+)
+from tests.helpers.tolerances import FP64_REF
+
+
+def make(config: AttentionConfig | MLAConfig) -> Attention | MLA:
+    kind = MLA if isinstance(config, MLAConfig) else Attention
+    module = kind(config, "layer", ParallelContext.single(), reference.bundle())
+    init_parameters(module, 5, UNIT_GAIN)
+    return module
+
+
+def run(module: Attention | MLA, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    return module(hidden_SBH, Rotations([module.config], ParallelContext.single()).attach(meta))
+
+
+def check_against_loop(config: AttentionConfig | MLAConfig, meta: TokenMeta) -> None:
+    """Output, input gradient and every weight's gradient."""
+    module, oracle = make(config), naive_layers.mla if isinstance(config, MLAConfig) else naive_layers.gqa
+    weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    batch, seq = meta.positions_BS.shape
+    segments_BS = meta.segments_BS if meta.segments_BS is not None else torch.zeros(batch, seq, dtype=torch.int64)
+    x, oracle_x = randn(seq, batch, HIDDEN).requires_grad_(), randn(seq, batch, HIDDEN).requires_grad_()
+    probe = randn(seq, batch, HIDDEN, seed=2)
+
+    out = run(module, x, meta)
+    expected = oracle(oracle_x, config, weights, meta.positions_BS, segments_BS)
+    (out * probe).sum().backward()
+    (expected * probe).sum().backward()
+
+    FP64_REF.check(out, expected, "output")
+    FP64_REF.check(x.grad, oracle_x.grad, "input gradient")
+    actual = {name: p.grad for name, p in module.named_parameters()}
+    FP64_REF.check_all(actual, {name: w.grad for name, w in weights.items()}, "gradients")

@@ -1,0 +1,195 @@
+"""Hand-made parameters over any layout, with gradients that every rank computes its part of, and one rank's totals.
+
+Gradients are multiples of 1/16, so that any order of sums gives the same bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.optimizer import OptimizerConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.kernels import reference
+from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
+from megatron_moe.parallel.parameter import Parameter, local_part, new_parameter, write_part
+from tests.helpers.optim_parameters import FP64
+
+NUM_LAYERS = 2
+SPEC = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-6, clip_grad=1.0)
+
+_LAYER = {
+    "input_layernorm.weight": ((6,), ParamMeta(role="norm", partial_over_tp=True)),
+    "self_attention.linear_qkv.weight": ((16, 6), ParamMeta(role="matrix", tp_dim=0, splits=(2, 1, 1))),
+    "self_attention.linear_qkv.bias": ((16,), ParamMeta(role="bias", tp_dim=0, splits=(2, 1, 1))),
+    "self_attention.linear_proj.weight": ((6, 8), ParamMeta(role="matrix", tp_dim=1)),
+    "mlp.router.weight": ((8, 6), ParamMeta(role="router", partial_over_tp=True)),
+    "mlp.latent.weight": ((5, 6), ParamMeta(role="matrix")),
+    "mlp.experts.linear_fc1.weight": (
+        (8, 8, 6),
+        ParamMeta(role="matrix", grid="expert", num_experts=8, tp_dim=0, splits=(4, 4)),
+    ),
+    "mlp.experts.linear_fc2.weight": ((8, 6, 4), ParamMeta(role="matrix", grid="expert", num_experts=8, tp_dim=1)),
+    "mlp.experts.linear_fc2.bias": ((8, 6), ParamMeta(role="bias", grid="expert", num_experts=8, decay=False)),
+}
+KINDS = {
+    "embedding.word_embeddings.weight": ((24, 6), ParamMeta(role="embedding", tp_dim=0, shared_stages=True)),
+    **{f"decoder.layers.{i}.{name}": kind for i in range(NUM_LAYERS) for name, kind in _LAYER.items()},
+    "decoder.final_layernorm.weight": ((6,), ParamMeta(role="norm", partial_over_tp=True)),
+    "output_layer.weight": ((24, 6), ParamMeta(role="head", tp_dim=0)),
+}
+ELEMENTS = {
+    grid: sum(torch.Size(shape).numel() for shape, meta in KINDS.values() if meta.grid == grid)
+    for grid in ("attention", "expert")
+}
+
+
+def stage_names(stage: int, num_stages: int) -> Iterator[str]:
+    """Parameters of a pipeline stage in order: layers shared out, the embedding on the first and on the last."""
+    first, last = stage == 0, stage == num_stages - 1
+    for name in KINDS:
+        if name.startswith("embedding"):
+            here = first or last
+        elif name.startswith("decoder.layers."):
+            here = int(name.split(".")[2]) * num_stages // NUM_LAYERS == stage
+        else:
+            here = last
+        if here:
+            yield name
+
+
+def make_parameters(context: ParallelContext) -> dict[str, Parameter]:
+    """This rank's parameters; values depend on the name alone and are exact in bf16."""
+    group = context.group("pp")
+    parameters = {}
+    for name in stage_names(group.rank, group.size):
+        shape, meta = KINDS[name]
+        parameters[name] = new_parameter(shape, meta, context)
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))).bfloat16()
+        parameters[name].data.copy_(local_part(whole, parameters[name].boxes, meta))
+    return parameters
+
+
+def _share(name: str, step: int, part: tuple[int, ...]) -> Tensor:
+    """What one of the ranks that compute a gradient adds to the whole of it."""
+    seed = crc32(f"{name} {step} {part}".encode())
+    sixteenths = torch.randint(-64, 65, KINDS[name][0], generator=torch.Generator().manual_seed(seed))
+    return sixteenths.double() / 16
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    """Groups whose ranks compute a part of this gradient each."""
+    meta = KINDS[name][1]
+    axes = ("edp",) if meta.grid == "expert" else ("dp_cp",)
+    return axes + (("tp",) if meta.partial_over_tp else ()) + (("embedding",) if meta.shared_stages else ())
+
+
+def my_gradient(name: str, step: int, parameter: Parameter, context: ParallelContext) -> Tensor:
+    """What this rank's backward passes give."""
+    part = tuple(context.group(axis).rank for axis in _axes(name))
+    return local_part(_share(name, step, part), parameter.boxes, parameter.meta)
+
+
+def total_gradient(name: str, step: int, config: ParallelConfig) -> Tensor:
+    """The gradient of the global batch: the parts of all ranks together, divided by the ranks with different tokens."""
+    sizes = {"dp_cp": config.dp * config.cp, "edp": config.edp, "tp": config.tp, "embedding": min(config.pp, 2)}
+    parts = product(*(range(sizes[axis]) for axis in _axes(name)))
+    return sum(_share(name, step, part) for part in parts) / (config.dp * config.cp)
+
+
+@dataclass
+class Run:
+    """What a few steps left on one rank."""
+
+    weights: dict[str, tuple[Tensor, Parameter]]
+    norms: list[dict[str, Tensor]] = field(default_factory=list)
+    optimizer: Optimizer | None = None
+
+
+def make_optimizer(
+    context: ParallelContext,
+    data_parallel: DataParallelConfig,
+    precision: PrecisionConfig = FP64,
+    optimizer: OptimizerConfig = SPEC,
+) -> Optimizer:
+    buffers = GradBuffers(
+        make_parameters(context).items(),
+        precision,
+        context,
+        reference.bundle(),
+        optimizer=optimizer,
+        data_parallel=data_parallel,
+    )
+    return Optimizer(buffers, precision)
+
+
+def step_with(
+    optimizer: Optimizer, gradients: dict[str, Tensor], *, proceed: bool = True, clip: float = 1.0
+) -> dict[str, Tensor]:
+    """One clipped step from these gradients of this rank; the norms."""
+    buffers = optimizer.buffers
+    buffers.begin_step(1)
+    for slot in buffers.slots:
+        slot.parameter.grad = gradients[slot.name].to(slot.parameter)
+    buffers.collect()
+    finish_grads(buffers, buffers.context)
+    norms = gradient_norms(buffers, buffers.context)
+    optimizer.step(
+        lr=3e-2,
+        weight_decay=0.1,
+        grad_scale=clip_coefficient(norms["all"], clip),
+        proceed=torch.tensor(proceed, device=buffers.device),
+    )
+    return norms
+
+
+def run(
+    context: ParallelContext,
+    data_parallel: DataParallelConfig,
+    *,
+    num_steps: int = 5,
+    precision: PrecisionConfig = FP64,
+    optimizer: OptimizerConfig = SPEC,
+) -> Run:
+    """AdamW with clipping and groups of weight decay on every rank's own gradients."""
+    stepped = make_optimizer(context, data_parallel, precision, optimizer)
+    slots = tuple(stepped.buffers.slots)
+    norms = []
+    for step in range(num_steps):
+        mine = {slot.name: my_gradient(slot.name, step, slot.parameter, context) for slot in slots}
+        norms.append(step_with(stepped, mine))
+    return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in slots}, norms, stepped)
+
+
+def run_alone(config: ParallelConfig, *, num_steps: int = 5) -> Run:
+    """One rank with the gradients of the whole layout."""
+    optimizer = make_optimizer(ParallelContext.single(), DataParallelConfig())
+    norms = [
+        step_with(optimizer, {name: total_gradient(name, step, config) for name in KINDS}) for step in range(num_steps)
+    ]
+    weights = {slot.name: (slot.parameter.data, slot.parameter) for slot in optimizer.buffers.slots}
+    return Run(weights, norms, optimizer)
+
+
+def joined(runs: list[Run]) -> dict[str, Tensor]:
+    """The whole weights; ranks that hold the same elements must hold the same bits."""
+    wholes: dict[str, Tensor] = {}
+    for each in runs:
+        for name, (data, parameter) in each.weights.items():
+            whole = wholes.setdefault(name, torch.full(parameter.global_shape, torch.nan, dtype=data.dtype))
+            held = local_part(whole, parameter.boxes, parameter.meta)
+            known = held.isfinite()
+            assert torch.equal(held[known], data[known]), f"copies of {name} differ"
+            write_part(whole, data, parameter.boxes, parameter.meta)
+    assert all(whole.isfinite().all() for whole in wholes.values()), "some elements are on no rank"
+    assert set(wholes) == set(KINDS), f"{set(KINDS) - set(wholes)} are on no rank"
+    return wholes

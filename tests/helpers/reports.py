@@ -1,0 +1,19 @@
+"""Keeps what a long run of tests has found, as a table under `benchmarks/`."""
+
+import os
+import platform
+from datetime import date
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def store(what: str, text: str) -> Path:
+    """Writes `<date>-<machine>-<what>.md`: the text, and what it was measured on. Returns the path."""
+    cores = os.cpu_count()
+    path = FOLDER / f"{date.today()}-{cores}-cores-{what}.md"
+    machine = f"{platform.machine()}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    path.write_text(f"{text}\n{machine}\n")
+    return path

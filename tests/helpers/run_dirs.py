@@ -1,0 +1,21 @@
+"""Folders as runs leave them, without a run."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_moe.resilience.run_status import STATUS, StatusReport
+
+
+def make_run(folder: Path, seconds: tuple[float, ...], *, state: str | None = "finished", **more: float) -> Path:
+    """A run folder whose reports took so long each."""
+    folder.mkdir(parents=True)
+    rows = [
+        {"iteration": i, "iteration-time": s, "world-size": 2, "lm loss": 5.0 - i, "throughput": 10 / s, **more}
+        for i, s in enumerate(seconds, 1)
+    ]
+    rows.append({"iteration": len(seconds), "lm loss validation": 2.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if state is not None:
+        (folder / STATUS).write_text(json.dumps(asdict(StatusReport(state=state))))  # type: ignore[arg-type]
+    return folder

@@ -1,0 +1,162 @@
+"""Models over tensor parallel ranks as threads, and their parts put together again."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.optimizer import OptimizerConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.data.batch import MicroBatch, to_device
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamBox, ParamMeta
+from megatron_moe.parallel.parameter import Parameter, named_parameters, write_part
+from tests.helpers.optim_parameters import FP64
+from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import UNIT_GAIN
+from tests.helpers.tolerances import FP64_LAYOUT
+
+KERNELS = reference.bundle()
+# Adam divides by the size of the gradient. Where that is nothing but rounding, as for a bias on k, which softmax does
+# not see, a small eps would make steps of it.
+STEADY = OptimizerConfig(eps=1e-4)
+
+
+def tensor_parallel_config(tp: int, *, sequence: bool = False) -> ParallelConfig:
+    return ParallelConfig(world_size=tp, tp=tp, sequence_parallel=sequence and tp > 1)
+
+
+LAYOUTS = {
+    f"tp{tp}{'-sp' if sequence else ''}": tensor_parallel_config(tp, sequence=sequence)
+    for tp in (2, 4)
+    for sequence in (False, True)
+}
+SEQUENCE_LAYOUTS = {name: config for name, config in LAYOUTS.items() if config.sequence_parallel}
+
+
+@dataclass
+class Held:
+    """What one rank holds of a tensor of the shape of a parameter."""
+
+    part: Tensor
+    whole: tuple[int, ...]
+    boxes: tuple[ParamBox, ...]
+    meta: ParamMeta
+
+
+def held(tensors: Iterable[tuple[str, Tensor]], module: nn.Module) -> dict[str, Held]:
+    """Copies of tensors that belong to the parameters of these names."""
+    parameters = dict(named_parameters(module))
+
+    def of(tensor: Tensor, p: Parameter) -> Held:
+        return Held(tensor.detach().clone().cpu(), p.global_shape, p.boxes, p.meta)
+
+    return {name: of(tensor, parameters[name]) for name, tensor in tensors}
+
+
+def whole(of_ranks: Sequence[Mapping[str, Held]]) -> dict[str, Tensor]:
+    """The tensors that the ranks hold parts of. What two ranks hold must be equal; every element must be held."""
+    tensors = {}
+    for name, first in of_ranks[0].items():
+        joined = torch.full(first.whole, torch.nan, dtype=first.part.dtype)
+        for of_rank in of_ranks:
+            mine = of_rank[name]
+            before = joined.clone()
+            write_part(joined, mine.part, mine.boxes, mine.meta)
+            twice = before.isfinite() & (before != joined)
+            FP64_LAYOUT.check(before[twice], joined[twice], f"{name} on two ranks")
+        assert joined.isfinite().all(), f"{name}: {int(joined.isnan().sum())} elements are on no rank"
+        tensors[name] = joined
+    return tensors
+
+
+@dataclass
+class Trained:
+    """What a few steps left on one rank."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Held]
+    """Of the first step."""
+    weights: dict[str, Held]
+
+
+def train(
+    config: ModelConfig, batches: Sequence[Sequence[MicroBatch]], ctx: ParallelContext, *, seed: int = 7
+) -> Trained:
+    """AdamW on `batches` [step][microbatch], without clipping."""
+    model = GPT(config, ctx, KERNELS)
+    init_parameters(model, seed, config.init)
+    buffers = GradBuffers(named_parameters(model), FP64, ctx, KERNELS, optimizer=STEADY)
+    optimizer = Optimizer(buffers, FP64)
+    trained = Trained([], {}, {})
+    for step in batches:
+        buffers.begin_step()
+        for batch in step:
+            batch = to_device(batch, ctx.device)
+            scalar, _ = objective(model(batch), batch, mtp=config.mtp, per_token=False)
+            (scalar / len(step)).backward()
+            buffers.collect()
+            trained.losses.append(scalar.detach().cpu())
+        finish_grads(buffers, ctx)
+        if not trained.gradients:
+            trained.gradients = held(((slot.name, slot.main_grad) for slot in buffers.slots), model)
+        one, yes = (torch.ones((), dtype=dtype, device=ctx.device) for dtype in (torch.float64, torch.bool))
+        optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
+    trained.weights = held(named_parameters(model), model)
+    return trained
+
+
+def check_training(config: ModelConfig, batches: Sequence[Sequence[MicroBatch]], layout: ParallelConfig) -> None:
+    """Losses, gradients of the first step and weights after the last are those of one rank."""
+    check_equal(
+        on_threads(layout, lambda ctx: train(config, batches, ctx)), train(config, batches, ParallelContext.single())
+    )
+
+
+def check_equal(ranks: Sequence[Trained], alone: Trained) -> None:
+    for rank, trained in enumerate(ranks):
+        FP64_LAYOUT.check(torch.stack(trained.losses), torch.stack(alone.losses), f"losses on rank {rank}")
+    FP64_LAYOUT.check_all(whole([r.gradients for r in ranks]), whole([alone.gradients]), "gradients")
+    FP64_LAYOUT.check_all(whole([r.weights for r in ranks]), whole([alone.weights]), "weights")
+
+
+def sum_partials(module: nn.Module, ctx: ParallelContext) -> None:
+    """What `finish_grads` does over tensor parallel ranks, for gradients that autograd left in `.grad`."""
+    for _, parameter in named_parameters(module):
+        if parameter.meta.partial_over_tp:
+            all_reduce_(parameter.grad, ctx.group("tp"))
+
+
+@dataclass
+class Passed:
+    """One forward and backward of a module on one rank."""
+
+    out: Tensor
+    grad_x: Tensor
+    gradients: dict[str, Held]
+
+
+def run_module(
+    make: Callable[[ParallelContext], nn.Module],
+    x: Tensor,
+    probe: Tensor,
+    ctx: ParallelContext,
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
+) -> Passed:
+    """The module with unit-gain values on this rank's `x`, differentiated by the product with this rank's `probe`."""
+    module = make(ctx)
+    init_parameters(module, 5, UNIT_GAIN)
+    x = x.clone().requires_grad_()
+    out = call(module, x)
+    (out * probe).sum().backward()
+    sum_partials(module, ctx)
+    return Passed(out.detach(), x.grad, held(((name, p.grad) for name, p in module.named_parameters()), module))

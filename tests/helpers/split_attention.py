@@ -1,0 +1,126 @@
+"""Attention over a sequence that is split over ranks as threads, against the same attention on one rank."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.model.core_attention import core_attention
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import (
+    SequencePart,
+    split_places,
+    take_places,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import randn, token_meta
+from tests.helpers.tolerances import FP64_LAYOUT
+
+KERNELS = reference.bundle()
+SEQ, BATCH = 24, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and masks of one attention."""
+
+    heads: int = 4
+    groups: int = 2
+    width: int = 6
+    value_width: int = 5
+    sinks: bool = False
+    segments: tuple[int, ...] | None = None
+    """Number of the document of every place; the second sequence of the batch has them reversed."""
+    core: tuple[tuple[str, Any], ...] = ()
+    seq: int = SEQ
+
+    @property
+    def config(self) -> CoreAttentionConfig:
+        return replace(CoreAttentionConfig(softmax_scale=0.4, sinks=self.sinks), **dict(self.core))
+
+    def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        """Inputs of the whole sequence, and the gradient of the output."""
+        shapes = {
+            "q": (self.seq, BATCH, self.heads, self.width),
+            "k": (self.seq, BATCH, self.groups, self.width),
+            "v": (self.seq, BATCH, self.groups, self.value_width),
+            "grad": (self.seq, BATCH, self.heads, self.value_width),
+        }
+        drawn = {name: randn(*shape, seed=number) for number, (name, shape) in enumerate(shapes.items())}
+        drawn |= {"sinks": randn(self.heads, seed=9)} if self.sinks else {}
+        return {name: x.to(dtype) for name, x in drawn.items()}
+
+    def segments_BS(self) -> Tensor | None:
+        if self.segments is None:
+            return None
+        line = torch.tensor(self.segments)
+        return torch.stack([line, (line.max() - line).flip(0)])
+
+
+def _attend(
+    case: Case,
+    tensors: dict[str, Tensor],
+    meta: Any,
+    ctx: ParallelContext,
+    config: CoreAttentionConfig,
+    kernels: Kernels = KERNELS,
+) -> dict[str, Tensor]:
+    """Output, and the gradients of q, k, v and sinks."""
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if name != "grad"}
+    out = core_attention(
+        leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), config, meta, "attention", ctx, kernels
+    )
+    out.backward(tensors["grad"])
+    return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """On one rank."""
+    meta = token_meta(BATCH, case.seq, segments_BS=case.segments_BS())
+    return _attend(case, case.tensors(dtype), meta, ParallelContext.single(), case.config)
+
+
+def split(
+    case: Case,
+    parallel: ParallelConfig,
+    exchange: Any,
+    dtype: torch.dtype = torch.float64,
+    kernels: Kernels = KERNELS,
+) -> dict[str, Tensor]:
+    """On `parallel.cp` ranks, put together again; gradients of sinks are summed."""
+    segments_BS = case.segments_BS()
+    parts = split_places(parallel.cp_split, case.seq, parallel.cp)
+
+    def on_rank(ctx: ParallelContext) -> dict[str, Tensor]:
+        rank = ctx.group("cp").rank
+        chunks = parts[rank]
+        mine = {
+            name: x if name == "sinks" else torch.cat([x[chunk.start : chunk.stop] for chunk in chunks])
+            for name, x in case.tensors(dtype).items()
+        }
+        meta = token_meta(
+            BATCH,
+            len(mine["q"]),
+            segments_BS=None if segments_BS is None else take_places(segments_BS, chunks),
+            whole_segments_BS=segments_BS,
+            part=SequencePart(parts, rank),
+        )
+        return _attend(case, mine, meta, ctx, replace(case.config, context_exchange=exchange), kernels)
+
+    results = on_threads(parallel, on_rank)
+    places = torch.tensor([place for chunks in parts for chunk in chunks for place in chunk])
+    joined = {}
+    for name in results[0]:
+        values = [result[name] for result in results]
+        joined[name] = sum(values) if name == "sinks" else torch.cat(values)[places.argsort()]
+    return joined
+
+
+def check_equal(case: Case, parallel: ParallelConfig, exchange: str) -> None:
+    """Outputs and all gradients of the split attention are those of one rank."""
+    FP64_LAYOUT.check_all(split(case, parallel, exchange), whole(case), f"{exchange} over {parallel.cp} ranks, {case}")

@@ -1,0 +1,133 @@
+"""Tiny model specs and microbatches for tests. Sizes differ from each other, so that mixed-up dims do not pass."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.attention import (
+    AttentionConfig,
+    CoreAttentionConfig,
+    MLAConfig,
+    RopeConfig,
+)
+from megatron_moe.config.model import (
+    InitConfig,
+    LayerConfig,
+    ModelConfig,
+)
+from megatron_moe.config.moe import (
+    MLPConfig,
+    MoEConfig,
+    SharedExpertsConfig,
+)
+from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.kernels import reference
+from megatron_moe.model.gpt import GPT
+from megatron_moe.model.init import init_parameters
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers import tiny
+
+RMS = tiny.NORM
+HIDDEN, VOCAB, SWIGLU = tiny.HIDDEN, tiny.VOCAB, tiny.SWIGLU
+UNIT_GAIN = InitConfig(method="unit_gain")
+
+
+def attention_config(**changes: Any) -> AttentionConfig:
+    """Six query heads in two groups, rotated. `core` changes fields of the core attention."""
+    core = replace(tiny.attention().core, **changes.pop("core", {}))
+    return tiny.attention(**{"num_heads": 6, "core": core, **changes})
+
+
+def mla_config(**changes: Any) -> MLAConfig:
+    """Three heads with q and kv latents."""
+    core = changes.pop("core", {})
+    config = MLAConfig(
+        hidden_size=HIDDEN,
+        num_heads=3,
+        q_lora_rank=10,
+        kv_lora_rank=8,
+        qk_head_dim=5,
+        qk_rope_dim=4,
+        v_head_dim=7,
+        core=CoreAttentionConfig(**{"softmax_scale": 9**-0.5, **core}),
+        rope=RopeConfig(dim=4, interleaved=True),
+        qk_norm=True,
+        norm=RMS,
+    )
+    return replace(config, **changes)
+
+
+def mlp_config(**changes: Any) -> MLPConfig:
+    return replace(MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=20, activation=SWIGLU), **changes)
+
+
+def moe_config(**router: Any) -> MoEConfig:
+    """Eight experts, two per token, and a shared one; no balancing loss."""
+    router = {"balancing": ("none",), "aux_loss_coeffs": (0.0,), **router}
+    return tiny.moe(tiny.router(**router), shared=SharedExpertsConfig(mlp=mlp_config(ffn_hidden_size=13)))
+
+
+def layer_config(
+    mixer: AttentionConfig | MLAConfig | None = None, feed_forward: Any = None, **changes: Any
+) -> LayerConfig:
+    return LayerConfig(
+        mixer=mixer or attention_config(), feed_forward=feed_forward or mlp_config(), **{"norm": RMS, **changes}
+    )
+
+
+def model_config(*layers: LayerConfig, **changes: Any) -> ModelConfig:
+    """Two dense layers unless some are given; rotary positions, untied."""
+    return tiny.model(layers=layers or (layer_config(), layer_config()), **changes)
+
+
+def dense_ancestor(config: ModelConfig, granularity: int) -> ModelConfig:
+    """The dense model that an MoE is upcycled from: one MLP of `granularity` experts' width in the place of experts."""
+
+    def dense(layer: LayerConfig) -> LayerConfig:
+        if not isinstance(layer.feed_forward, MoEConfig):
+            return layer
+        experts = layer.feed_forward.experts
+        width = experts.ffn_hidden_size * granularity
+        mlp = mlp_config(
+            hidden_size=experts.hidden_size, ffn_hidden_size=width, activation=experts.activation, bias=experts.bias
+        )
+        return replace(layer, feed_forward=mlp)
+
+    return replace(config, layers=tuple(map(dense, config.layers)))
+
+
+def build(config: ModelConfig, *, seed: int = 7, **stage: Any) -> GPT:
+    """A model in fp64 on the reference kernels, with the initial values of its spec."""
+    model = GPT(config, ParallelContext.single(), reference.bundle(), **stage)
+    init_parameters(model, seed, config.init)
+    return model
+
+
+def token_meta(batch: int, seq: int, *, positions_BS: Tensor | None = None, **changes: Any) -> TokenMeta:
+    """Positions 0 .. S-1 unless given; no dropout, no tally."""
+    if positions_BS is None:
+        positions_BS = torch.arange(seq).repeat(batch, 1)
+    return TokenMeta(positions_BS=positions_BS, **changes)
+
+
+def microbatch(batch: int = 2, seq: int = 9, *, seed: int = 3, vocab: int = VOCAB, **meta: Any) -> MicroBatch:
+    """Random tokens with a few places that do not count in the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    stream = torch.randint(vocab, (batch, seq + 1), generator=generator)
+    mask = (torch.rand(batch, seq, generator=generator) > 0.2).double()
+    return MicroBatch(
+        tokens_BS=stream[:, :-1], labels_BS=stream[:, 1:], loss_mask_BS=mask, meta=token_meta(batch, seq, **meta)
+    )
+
+
+def randn(*shape: int, seed: int = 11) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By name; every parameter must have one."""
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert not missing, f"no gradient reached {missing}"
+    return {name: p.grad for name, p in model.named_parameters()}

@@ -1,0 +1,106 @@
+"""R1, R4: imports go down only, and what must be quick knows no torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house_rules.layers import cycles, late_import_findings, level_findings, level_of
+from tests.house_rules.source import PROGRAM, ROOT, report, source, sources
+
+
+def test_imports_go_down_only():
+    report(level_findings(sources(*PROGRAM)), "R1: imports go down only (tests/house_rules/layers.py has the levels)")
+
+
+def test_no_module_imports_itself_through_others():
+    rings = [" -> ".join([*ring, ring[0]]) for ring in cycles(sources(*PROGRAM))]
+    report(rings, "R1: no import cycles")
+
+
+def test_imports_stand_at_the_top_unless_the_package_is_optional():
+    report(late_import_findings(sources(*PROGRAM)), "imports stand at the top of the file")
+
+
+def test_flags_configs_and_cost_model_load_without_torch():
+    modules = [file.module for file in sources("arguments", "megatron_moe")]
+    modules = [name for name in modules if name.startswith("arguments") or level_of(name[len("megatron_moe.") :]) == 0]
+    assert len(modules) > 100, modules
+    program = "import importlib, sys\n"
+    program += f"for name in {modules!r}: importlib.import_module(name)\n"
+    program += "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy')))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"R4: modules without torch load torch or numpy, or fail:\n{done.stderr}"
+
+
+def test_a_training_starts_without_what_it_does_not_use():
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "matplotlib", "sympy", "wandb")
+    program = "import sys, megatron_moe.build\n"
+    program += f"sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stderr.strip() == "", f"every start pays for the import of {done.stderr}"
+
+
+def test_init_files_are_empty():
+    findings = [
+        f"{file.path}: {file.num_lines} lines" for file in sources(*PROGRAM) if _is_init(file.path) and file.text
+    ]
+    report(findings, "R1: __init__.py files are empty")
+
+
+def _is_init(path: str) -> bool:
+    return path.endswith("__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        ("megatron_moe/config/model.py", "import torch", "imports the standard library only"),
+        ("megatron_moe/pipeline/schedule.py", "import numpy", "imports the standard library only"),
+        ("megatron_moe/config/model.py", "from megatron_moe.parallel import context", "above it"),
+        ("megatron_moe/pipeline/schedule.py", "import megatron_moe.pipeline.executor", "above it"),
+        ("megatron_moe/moe/router.py", "from megatron_moe.model.gpt import GPT", "above it on level 5"),
+        ("megatron_moe/optim/adamw.py", "import megatron_moe.model.gpt", "same level"),
+        ("megatron_moe/checkpoint/save.py", "import megatron_moe.optim.state", "same level"),
+        ("megatron_moe/checkpoint/save.py", "from megatron_moe.moe.moe_layer import MoELayer", "nothing"),
+        ("megatron_moe/model/gpt.py", "from megatron_moe.moe.router import Router", "only: moe.moe_layer"),
+        ("megatron_moe/kernels/reference.py", "from megatron_moe.parallel.context import ProcessGroup", "same level"),
+        ("megatron_moe/logs/log_line.py", "from megatron_moe.data.batch import MicroBatch", "same level"),
+        ("megatron_moe/moe/moe_layer.py", "import triton.language as tl", "kernels/backends/ only"),
+        ("megatron_moe/logs/writers.py", "import wandb", "inside the function"),
+        ("megatron_moe/logs/writers.py", "import pandas", "not among the packages"),
+        ("megatron_moe/train/trainer.py", "from arguments.parser import read_plan", "pretrain_moe.py and tools only"),
+        ("arguments/parser.py", "from megatron_moe.parallel.context import ParallelContext", "without torch only"),
+        ("arguments/parser.py", "import numpy", "yaml and modules without torch only"),
+        ("megatron_moe/train/trainer.py", "import tests.helpers.tolerances", "nothing imports a program or a test"),
+        ("megatron_moe/cellar/wine.py", "import megatron_moe.config.model", "names cellar.wine"),
+    ],
+)
+def test_the_check_finds_a_forbidden_import(path, text, problem):
+    (finding,) = level_findings([source(path, text)])
+    assert problem in finding, finding
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("megatron_moe/kernels/autograd.py", "from megatron_moe.parallel.parameter import Parameter"),
+        ("megatron_moe/data/batch.py", "from megatron_moe.logs.metrics import MetricAccumulator"),
+        ("megatron_moe/model/gpt.py", "from megatron_moe.moe.moe_layer import MoELayer"),
+        ("megatron_moe/kernels/backends/triton/swiglu.py", "import triton"),
+        ("megatron_moe/logs/writers.py", "def start():\n    import wandb"),
+        ("arguments/resolve.py", "from megatron_moe.cost_model.flops import count_flops"),
+        ("pretrain_moe.py", "from arguments.parser import read_plan\nfrom megatron_moe.build import build_model"),
+    ],
+)
+def test_the_check_lets_pass_what_is_allowed(path, text):
+    assert level_findings([source(path, text)]) == []
+
+
+def test_the_check_finds_a_planted_ring_and_a_planted_late_import():
+    ring = [
+        source("megatron_moe/moe/router.py", "import megatron_moe.moe.balancing"),
+        source("megatron_moe/moe/balancing.py", "import megatron_moe.moe.router"),
+    ]
+    assert cycles(ring) == [["megatron_moe.moe.balancing", "megatron_moe.moe.router"]]
+    assert late_import_findings([source("megatron_moe/moe/router.py", "def f():\n    import math")])

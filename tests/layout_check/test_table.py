@@ -1,0 +1,85 @@
+"""The comparison with one rank can fail, and says what the difference looks like."""
+
+import pytest
+import torch
+
+from megatron_moe.layout_check.table import (
+    compare_runs,
+    constant_ratio,
+    explain_ratio,
+)
+from tests.parity.cells import oracle_of, ranks_of
+
+CELL = "dp=2 ep=2 dispatcher=alltoall"
+
+
+def spoiled(change):
+    """The comparison of a right layout after `change` was done to the gradients of every rank."""
+    ranks = ranks_of(CELL)
+    for record in ranks:
+        for name, held in record.gradients.items():
+            change(record.rank, name, held)
+    return compare_runs(oracle_of(CELL), ranks)
+
+
+def test_a_right_layout_is_equal():
+    comparison = spoiled(lambda rank, name, held: None)
+    assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(2.0, "doubled"), (0.5, "missing")])
+def test_a_constant_ratio_is_explained_with_the_axes_of_that_size(factor, kind):
+    def scale_experts(rank, name, held):
+        if held.meta.grid == "expert":
+            held.value.mul_(factor)
+
+    comparison = spoiled(scale_experts)
+    assert {row.grid for row in comparison.bad} == {"expert"} and len(comparison.bad) == 6
+    for row in comparison.bad:
+        assert row.ratio == pytest.approx(factor)
+        assert row.remark == f"looks like a {kind} reduction over a group of 2 (dp or ep)"
+
+
+def test_copies_that_were_never_summed_are_recognised():
+    def keep_own_share(rank, name, held):
+        if name.endswith("router.weight"):
+            held.value.mul_(0.25 if rank == 0 else 0.75)
+
+    comparison = spoiled(keep_own_share)
+    assert len(comparison.bad) == 3
+    for row in comparison.bad:
+        assert row.remark.startswith("copies on ranks [0, 1] differ")
+        assert row.remark.endswith("their sum is the right value: a reduction over them is missing")
+
+
+def test_an_element_that_no_rank_knows_is_told():
+    def forget(rank, name, held):
+        if name == "output_layer.weight":
+            held.value[3, 5] = float("nan")
+
+    (row,) = spoiled(forget).bad
+    assert row.remark == "1 elements are known to no rank"
+
+
+def test_an_error_of_a_thousandth_in_one_gradient_is_found():
+    def bend(rank, name, held):
+        if name == "decoder.layers.2.input_layernorm.weight":
+            held.value[0] *= 1.001
+
+    (row,) = spoiled(bend).bad
+    assert row.name == "decoder.layers.2.input_layernorm.weight" and row.ratio is None
+
+
+def test_a_norm_that_counts_elements_twice_is_found():
+    ranks = ranks_of(CELL)
+    for record in ranks:
+        record.norms[0]["all"] *= 1.07
+    (row,) = compare_runs(oracle_of(CELL), ranks).bad
+    assert (row.what, row.name) == ("norm", "all, step 1")
+
+
+def test_a_ratio_is_constant_only_when_it_holds_for_every_element():
+    expected = torch.arange(1.0, 9.0, dtype=torch.float64)
+    assert constant_ratio(3 * expected, expected) == pytest.approx(3)
+    assert constant_ratio(expected + 1, expected) is None
+    assert explain_ratio(1.3, {"dp": 2}) == ""

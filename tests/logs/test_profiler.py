@@ -1,0 +1,73 @@
+"""Profiles: the steps that were asked for, on the ranks that were asked for, and names for the parts of the model."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.logging import ProfileConfig
+from megatron_moe.logs.profiler import (
+    StepProfile,
+    mark_parts,
+    snapshot_path,
+)
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers import tiny_models
+
+
+def run(tmp_path, config, num_steps=5):
+    """Every step computes a power of its own number, so that a trace shows which steps it saw."""
+    profile = StepProfile(config, ParallelContext.single(), tmp_path, log_interval=2)
+    for number in range(1, num_steps + 1):
+        profile.enter("step", number)
+        with torch.profiler.record_function(f"iteration {number}"):
+            torch.ones(number).square()
+    profile.enter("exit", num_steps)
+    profile.close()
+
+
+def names(path):
+    events = json.loads(gzip.open(path).read())["traceEvents"]
+    return {event["name"] for event in events}
+
+
+def test_the_trace_holds_the_chosen_iterations_and_no_others(tmp_path):
+    run(tmp_path, ProfileConfig(tool="torch", after=1, last=3))
+    found = names(tmp_path / "profile" / "rank-0.json.gz")
+    assert {name for name in found if name.startswith("iteration")} == {"iteration 2", "iteration 3"}
+
+
+def test_a_run_that_ends_early_writes_what_it_has(tmp_path):
+    run(tmp_path, ProfileConfig(tool="torch", after=4, last=30))
+    assert "iteration 5" in names(tmp_path / "profile" / "rank-0.json.gz")
+
+
+@pytest.mark.parametrize(
+    "config", [ProfileConfig(after=1, last=3), ProfileConfig(tool="torch", after=1, last=3, ranks=(1,))]
+)
+def test_other_ranks_and_other_runs_write_nothing(tmp_path, config):
+    run(tmp_path, config)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("config", [ProfileConfig(tool="cuda"), ProfileConfig(memory_snapshot="snapshot.pickle")])
+def test_what_needs_a_gpu_is_refused_on_a_cpu(tmp_path, config):
+    with pytest.raises(EnvironmentProblem, match="this run is on a CPU"):
+        StepProfile(config, ParallelContext.single(), tmp_path, log_interval=1)
+
+
+def test_parts_of_the_model_have_names(tmp_path):
+    model = tiny_models.build(tiny_models.model_config())
+    mark_parts(model, torch.device("cpu"))
+    with torch.profiler.profile() as profiler:
+        model(tiny_models.microbatch())
+    found = {event.name for event in profiler.events()}
+    assert {"embedding", "decoder.layers.1.self_attention", "decoder.layers.1.mlp", "output_layer"} <= found
+
+
+def test_every_rank_has_its_own_snapshot():
+    assert snapshot_path(Path("/a/profile"), "memory.pickle", 3) == Path("/a/profile/memory_3.pickle")
+    assert snapshot_path(Path("/a/profile"), "/b/memory.pickle", 0) == Path("/b/memory_0.pickle")

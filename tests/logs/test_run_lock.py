@@ -1,0 +1,94 @@
+"""Jobs that want the same folder."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.logs.run_lock import (
+    LOCK,
+    RunLock,
+    held_by,
+)
+from tests.helpers.ranks import REPOSITORY
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_moe.logs.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), does="writes into", option="--run-dir")
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def lock(folder: Path) -> RunLock:
+    return RunLock(folder, does="writes into", option="--run-dir")
+
+
+def test_a_folder_is_free_again_when_its_job_was_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "held\n"
+        with pytest.raises(EnvironmentProblem, match=f"another job writes into {tmp_path}: process {job.pid} on "):
+            lock(tmp_path)
+        assert (held_by(tmp_path) or "").startswith(f"process {job.pid} on ")
+        job.send_signal(signal.SIGKILL)
+    assert held_by(tmp_path) is None
+    lock(tmp_path).release()
+
+
+def test_a_released_folder_is_free_though_a_child_still_has_the_file(tmp_path: Path) -> None:
+    held = lock(tmp_path)
+    copy = os.dup(held._file.fileno())  # as a fork would leave it
+    held.release()
+    assert held_by(tmp_path) is None
+    os.close(copy)
+
+
+def test_who_asks_for_the_holder_keeps_no_job_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / LOCK).write_text("")
+    with open(tmp_path / LOCK) as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            fcntl.flock(asking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", pause)
+        lock(tmp_path).release()
+    assert len(pauses) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
+def test_a_lock_that_cannot_be_written_is_refused_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(held: RunLock) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(RunLock, "_sign", refuse)
+    with pytest.raises(
+        EnvironmentProblem, match=f"{tmp_path / LOCK}, which .* cannot be written: {os.strerror(number)}"
+    ):
+        lock(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    assert lock(tmp_path).warning is None
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    held = lock(tmp_path)
+    assert not held.works and "without locks" in (held.warning or "") and held_by(tmp_path) is None
+    held.release()

@@ -1,0 +1,203 @@
+"""Sinks write what they are told, and their failures stay theirs (promise P11)."""
+
+import errno
+import json
+import resource
+import signal
+import time
+
+import pytest
+from tensorboard.compat.tensorflow_stub.io import gfile
+
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.logs.metrics_file import read_metrics
+from megatron_moe.logs.writers import (
+    HOUR,
+    Entry,
+    Guard,
+    JsonLines,
+    LogFile,
+    TensorBoard,
+    WandB,
+)
+
+
+def entry(iteration: int, **tags: float) -> Entry:
+    return Entry(iteration=iteration, samples=8 * iteration, tags=tags, record={"iteration": iteration, **tags})
+
+
+def read_scalars(folder) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fail() -> None:
+    raise OSError("no space left")
+
+
+def test_a_failure_is_told_once_per_hour_and_per_sink():
+    told, clock = [], Clock()
+    guard = Guard(told.append, clock)
+    for _ in range(3):
+        guard.run("W&B", fail)
+        guard.run("log.txt", fail)
+    assert told == [
+        "telemetry: W&B failed (OSError: no space left); training goes on without it",
+        "telemetry: log.txt failed (OSError: no space left); training goes on without it",
+    ]
+    clock.now = HOUR - 1
+    guard.run("W&B", fail)
+    assert len(told) == 2
+    clock.now = HOUR
+    guard.run("W&B", fail)
+    assert len(told) == 3
+
+
+def test_a_sink_that_costs_time_rests_after_a_failure():
+    attempts, clock = [], Clock()
+    guard = Guard(lambda text: None, clock)
+
+    def attempt() -> None:
+        attempts.append(clock.now)
+        fail()
+
+    for clock.now in (0.0, 5.0, 59.0, 60.0):
+        guard.run("TensorBoard", attempt, rest_seconds=60.0)
+    assert attempts == [0.0, 60.0]
+
+
+def test_the_interrupt_of_the_user_is_no_failure_of_telemetry():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Guard(print).run("console", interrupt)
+
+
+def test_records_are_on_disk_at_once(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.log(entry(1, loss=2.0))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "loss": 2}
+    sink.log(Entry(iteration=2, samples=0, tags={"loss": 1.0}))
+    sink.log(entry(3, loss=1.0))
+    assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
+
+
+def test_records_append_to_those_of_an_earlier_start(tmp_path):
+    JsonLines(tmp_path / "metrics.jsonl").log(entry(1))
+    JsonLines(tmp_path / "metrics.jsonl").log(entry(2))
+    assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_records_that_could_not_be_written_go_out_later_and_leave_no_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.log(entry(1, loss=1.5))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # The disk fills up in the middle of the second record.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        for iteration in (2, 3):
+            with pytest.raises(OSError):
+                sink.log(entry(iteration, loss=2.5))
+        assert [record["iteration"] for record in read_metrics(path)] == [1], "the torn record is skipped"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    sink.close()
+    assert [record["iteration"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+def test_the_log_file_keeps_earlier_lines_and_is_shared(tmp_path):
+    (tmp_path / "log.txt").write_text("before\n")
+    first, second = LogFile(tmp_path / "log.txt"), LogFile(tmp_path / "log.txt")
+    first.write("one")
+    second.write("two")
+    first.write("three")
+    first.close()
+    second.close()
+    assert (tmp_path / "log.txt").read_text() == "before\none\ntwo\nthree\n"
+
+
+def test_a_full_disk_under_tensorboard_is_one_sentence_and_a_new_file_follows(tmp_path, monkeypatch, capfd):
+    """Fault 15: the writer's thread prints no traceback, and its end is not the end of the curves."""
+    said, clock = [], [0.0]
+    guard, sink = Guard(said.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
+
+    def full(system, filename, content, binary_mode=False):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def log(iteration):
+        guard.run("TensorBoard", lambda: sink.log(entry(iteration, mfu=1.0)), rest_seconds=sink.rest_seconds)
+
+    log(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(gfile.LocalFileSystem, "append", full)
+        patch.setattr(gfile.LocalFileSystem, "write", full)
+        until = time.monotonic() + 60
+        while not said and time.monotonic() < until:
+            log(2)
+            time.sleep(0.01)
+    assert len(said) == 1 and "No space left on device" in said[0]
+    clock[0] += 61
+    log(3)
+    sink.close()
+    assert "Traceback" not in capfd.readouterr().err
+    assert len(list(tmp_path.glob("events.*"))) == 2
+
+
+def test_tensorboard_gets_scalars_by_iteration_and_by_samples(tmp_path):
+    sink = TensorBoard(tmp_path, resumed_iteration=0)
+    sink.log(entry(1, **{"lm loss": 2.0, "moe/max_violation": 0.5}))
+    sink.log(entry(2, **{"lm loss": 1.5, "moe/max_violation": 0.25}))
+    sink.close()
+    assert read_scalars(tmp_path) == {
+        "lm loss": [(1, 2.0), (2, 1.5)],
+        "lm loss vs samples": [(8, 2.0), (16, 1.5)],
+        "moe/max_violation": [(1, 0.5), (2, 0.25)],
+    }
+
+
+def test_a_resumed_run_replaces_what_the_interrupted_one_drew_beyond(tmp_path):
+    first = TensorBoard(tmp_path, resumed_iteration=0)
+    for iteration in (1, 2, 3):
+        first.log(entry(iteration, mfu=float(iteration)))
+    first.close()
+    second = TensorBoard(tmp_path, resumed_iteration=1)
+    second.log(entry(2, mfu=20.0))
+    second.close()
+    assert read_scalars(tmp_path) == {"mfu": [(1, 1.0), (2, 20.0)]}
+
+
+def test_wandb_works_offline_and_continues_a_given_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # that process may be slow to start
+    monkeypatch.setenv("WANDB_RUN_ID", "abc123")
+    config = LoggingConfig(wandb_project="moe", wandb_exp_name="first", wandb_save_dir=tmp_path / "there")
+    sink = WandB(config, {"lr": 0.1})
+    sink.log(entry(1, **{"lm loss": 2.0}))
+    assert sink._run.id == "abc123"
+    assert (sink._run.name, sink._run.project, sink._run.config["lr"]) == ("first", "moe", 0.1)
+    assert sink._run.settings.resume == "allow"
+    sink.close()
+    (stored,) = (tmp_path / "there" / "wandb").glob("offline-run-*-abc123/*.wandb")
+    # a process of its own writes the file, on a busy machine some time after `finish` has returned
+    deadline = time.monotonic() + 300
+    while b"samples vs steps" not in stored.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert b"lm loss" in stored.read_bytes() and b"samples vs steps" in stored.read_bytes()

@@ -1,0 +1,217 @@
+"""What waits on the host comes back as the same bits, in time and once; memory on both sides is free afterwards."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.memory import (
+    ActivationOffloadConfig,
+    MemoryConfig,
+    RecomputeConfig,
+)
+from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.run import KernelConfig, RunPlan
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.memory.activation_offload import ActivationOffload, to_send
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.memory.transfers import Mark, Transfers
+from megatron_moe.model.gpt import GPT, LossOutput
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers import tiny
+from tests.helpers.pipelines import (
+    laid_out,
+    train,
+    train_on_ranks,
+)
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    layer_config,
+    microbatch,
+    mla_config,
+    moe_config,
+)
+from tests.helpers.tolerances import EXACT
+from tests.memory.alive import Alive
+
+MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+BATCH, SEQ, NUMBER = 2, 9, 4
+HIDDEN_STATE = BATCH * SEQ * HIDDEN * NUMBER
+
+
+def offload(*modules: str, **changes) -> ActivationOffloadConfig:
+    return ActivationOffloadConfig(modules=modules, **{"min_elements": 1, **changes})
+
+
+class Recording(Transfers):
+    """The copies of a CPU, and a list of what was asked for, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+
+    def _out(self, flat: Tensor, buffer: Tensor, free: Mark) -> Mark:
+        self.events.append(("out", id(buffer)))
+        return super()._out(flat, buffer, free)
+
+    def _back(self, buffer: Tensor, sent: Mark, device: torch.device) -> tuple[Tensor, Mark]:
+        self.events.append(("back", id(buffer)))
+        return super()._back(buffer, sent, device)
+
+    def wait(self, mark: Mark) -> None:
+        self.events.append(("wait", 0))
+
+
+class Net:
+    """Layers with experts, in fp32 on the kernels of torch, and what was copied for them."""
+
+    def __init__(
+        self, config: ActivationOffloadConfig, recompute: RecomputeConfig | None = None, num_layers: int = 3
+    ) -> None:
+        context = ParallelContext.single(dtype=torch.float32)
+        kernels = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+        self.copies = Recording()
+        self.offload = ActivationOffload(config, self.copies)
+        layers = tuple(layer_config(mla_config(v_head_dim=9), moe_config()) for _ in range(num_layers))
+        saved_tensors = SavedTensorPolicy(recompute, offload=self.offload if config.modules else None)
+        self.model = GPT(tiny.model(layers=layers), context, kernels, saved_tensors=saved_tensors)
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, number: int = 0) -> Tensor:
+        self.offload.begin_forward((number, 0))
+        output = self.model(microbatch(BATCH, SEQ, seed=number))
+        assert isinstance(output, LossOutput)
+        return output.loss_BS.sum()
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.model.zero_grad()
+        return found
+
+
+@pytest.mark.parametrize("modules", [*((module,) for module in MODULES), MODULES])
+def test_gradients_are_the_same_bits_and_nothing_is_left(modules):
+    plain, moved = Net(offload()), Net(offload(*modules))
+    for number in range(2):
+        plain.forward(number).backward()
+        moved.offload.begin_pass([("forward", (number, 0)), ("backward", (number, 0))])
+        with Alive() as alive:
+            loss = moved.forward(number)
+            loss.backward()
+            del loss
+        gradients = moved.gradients()
+        EXACT.check_all(gradients, plain.gradients(), f"{modules}, microbatch {number}")
+        buffers = sum(buffer.nbytes for each in moved.copies._free.values() for buffer, _ in each)
+        left = alive.bytes() - sum(gradient.nbytes for gradient in gradients.values())
+        assert left <= buffers + 4096, f"{left} bytes are left, host buffers have {buffers}"
+    assert moved.copies.bytes_sent == moved.copies.bytes_fetched > 0
+
+
+def test_every_byte_of_a_module_moves_once():
+    net = Net(offload("attn_norm"))
+    net.forward().backward()
+    assert net.copies.bytes_sent >= 3 * HIDDEN_STATE, "the inputs of three norms"
+    alone, shared = Net(offload("core_attn")), Net(offload("core_attn", "attn_proj"))
+    for each in (alone, shared):
+        each.forward().backward()
+    assert alone.copies.bytes_sent == shared.copies.bytes_sent, (
+        "the output of attention is the input of the last matrix"
+    )
+
+
+def test_host_memory_is_used_again():
+    net = Net(offload(*MODULES))
+    net.forward(0).backward()
+    first = net.copies.num_buffers
+    for number in range(1, 4):
+        net.forward(number).backward()
+    assert first > 3 and net.copies.num_buffers == first
+
+
+def test_where_the_backward_follows_at_once_the_last_layer_stays():
+    net = Net(offload("core_attn"))
+    net.forward(0).backward()
+    whole, events = net.copies.bytes_sent, len(net.copies.events)
+    net.offload.begin_pass([("forward", (1, 0)), ("backward", (1, 0))])
+    net.forward(1).backward()
+    assert net.copies.bytes_sent - whole == whole * 2 // 3
+    kinds = [kind for kind, _ in net.copies.events[events:]]
+    assert kinds.count("out") == kinds.count("back") > 0
+    net.offload.begin_pass([("forward", (2, 0)), ("forward", (3, 0)), ("backward", (2, 0)), ("backward", (3, 0))])
+    sent = net.copies.bytes_sent
+    first, second = net.forward(2), net.forward(3)
+    assert net.copies.bytes_sent - sent == whole * 2, "another backward follows, so all of both"
+    first.backward()
+    second.backward()
+
+
+def test_a_group_comes_back_while_the_one_behind_it_is_differentiated():
+    """Layer 2 stays; when the backward comes to it, layer 1 sets out; when it comes to layer 1, layer 0 does."""
+    net = Net(offload("attn_proj", "core_attn"))
+    net.forward(0).backward()
+    net.offload.begin_pass([("forward", (1, 0)), ("backward", (1, 0))])
+    net.copies.events.clear()
+    loss = net.forward(1)
+    sent = [which for kind, which in net.copies.events if kind == "out"]
+    net.copies.events.clear()
+    loss.backward()
+    back = [which for kind, which in net.copies.events if kind == "back"]
+    assert sorted(back) == sorted(sent)
+    half = len(sent) // 2
+    assert set(back[:half]) == set(sent[half:]), "the later layer first"
+    waits = [place for place, (kind, _) in enumerate(net.copies.events) if kind == "wait"]
+    last_back = max(place for place, (kind, _) in enumerate(net.copies.events) if kind == "back")
+    assert waits[0] > half - 1 and last_back < waits[-1]
+    late = [place for place in waits if place < last_back]
+    assert len(late) <= len(waits) - half, "the first layer is on its way before the second one has been used up"
+
+
+def test_which_groups_wait_on_the_host():
+    groups = [("a", 10), ("b", 4)] * 3
+    assert to_send(groups, fraction=1.0, stay_bytes=0, keep_last=False) == {0, 1, 2, 3, 4, 5}
+    assert to_send(groups, fraction=1.0, stay_bytes=0, keep_last=True) == {0, 1, 2, 3}
+    assert to_send(groups, fraction=0.5, stay_bytes=0, keep_last=True) == {0, 1, 2}
+    assert to_send(groups, fraction=0.0, stay_bytes=0, keep_last=True) == frozenset()
+    assert to_send(groups, fraction=1.0, stay_bytes=5, keep_last=False) == {0, 1, 2, 3}
+    assert to_send(groups, fraction=1.0, stay_bytes=1000, keep_last=False) == frozenset()
+
+
+def test_small_tensors_and_parameters_stay():
+    net = Net(offload(*MODULES, min_elements=1 << 20))
+    net.forward().backward()
+    assert net.copies.bytes_sent == 0
+
+
+def test_inputs_of_forgotten_outputs_wait_on_the_host_too():
+    """The norm's output is made again from an input that comes back for it."""
+    chosen = RecomputeConfig(granularity="selective", modules=("layernorm", "moe_act", "mla_up_proj", "core_attn"))
+    plain, both = Net(offload()), Net(offload("attn_norm", "mlp_norm", "moe_act", "qkv_linear", "core_attn"), chosen)
+    for number in range(2):
+        plain.forward(number).backward()
+        both.forward(number).backward()
+        EXACT.check_all(both.gradients(), plain.gradients(), f"microbatch {number}")
+    assert both.copies.bytes_sent > 0
+
+
+def plan(config: ActivationOffloadConfig, recompute: RecomputeConfig | None = None) -> RunPlan:
+    model: ModelConfig = tiny.model(num_layers=4, mtp=MTPConfig(num_layers=1, loss_scaling_factor=0.3))
+    return tiny.plan(model=model, memory=MemoryConfig(offload=config, recompute=recompute or RecomputeConfig()))
+
+
+def test_steps_over_a_pipeline_with_virtual_stages_are_the_same_bits():
+    config = offload(*MODULES, fraction=0.8, stay_bytes_per_stage=5000, max_inflight=2)
+    chosen = RecomputeConfig(granularity="selective", modules=("layernorm", "moe_act"))
+    plain, moved = (laid_out(each, "Et|t|t|tmL", 2) for each in (plan(offload()), plan(config, chosen)))
+    EXACT.check_all(train_on_ranks(moved, steps=1), train_on_ranks(plain, steps=1), "two ranks, two stages each")
+
+
+def test_overlapped_pairs_are_the_same_bits():
+    alone = ParallelContext.single()
+    plain, moved = (
+        replace(each, pipeline=replace(each.pipeline, overlap=True))
+        for each in (plan(offload()), plan(offload(*MODULES)))
+    )
+    EXACT.check_all(train(moved, alone, steps=1), train(plain, alone, steps=1), "overlapped")

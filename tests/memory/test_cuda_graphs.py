@@ -1,0 +1,306 @@
+"""Recorded parts of layers and whole steps: a replay is the computation, bit for bit, in memory that never moves."""
+
+import gc
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_moe.build import build_model, build_trainer, record_steps
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.memory import (
+    CudaGraphConfig,
+    MemoryConfig,
+    RecomputeConfig,
+)
+from megatron_moe.config.model import MTPConfig
+from megatron_moe.config.moe import SharedExpertsConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.kernels import reference
+from megatron_moe.memory.cuda_graphs.capture import (
+    CaptureReport,
+    EagerRecorder,
+    check_recordable,
+    no_garbage_collected,
+)
+from megatron_moe.memory.output_discard import DiscardedOutput
+from megatron_moe.memory.pytree import flatten, unflatten
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.pipeline.actions import Action, parts
+from megatron_moe.pipeline.schedule import build_schedule
+from megatron_moe.train.train_state import TrainState
+from tests.helpers import tiny, tiny_models
+from tests.helpers.pipelines import (
+    laid_out,
+    run_steps,
+    together,
+)
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
+
+KERNELS = reference.bundle()
+WHOLE = CudaGraphConfig(full_iteration=True, warmup_steps=1)
+ROUTER = {"score_function": "sigmoid", "expert_bias": True, "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (0.02,)}
+
+
+def parts_of(*modules: str) -> CudaGraphConfig:
+    return CudaGraphConfig(modules=modules, warmup_steps=1)
+
+
+ALL = parts_of("attn", "mlp", "moe_router", "moe_preprocess")
+SPECS = {
+    "attn": parts_of("attn"),
+    "moe_router": parts_of("moe_router"),
+    "attn+mlp+moe": parts_of("attn", "mlp", "moe"),
+    "all": ALL,
+    "whole step": WHOLE,
+}
+
+
+def the_plan(**changes):
+    """Two microbatches a step: the first stores its weight gradients, the second adds them."""
+    model = changes.pop("model", None) or tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER, z_loss_coeff=0.1)))
+    return tiny.plan(model=model, batch=BatchConfig(micro=2, global_size=4), **changes)
+
+
+def make_trainer(plan, context=None):
+    context = context or ParallelContext.single(dtype=torch.float64)
+    trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
+    record_steps(trainer, EagerRecorder())
+    return trainer
+
+
+def figures(plan, steps=3):
+    return run_steps(plan, make_trainer(plan), TrainState(), steps)
+
+
+@pytest.fixture(scope="module")
+def computed():
+    return figures(the_plan())
+
+
+@pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
+def test_replayed_steps_are_computed_steps_bit_for_bit(computed, config):
+    trainer = make_trainer(the_plan(graphs=config))
+    found = run_steps(trainer.plan, trainer, TrainState(), 3)
+    assert (trainer.full_iteration or trainer.pipeline.graph_instances).has_recorded
+    EXACT.check_all(found, computed, str(config))
+
+
+MODELS = {
+    "latent attention, latent experts, softmax": tiny.model(
+        layers=(
+            tiny_models.layer_config(tiny_models.mla_config()),
+            tiny_models.layer_config(feed_forward=replace(tiny_models.moe_config(), shared=None)),
+        )
+    ),
+    "forced balance": tiny.model(num_layers=2, moe_config=tiny.moe(tiny.router(force_balancing=True))),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_other_models_too(model):
+    expected = figures(the_plan(model=model), steps=2)
+    for config in (parts_of("attn", "mlp", "moe"), WHOLE):
+        EXACT.check_all(figures(the_plan(model=model, graphs=config), steps=2), expected, str(config))
+
+
+def test_experts_beside_recorded_attention_are_computed_again(computed):
+    """What the flags of recompute ask for happens in layers that are recorded in part, too."""
+    again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("moe",)))
+    trainer, runs = make_trainer(the_plan(graphs=parts_of("attn"), memory=again)), []
+    trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
+    EXACT.check_all(run_steps(trainer.plan, trainer, TrainState(), 3), computed, "experts again")
+    assert len(runs) == 3 * 2 * 2, "steps, microbatches, forwards"
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_what_travels_between_ranks_is_in_no_recording(dispatcher):
+    """Neither its collectives nor what the host reads for them."""
+    model = tiny.model(num_layers=2, moe_config=tiny.moe(dispatcher=dispatcher))
+    config = ParallelConfig(world_size=2, ep=2)
+
+    def train(context, plan):
+        trainer = make_trainer(plan, context)
+        found = run_steps(plan, trainer, TrainState(), 2)
+        names = {
+            part.name.split()[0] for flight in trainer.pipeline.graph_instances or () for part, *_ in flight._recorded
+        }
+        return found, names
+
+    plan = the_plan(model=model, parallel=config)
+    expected, found = (
+        on_threads(config, lambda context, each=each: train(context, each))
+        for each in (plan, replace(plan, graphs=parts_of("attn", "moe_router", "moe_preprocess")))
+    )
+    for rank, ((figures, names), (computed, _)) in enumerate(zip(found, expected, strict=True)):
+        assert names == {"attn", "moe_router"}
+        EXACT.check_all(figures, computed, f"rank {rank}")
+
+
+def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch):
+    """Each microbatch has a scope of its own for those who take its norm; a recording knows that of its first one."""
+    notes, pack = Counter(), DiscardedOutput.pack
+
+    def count(self, tensor):
+        note = pack(self, tensor)
+        notes[len(trainer.recent)] += note is not None
+        return note
+
+    shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
+    model = tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER), shared=shared))
+    again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("layernorm",)))
+    trainer = make_trainer(the_plan(model=model, memory=again, graphs=parts_of("moe_router", "moe_preprocess")))
+    trainer.recent = deque()
+    monkeypatch.setattr(DiscardedOutput, "pack", count)
+    found = run_steps(trainer.plan, trainer, TrainState(), 4)
+    assert notes[0] and notes == dict.fromkeys(range(4), notes[0]), "tensors that are forgotten, by step"
+    EXACT.check_all(found, figures(the_plan(model=model), steps=4), "layernorm")
+
+
+def test_prediction_layers_draw_what_benchmarks_force_as_they_are_computed():
+    model = replace(MODELS["forced balance"], mtp=MTPConfig(num_layers=2))
+    config = parts_of("attn", "mlp", "moe")
+    EXACT.check_all(figures(the_plan(model=model, graphs=config)), figures(the_plan(model=model)), str(config))
+
+
+def test_every_microbatch_in_flight_has_memory_of_its_own():
+    """Four stages on two ranks."""
+    layout, pp = "Et*1|t*1|t*1|t*1L", 2
+    model = tiny.model(num_layers=4)
+    plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro=1, global_size=6)), layout, pp)
+    recorded = replace(plan, graphs=ALL)
+    schedule = build_schedule(plan.schedule(6))
+
+    def train(context, plan):
+        trainer = make_trainer(plan, context)
+        found = run_steps(plan, trainer, TrainState(), 3)
+        graph_instances, rank = trainer.pipeline.graph_instances, context.group("pp").rank
+        if graph_instances is not None:
+            for chunk in range(plan.layout.vpp):
+                assert len(graph_instances.of(chunk)) == most_in_flight(schedule[rank], chunk)
+        return found
+
+    expected = together(on_threads(plan.parallel, lambda context: train(context, plan)))
+    found = together(on_threads(plan.parallel, lambda context: train(context, recorded)))
+    EXACT.check_all(found, expected, layout)
+
+
+def most_in_flight(entries, chunk: int) -> int:
+    most = now = 0
+    for action in computations(entries):
+        if action.chunk == chunk:
+            now += {"forward": 1, "backward": -1}[action.kind]
+            most = max(most, now)
+    return most
+
+
+def computations(entries) -> Iterator[Action]:
+    for entry in entries:
+        yield from (action for action in parts(entry) if not action.is_transfer)
+
+
+def test_gradients_of_replays_start_reductions():
+    sharing = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+    parallel = ParallelConfig(world_size=2)
+
+    def train(config):
+        plan = the_plan(data_parallel=sharing, parallel=parallel, graphs=config)
+        return on_threads(parallel, lambda context: run_steps(plan, make_trainer(plan, context), TrainState(), 4))
+
+    for found, expected in zip(train(ALL), train(CudaGraphConfig()), strict=True):
+        EXACT.check_all(found, expected, "overlapped reductions")
+
+
+def test_nothing_moves_and_nothing_is_recorded_twice():
+    trainer = make_trainer(the_plan(graphs=ALL))
+    run_steps(trainer.plan, trainer, TrainState(), 2)
+    (flight,) = trainer.pipeline.graph_instances
+    number, places = flight.num_recordings, places_of(flight)
+    # a dense layer with two parts and two MoE layers with three; one of these has no weights
+    assert number == 2 * 4 + 2 * (4 + 4 + 2)
+    run_steps(trainer.plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
+    assert tuple(trainer.pipeline.graph_instances) == (flight,)
+    assert flight.num_recordings == number and places_of(flight) == places
+
+
+def places_of(flight) -> set[int]:
+    """Addresses of all that recordings leave and take."""
+    return {*flight._left, *(tensor.data_ptr() for tensor in flight._landings.values())}
+
+
+def test_padding_is_another_form_and_is_recorded_for_itself():
+    def train(config):
+        trainer = make_trainer(the_plan(graphs=config))
+        first = run_steps(trainer.plan, trainer, TrainState(), 2)
+        batches = [padded(tiny_models.microbatch(2, tiny.SEQ, seed=seed), seed) for seed in (1, 2)]
+        losses = [trainer.step(batches, TrainState(iteration=2 + i)).loss for i in range(2)]
+        return first | {f"loss {i}": loss for i, loss in enumerate(losses)} | dict(trainer.model.state_dict())
+
+    EXACT.check_all(train(ALL), train(CudaGraphConfig()), "padded microbatches")
+    EXACT.check_all(train(WHOLE), train(CudaGraphConfig()), "padded microbatches, whole steps")
+
+
+def padded(batch, number):
+    valid_BS = torch.arange(tiny.SEQ).repeat(2, 1) < tiny.SEQ - number
+    return replace(batch, loss_mask_BS=batch.loss_mask_BS * valid_BS, meta=replace(batch.meta, valid_BS=valid_BS))
+
+
+def test_evaluations_compute():
+    trainer = make_trainer(the_plan(graphs=ALL))
+    run_steps(trainer.plan, trainer, TrainState(), 2)
+    (flight,) = trainer.pipeline.graph_instances
+    number = flight.num_recordings
+    with torch.no_grad():
+        trainer.pipeline.run([tiny_models.microbatch(2, tiny.SEQ)], lambda output, batch: output.loss_BS.sum())
+    assert flight.num_recordings == number
+
+
+def test_what_was_recorded_is_told_once():
+    said = []
+    trainer = make_trainer(the_plan(graphs=ALL))
+    report = CaptureReport(trainer.pipeline.graph_instances, said.append)
+    run_steps(trainer.plan, trainer, TrainState(), 1)
+    report.enter("step", 2)
+    assert not said
+    run_steps(trainer.plan, trainer, TrainState(iteration=1, consumed_samples=4), 1)
+    report.enter("step", 3)
+    report.enter("step", 4)
+    assert len(said) == 1 and said[0].startswith("CUDA graphs: 28 recorded for 1 microbatches in flight")
+
+
+def test_a_structure_comes_apart_and_together():
+    a, b = torch.ones(2), torch.zeros(3)
+    structure = (tiny_models.token_meta(1, 4, valid_BS=a), {"x": b, "y": (a, None, 7)})
+    tensors, form = flatten(structure)
+    assert len(tensors) == 3, "a tensor that stands twice is one"
+    others = [torch.full_like(tensor, 5) for tensor in tensors]
+    meta, rest = unflatten(structure, tensors, others)
+    assert meta.valid_BS is rest["y"][0] and rest["y"][1:] == (None, 7)
+    assert torch.equal(rest["x"], torch.full((3,), 5.0))
+    assert flatten((meta, rest))[1] == form
+    assert flatten((meta, {"x": b, "y": (b, None, 7)}))[1] != form
+    assert flatten((meta, {"x": b, "y": (a, None, 8)}))[1] != form
+
+
+def test_no_garbage_is_collected_while_something_is_recorded():
+    with pytest.raises(ValueError, match="in between"), no_garbage_collected():
+        assert not gc.isenabled()
+        raise ValueError("in between")
+    assert gc.isenabled()
+    gc.disable()
+    with no_garbage_collected():
+        pass
+    assert not gc.isenabled(), "off by wish"
+    gc.enable()
+
+
+def test_experts_whose_kernels_read_the_host_are_not_recorded():
+    for config in (parts_of("attn", "moe"), WHOLE):
+        with pytest.raises(EnvironmentProblem, match="grouped_forward of the backend reference, which reads"):
+            check_recordable(config, KERNELS)
+    check_recordable(parts_of("attn", "moe_router", "moe_preprocess"), KERNELS)
+    check_recordable(CudaGraphConfig(), KERNELS)

@@ -1,0 +1,206 @@
+"""A rank that is played on tensors without data takes what the same rank takes with real ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.emulation import EmulationConfig, RoutedLoad
+from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import KernelConfig, RunPlan
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory_emulation import kernels as emulated
+from megatron_moe.memory_emulation.rank import (
+    EmulatedRun,
+    assumed_ids,
+    emulate_rank,
+    enough_microbatches,
+    take_steps,
+    with_assumed_choices,
+)
+from megatron_moe.memory_emulation.tracker import CATEGORIES, HOST
+from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.pipeline.layout import even_layout
+from tests.helpers import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+META = torch.device("meta")
+MODEL = tiny.model(num_layers=4, moe_config=tiny.moe(dispatcher="alltoall"))
+
+
+def plan(*, pp: int = 1, vpp: int = 1, ep: int = 1, imbalance: float = 1.0, **changes) -> RunPlan:
+    """bf16 with ZeRO-1 on pp * ep ranks, 16 microbatches of 2 sequences."""
+    layout = even_layout(4, pp=pp, vpp=vpp)
+    config = tiny.plan(
+        model=MODEL,
+        parallel=ParallelConfig(world_size=pp * ep, pp=pp, ep=ep, virtual_stages=vpp),
+        pipeline=PipelineConfig(layout=layout),
+        precision=PrecisionConfig(params="bf16"),
+        kernels=KernelConfig(),
+        data_parallel=DataParallelConfig(sharded_optimizer=True),
+        batch=BatchConfig(micro=2, global_size=32 * ep),
+        emulation=EmulationConfig(imbalance=imbalance),
+    )
+    return replace(config, **changes)
+
+
+OVERLAPPED = replace(plan(pp=2, vpp=2, ep=2).pipeline, overlap=True)
+PLANS = {
+    "one rank": plan(),
+    "expert parallel": plan(ep=2),
+    "stages": plan(pp=2),
+    "interleaved stages with experts": plan(pp=2, vpp=2, ep=2),
+    "overlapped": plan(pp=2, vpp=2, ep=2, pipeline=OVERLAPPED),
+    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, split_backward=True)),
+    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemoryConfig(expert_wgrad_interval=3)),
+    "reduction and gather beside other work": plan(
+        pp=2,
+        ep=2,
+        data_parallel=DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    ),
+    "tensor parallel": plan(parallel=ParallelConfig(world_size=4, tp=2, ep=2, sequence_parallel=True)),
+    "context parallel": plan(parallel=ParallelConfig(world_size=4, cp=2, ep=2)),
+}
+
+
+def without_host_reads() -> KernelSet:
+    """Plain torch, but for products whose sizes it reads on the host; for tensors with and without data alike."""
+    products = {op: getattr(emulated, op) for op in ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")}
+    plain = reference.bundle()
+    return KernelSet.of({op: getattr(plain, op) for op in OPS} | products, plain.choices)
+
+
+def on(
+    device: torch.device, config: RunPlan, rank: int, kernels: Kernels | None = None, number: int = 0
+) -> EmulatedRun:
+    """A rank on tensors of this device, with its choices as assumed."""
+    context = ParallelContext.fake(config.parallel, rank, dtype=torch_dtype(config.precision.params), device=device)
+    try:
+        bundle = with_assumed_choices(without_host_reads() if kernels is None else kernels, context)
+        return take_steps(config, context, bundle, number or enough_microbatches(config))
+    finally:
+        context.stop()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_tensors_without_data_take_exactly_what_real_ones_take(name: str) -> None:
+    config = PLANS[name]
+    rank = config.parallel.world_size - 1
+    free, real = (
+        on(torch.device(kind), config, rank, number=2 * config.parallel.pp).timeline for kind in ("meta", "cpu")
+    )
+    assert free.totals()[free.begin :] == real.totals()[real.begin :]
+    assert free.peak().categories == real.peak().categories
+
+
+def test_a_run_that_has_no_peers_takes_exactly_what_was_emulated() -> None:
+    """No world is played here: the context of a real run of one process, and its initial weights."""
+    config = plan()
+    context = ParallelContext.single(dtype=torch.bfloat16)
+    real = take_steps(config, context, without_host_reads(), 4).timeline.peak()
+    free = on(META, config, 0, number=4).timeline.peak()
+    assert (real.total, real.categories) == (free.total, free.categories)
+
+
+def test_categories_add_up_to_the_total_on_every_rank() -> None:
+    config = PLANS["interleaved stages with experts"]
+    for rank in range(config.parallel.world_size):
+        timeline = emulate_rank(config, rank, META).timeline
+        peak = timeline.peak()
+        assert tuple(peak.categories) == CATEGORIES
+        assert sum(peak.categories.values()) == sum(peak.modules.values()) == peak.total
+        assert peak.total == max(timeline.totals()[timeline.begin :])
+        _, curves = timeline.curves(100)
+        assert max(map(sum, zip(*curves.values(), strict=True))) == peak.total
+
+
+def test_state_is_that_of_the_buffers_and_of_the_optimizer() -> None:
+    config = plan(ep=2)
+    categories = emulate_rank(config, 0, META).timeline.peak().categories
+    # bf16 weights, fp32 gradients, masters and two moments; a half of the experts, which nobody copies
+    assert categories["gradients"] == 2 * categories["weights"]
+    assert categories["moments"] == 2 * categories["master weights"]
+    assert categories["weights"] < categories["master weights"] < categories["gradients"]
+
+
+@pytest.mark.parametrize("name", ["stages", "interleaved stages with experts", "weight gradients of experts together"])
+def test_warm_up_and_two_more_rounds_are_enough(name: str) -> None:
+    config = PLANS[name]
+    number = enough_microbatches(config)
+    assert number < 12
+    short, long = (emulate_rank(config, 0, META, num_microbatches=each).timeline.peak() for each in (number, 12))
+    # the microbatches themselves are on the device: ids, labels, weights in the loss, positions
+    batches = 3 * (12 - number) * 4 * 512
+    assert 0 < long.total - short.total <= batches
+    assert long.categories["activations"] == short.categories["activations"]
+
+
+def test_the_first_stage_keeps_more_than_the_last() -> None:
+    first, last = (emulate_rank(PLANS["stages"], rank, META).timeline.peak() for rank in (0, 1))
+    assert first.categories["activations"] > last.categories["activations"] > 0
+
+
+def test_rows_of_the_played_ranks_experts_follow_the_assumed_load() -> None:
+    even, heavy, light = (
+        emulate_rank(plan(ep=2, imbalance=factor), 1, META).timeline.peak().categories for factor in (1.0, 1.5, 0.5)
+    )
+    assert light["activations"] < even["activations"] < heavy["activations"]
+    assert even["weights"] == heavy["weights"]
+
+
+def test_what_waits_on_the_host_is_not_on_the_device() -> None:
+    """Of 4 layers' rows and their products all but the last set out, and no copy of them is counted."""
+    plain = emulate_rank(plan(), 0, META, num_microbatches=2).timeline.peak()
+    away = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"), min_elements=1)
+    moved = emulate_rank(plan(memory=MemoryConfig(offload=away)), 0, META, num_microbatches=2).timeline
+    assert moved.peak().categories["activations"] < plain.categories["activations"]
+    assert moved.peak().total < plain.total
+    assert sum(piece.bytes for piece in moved.pieces if piece.state == HOST) > 0
+
+
+@pytest.mark.parametrize(("num_ranks", "hot", "imbalance"), [(1, 0, 1.0), (4, 2, 1.0), (4, 3, 2.5), (4, 0, 0.0)])
+def test_the_assumed_load_counts_every_choice_once(num_ranks: int, hot: int, imbalance: float) -> None:
+    load = RoutedLoad(num_ranks, hot, imbalance)
+    router = tiny.router()
+    counts = load.counts(8, 70)
+    assert sum(counts) == 70 and len(counts) == 8
+    mine = counts[hot * 8 // num_ranks : (hot + 1) * 8 // num_ranks]
+    assert sum(mine) == round(70 * imbalance / num_ranks)
+    ids_TK = assumed_ids(load, router, 35, torch.device("cpu"))
+    assert ids_TK.flatten().bincount(minlength=8).tolist() == list(counts)
+    assert all(len(set(row)) == len(row) for row in ids_TK.tolist())
+
+
+def test_an_activation_that_is_kept_twice_is_seen() -> None:
+    """The planted error: a norm that keeps a copy of its input besides the input."""
+    config, sound = plan(), emulated.emulated_bundle(KernelConfig(), torch.bfloat16)
+
+    def wasteful(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        return sound.rms_norm(_Twice.apply(x), weight, eps, zero_centered)
+
+    functions = {op: getattr(sound, op) for op in OPS} | {"rms_norm": wasteful}
+    before, after = (
+        on(META, config, 0, each).timeline.peak() for each in (sound, KernelSet.of(functions, sound.choices))
+    )
+    tokens = 2 * tiny.SEQ * tiny.HIDDEN * 2
+    # the norms of the layers' inputs and the final one; sums are normed by another op
+    assert after.categories["activations"] - before.categories["activations"] == 5 * tokens
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.clone())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad

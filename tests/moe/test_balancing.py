@@ -1,0 +1,289 @@
+"""Balancing losses by closed forms, how they enter the gradient, and the update once per global batch."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.moe import balancing
+from megatron_moe.moe.balancing import update_routers
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_REF
+from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+FAR = 40.0
+"""A logit so far above the others that softmax gives them nothing."""
+
+
+def _loss(router, hidden, kind, **meta):
+    metrics = MetricAccumulator()
+    router(hidden, make_meta(hidden, metrics=metrics, **meta))
+    return metrics.entries[NAMES[kind], router.layer].value
+
+
+def _gradient(router, hidden, **meta):
+    """Gradient of the gate by the attached losses alone."""
+    router.weight.grad = None
+    routing = router(hidden, make_meta(hidden, **meta))
+    (routing.probs_TK * 0).sum().backward()
+    return router.weight.grad.clone()
+
+
+# values
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_balanced_choices_cost_exactly_the_coefficient(kind, score_function):
+    """Eight tokens, token t prefers experts t and t + 1: every expert is chosen twice."""
+    logits = [[3.0 if e in (t, (t + 1) % 8) else -1.0 for e in range(8)] for t in range(8)]
+    hidden = logits_as_hidden(logits)
+    router = sees_logits(score_function=score_function, balancing=(kind,), aux_loss_coeffs=(0.01,))
+    FP64_REF.check(_loss(router, hidden, kind), 1.0, "balanced loss")
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_collapsed_choices_cost_the_coefficient_times_experts_over_k(kind, topk):
+    hidden = logits_as_hidden([[FAR] * topk + [-FAR] * (8 - topk)] * 6, batch=2)
+    router = sees_logits(topk=topk, pre_softmax=True, balancing=(kind,), aux_loss_coeffs=(0.01,))
+    FP64_REF.check(_loss(router, hidden, kind), 8 / topk, "collapsed loss")
+
+
+def test_sequences_that_collapse_each_on_their_own_expert_cost_only_the_sequence_loss():
+    """Sequence b sends all its tokens to expert b: even over the microbatch, collapsed within each sequence."""
+    logits = [[FAR if e == b else 0.0 for e in range(8)] for _ in range(3) for b in range(8)]
+    for kind, expected in (("aux_loss", 1.0), ("seq_aux_loss", 8.0)):
+        router = sees_logits(topk=1, pre_softmax=True, balancing=(kind,), aux_loss_coeffs=(0.01,))
+        FP64_REF.check(_loss(router, logits_as_hidden(logits, batch=8), kind), expected, kind)
+
+
+def test_balancing_looks_at_plain_scores_whatever_the_groups_the_bias_and_the_capacity():
+    hidden = make_hidden()
+    plain = make_router(score_function="sigmoid", balancing=("aux_loss",), aux_loss_coeffs=(1.0,))
+    other = make_router(
+        score_function="sigmoid",
+        balancing=("aux_loss",),
+        aux_loss_coeffs=(1.0,),
+        expert_bias=True,
+        num_groups=4,
+        group_topk=1,
+    )
+    other.expert_bias.copy_(torch.arange(8.0))
+    FP64_REF.check(_loss(other, hidden, "aux_loss"), _loss(plain, hidden, "aux_loss"), "loss")
+    FP64_REF.check(_gradient(other, hidden), _gradient(plain, hidden), "gradient")
+
+
+def test_z_loss_is_the_mean_square_of_logsumexp_and_pulls_on_every_logit():
+    router = sees_logits(z_loss_coeff=0.25)
+    hidden, metrics = logits_as_hidden([[0.0] * 8, [1.0] * 8]), MetricAccumulator()
+    routing = router(hidden, make_meta(hidden, metrics=metrics))
+    expected = (math.log(8) ** 2 + (1 + math.log(8)) ** 2) / 2
+    FP64_REF.check(metrics.entries["z_loss", 3].value, expected, "z-loss")
+    (routing.probs_TK * 0).sum().backward()
+    # d/dx_e mean_t(lse^2) = 2 lse * softmax_e / T
+    expected = [[0.25 * 2 * lse / 8 / 2] * 8 for lse in (math.log(8), 1 + math.log(8))]
+    FP64_REF.check(hidden.grad[:, 0], expected, "gradient of the logits")
+
+
+# gradients
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_gradient_of_a_loss_is_right_by_finite_differences(kind):
+    router, hidden = make_router(balancing=(kind,), aux_loss_coeffs=(0.7,)), make_hidden()
+    gradient, step = _gradient(router, hidden), 1e-6
+    for e, h in ((0, 0), (3, 2), (7, 3)):
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                router.weight[e, h] += sign * step
+            values.append(0.7 * _loss(router, hidden, kind))
+            update_routers([router], router.ctx)
+            with torch.no_grad():
+                router.weight[e, h] -= sign * step
+        numeric = (values[0] - values[1]) / (2 * step)
+        assert abs(numeric - gradient[e, h]) < 1e-8, f"d/dw[{e},{h}]: {gradient[e, h]}, numerically {numeric}"
+
+
+def test_several_losses_at_once_add_up():
+    fields = {"balancing": tuple(NAMES), "aux_loss_coeffs": (0.3, 0.2, 0.1), "z_loss_coeff": 0.05}
+    hidden = make_hidden()
+    together = _gradient(make_router(**fields), hidden)
+    alone = [
+        _gradient(make_router(balancing=(kind,), aux_loss_coeffs=(coeff,)), hidden)
+        for kind, coeff in zip(fields["balancing"], fields["aux_loss_coeffs"], strict=True)
+    ]
+    alone.append(_gradient(make_router(z_loss_coeff=0.05), hidden))
+    assert all(gradient.abs().max() > 1e-4 for gradient in alone)
+    FP64_REF.check(together, sum(alone), "sum of gradients")
+
+
+@pytest.mark.parametrize("fields", [{"balancing": ("aux_loss",), "aux_loss_coeffs": (0.5,)}, {"z_loss_coeff": 0.5}])
+def test_a_loss_enters_with_the_weight_of_its_microbatch(fields):
+    router, hidden = make_router(**fields), make_hidden()
+    whole = _gradient(router, hidden)
+    FP64_REF.check(_gradient(router, hidden, aux_scale=0.25), whole / 4, "a quarter, as a number")
+    tokens = torch.tensor(10.0)
+    FP64_REF.check(_gradient(router, hidden, aux_scale=tokens), whole * 10, "times its tokens, as a tensor")
+
+
+def test_two_microbatches_weighted_by_their_number_give_the_mean_of_their_losses():
+    router = make_router(balancing=("aux_loss",), aux_loss_coeffs=(0.5,))
+    halves = [make_hidden(seed=2), make_hidden(seed=3)]
+    whole = [_gradient(router, hidden) for hidden in halves]
+    weighted = [_gradient(router, hidden, aux_scale=1 / 2) for hidden in halves]
+    FP64_REF.check(sum(weighted), (whole[0] + whole[1]) / 2, "accumulated gradient")
+
+
+def test_attached_loss_leaves_value_and_gradient_of_the_weights_alone():
+    hidden = make_hidden()
+    with_loss, without = make_router(balancing=("aux_loss",), aux_loss_coeffs=(0.5,)), make_router()
+    grads = []
+    for router in (with_loss, without):
+        router(hidden, make_meta(hidden)).probs_TK[:, 0].sum().backward()
+        grads.append(router.weight.grad)
+    EXACT.check(with_loss(hidden, make_meta(hidden)).probs_TK, without(hidden, make_meta(hidden)).probs_TK, "weights")
+    FP64_REF.check(grads[0] - grads[1], _gradient(with_loss, hidden), "difference")
+
+
+# global aux loss
+
+
+def test_global_loss_takes_its_shares_from_all_microbatches_so_far():
+    """First all tokens on expert 0, then all on expert 1; of unequal size, so that a mean of counts would be wrong."""
+    router = sees_logits(topk=1, pre_softmax=True, balancing=("global_aux_loss",), aux_loss_coeffs=(1.0,))
+    first = logits_as_hidden([[FAR if e == 0 else 0.0 for e in range(8)]] * 6)
+    second = logits_as_hidden([[FAR if e == 1 else 0.0 for e in range(8)]] * 2)
+    FP64_REF.check(_loss(router, first, "global_aux_loss"), 8.0, "first microbatch")
+    FP64_REF.check(_loss(router, second, "global_aux_loss"), 8.0 * 2 / 8, "second: a quarter of the choices so far")
+    update_routers([router], router.ctx)
+    FP64_REF.check(_loss(router, second, "global_aux_loss"), 8.0, "next global batch starts anew")
+
+
+def test_global_loss_over_ranks_has_the_scale_of_the_loss_of_one_rank():
+    """Two ranks with half the batch each: the mean of their gradients is the gradient of the whole batch."""
+    whole = make_hidden(5, 4)
+    fields = {"balancing": ("global_aux_loss",), "aux_loss_coeffs": (0.5,)}
+    expected = _gradient(make_router(**fields), whole)
+    expected_loss = _loss(make_router(**fields), whole, "global_aux_loss")
+
+    def rank(ctx: ParallelContext):
+        half = whole.detach()[:, 2 * ctx.rank : 2 * ctx.rank + 2].clone().requires_grad_()
+        gradient = _gradient(make_router(ctx=ctx, **fields), half)
+        return gradient, _loss(make_router(ctx=ctx, **fields), half, "global_aux_loss")
+
+    results = on_threads(ParallelConfig(world_size=2), rank)
+    FP64_REF.check((results[0][0] + results[1][0]) / 2, expected, "mean gradient")
+    FP64_REF.check((results[0][1] + results[1][1]) / 2, expected_loss, "mean loss")
+    assert (results[0][0] - results[1][0]).abs().max() > 1e-3
+
+
+# the update once per global batch
+
+
+def _biased(**fields):
+    return make_router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.25, **fields)
+
+
+def test_bias_rises_for_experts_below_the_mean_load_and_falls_above_it():
+    router = _biased()
+    router.tokens_since_update.copy_(torch.tensor([0, 1, 2, 3, 4, 2, 2, 2]))  # mean 2
+    update_routers([router], router.ctx)
+    EXACT.check(router.expert_bias, torch.tensor([0.25, 0.25, 0, -0.25, -0.25, 0, 0, 0]), "bias")
+    assert router.expert_bias.dtype == torch.float32 and router.tokens_since_update.sum() == 0
+
+
+def test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches():
+    router = _biased()
+    counts = torch.zeros(EXPERTS, dtype=torch.int64)
+    for seed in (2, 3, 4):
+        hidden = make_hidden(seed=seed)
+        counts += router(hidden, make_meta(hidden)).counts_E
+        assert router.expert_bias.abs().max() == 0, "moved before the end of the global batch"
+    EXACT.check(router.tokens_since_update, counts, "counts")
+    update_routers([router], router.ctx)
+    EXACT.check(router.expert_bias, 0.25 * (counts.float().mean() - counts).sign(), "bias")
+
+
+def test_bias_looks_at_the_load_after_drops():
+    """All tokens want experts 0 and 1, of which each takes two."""
+    router = _biased(capacity=CapacityConfig(factor=0.5))
+    with torch.no_grad():
+        router.weight.zero_()
+    hidden = make_hidden(8, 2)
+    router(hidden, make_meta(hidden))
+    assert router.tokens_since_update.tolist() == [2, 2, 0, 0, 0, 0, 0, 0]
+
+
+def test_bias_chooses_but_does_not_weigh():
+    router, hidden = _biased(), make_hidden()
+    plain = router(hidden, make_meta(hidden))
+    router.expert_bias[5] = 100.0
+    pulled = router(hidden, make_meta(hidden))
+    assert (pulled.ids_TK == 5).any(dim=1).all() and not (plain.ids_TK == 5).any(dim=1).all()
+    FP64_REF.check(pulled.probs_TK.sum(dim=1), torch.ones(10), "sums of weights")
+    assert pulled.probs_TK.max() <= 1
+
+
+def test_a_bad_step_moves_nothing_and_forgets_its_counts():
+    biased = _biased(balancing=("global_aux_loss",), aux_loss_coeffs=(0.1,))
+    quantile = make_router(balancing=("quantile_balancing",))
+    hidden = make_hidden()
+    for proceed, moves in ((torch.tensor(False), False), (torch.tensor(True), True)):
+        for router in (biased, quantile):
+            router(hidden, make_meta(hidden))
+        update_routers([biased, quantile], biased.ctx, proceed=proceed)
+        assert (biased.expert_bias.abs().max() > 0) == moves
+        assert (quantile.quantile_thresholds.abs().max() > 0) == moves
+        for counter in (biased.tokens_since_update, biased.global_counts, quantile.threshold_sums):
+            assert counter.abs().max() == 0
+        assert quantile.threshold_count == 0
+
+
+def test_bias_follows_the_sum_over_ranks_in_one_all_reduce(monkeypatch):
+    """Rank 0 overloads expert 0, rank 1 overloads expert 1 twice as much: expert 0 is below the mean of the sum."""
+    calls = []
+    monkeypatch.setattr(
+        balancing,
+        "all_reduce_",
+        lambda flat, group, reduce=balancing.all_reduce_: calls.append(1) or reduce(flat, group),
+    )
+
+    def rank(ctx: ParallelContext):
+        routers = [_biased(ctx=ctx), make_router(ctx=ctx), make_router(ctx=ctx, balancing=("quantile_balancing",))]
+        counts = torch.zeros(EXPERTS, dtype=torch.int64)
+        counts[ctx.rank] = 8 if ctx.rank == 0 else 1000
+        routers[0].tokens_since_update += counts
+        update_routers(routers, ctx)
+        return routers[0].expert_bias
+
+    for bias in on_threads(ParallelConfig(world_size=2), rank):
+        EXACT.check(bias, torch.tensor([0.25, -0.25, *[0.25] * 6]), "bias on every rank")
+    assert len(calls) == 2, "one all-reduce per rank"
+
+
+def test_routers_without_anything_to_update_communicate_nothing(monkeypatch):
+    monkeypatch.setattr(balancing, "all_reduce_", None)
+    update_routers([], ParallelContext.single())
+    update_routers([make_router()], ParallelContext.single())
+
+
+def test_bias_and_thresholds_survive_saving_and_loading():
+    for fields in ({"score_function": "sigmoid", "expert_bias": True}, {"balancing": ("quantile_balancing",)}):
+        router, hidden = make_router(**fields), make_hidden()
+        router(hidden, make_meta(hidden))
+        update_routers([router], router.ctx)
+        fresh = make_router(seed=9, **fields)
+        fresh.load_state_dict(router.state_dict())
+        for name, buffer in fresh.named_buffers():
+            EXACT.check(buffer, dict(router.named_buffers())[name], name)

@@ -1,0 +1,227 @@
+"""The MoE layer as a whole: its chain of nodes, latent space, replay, kernels; see test_against_loop for the maths."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    CapacityConfig,
+    ExpertsConfig,
+    MLPConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
+)
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.data.batch import TokenMeta
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.tolerances import (
+    EXACT,
+    FP32_MODEL,
+    FP64_REF,
+)
+from tests.moe.routings import draw, fill
+
+HIDDEN, LATENT, EXPERTS, STEPS, BATCH = 8, 4, 6, 5, 2
+SWIGLU = ActivationConfig(kind="silu", gated=True)
+SHARED = SharedExpertsConfig(mlp=MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=3, activation=SWIGLU), gate=True)
+
+
+def spec_of(*, latent: int | None = None, capacity=None, shared=None, router=None, **experts) -> MoEConfig:
+    return MoEConfig(
+        router=RouterConfig(**{"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **(router or {})}),
+        experts=ExpertsConfig(
+            num_experts=EXPERTS, hidden_size=latent or HIDDEN, ffn_hidden_size=5, activation=SWIGLU, **experts
+        ),
+        capacity=capacity,
+        shared=shared,
+        latent_size=latent,
+    )
+
+
+def make(config: MoEConfig, *, dtype=torch.float64, kernels=None) -> MoELayer:
+    layer = MoELayer(config, 0, ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+    fill(layer)
+    return layer
+
+
+def meta_of(hidden_SBH: Tensor, **fields) -> TokenMeta:
+    steps, batch = hidden_SBH.shape[:2]
+    return TokenMeta(positions_BS=torch.arange(steps).expand(batch, steps), **fields)
+
+
+def results(layer: MoELayer, hidden: Tensor, **fields) -> dict[str, Tensor]:
+    """Output, gradient of the input, and gradients of all parameters."""
+    hidden = hidden.detach().requires_grad_()
+    out = layer(hidden, meta_of(hidden, **fields))
+    out.backward(draw(*out.shape, seed=3).to(out.dtype))
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"out": out.detach(), "hidden": hidden.grad, **grads}
+
+
+EVERYTHING = dict(latent=LATENT, shared=SHARED, bias=True, router={"score_function": "sigmoid", "expert_bias": True})
+
+
+def test_forward_is_the_chain_of_its_nodes() -> None:
+    layer, hidden = make(spec_of(**EVERYTHING)), draw(STEPS, BATCH, HIDDEN)
+    meta = meta_of(hidden)
+    rows, handle = layer.dispatch(hidden, layer.route(hidden, meta))
+    out = layer.post(hidden, layer.combine(layer.compute(rows), handle))
+    EXACT.check(out, layer(hidden, meta))
+
+
+def test_nodes_with_detached_boundaries_give_the_gradients_of_the_whole() -> None:
+    """A schedule runs each node's backward apart, from gradients handed over at the boundary."""
+    config = spec_of(latent=LATENT, shared=SHARED)
+    layer, hidden = make(config), draw(STEPS, BATCH, HIDDEN)
+    whole = results(layer, hidden)
+    layer.zero_grad(set_to_none=True)
+    at_router, at_dispatch, at_post = (hidden.detach().requires_grad_() for _ in range(3))
+    routing = layer.route(at_router, meta_of(hidden))
+    probs = routing.probs_TK.detach().requires_grad_()
+    rows, handle = layer.dispatch(at_dispatch, replace(routing, probs_TK=probs))
+    data, probs_R = rows.data.data.detach().requires_grad_(), rows.probs_R.detach().requires_grad_()
+    computed = layer.compute(replace(rows, data=replace(rows.data, data=data), probs_R=probs_R))
+    result = computed.data.data.detach().requires_grad_()
+    routed = layer.combine(replace(computed, data=replace(computed.data, data=result)), handle)
+    routed_leaf = routed.detach().requires_grad_()
+    out = layer.post(at_post, routed_leaf)
+
+    out.backward(draw(*out.shape, seed=3))
+    routed.backward(routed_leaf.grad)
+    computed.data.data.backward(result.grad)
+    torch.autograd.backward([rows.data.data, rows.probs_R], [data.grad, probs_R.grad])
+    routing.probs_TK.backward(probs.grad)
+    pieces = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    pieces |= {"out": out.detach(), "hidden": at_router.grad + at_dispatch.grad + at_post.grad}
+    FP64_REF.check_all(pieces, whole)
+
+
+@pytest.mark.parametrize("shared", [None, SHARED])
+def test_in_a_latent_space_experts_see_the_projection_and_router_and_shared_experts_the_full_width(shared) -> None:
+    layer, hidden = make(spec_of(latent=LATENT, shared=shared)), draw(STEPS, BATCH, HIDDEN)
+    routing = layer.router(hidden, meta_of(hidden))
+    narrow = (hidden @ layer.fc1_latent_proj.weight.T).flatten(0, 1)
+    fc1, fc2 = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
+    sums = torch.zeros(STEPS * BATCH, LATENT, dtype=torch.float64)
+    for t, (ids, probs) in enumerate(zip(routing.ids_TK.tolist(), routing.probs_TK, strict=True)):
+        for expert, prob in zip(ids, probs, strict=True):
+            gate, up = (fc1[expert] @ narrow[t]).chunk(2)
+            sums[t] += prob * (fc2[expert] @ (gate * torch.sigmoid(gate) * up))
+    expected = (sums @ layer.fc2_latent_proj.weight.T).view_as(hidden)
+    if shared is not None:
+        expected = expected + layer.shared_experts(hidden)
+    FP64_REF.check(layer(hidden, meta_of(hidden)), expected)
+
+
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.5, pad=True)])
+def test_looped_and_grouped_experts_give_the_same_layer(capacity) -> None:
+    runs = [
+        results(make(spec_of(**EVERYTHING, capacity=capacity, grouped=grouped)), draw(STEPS, BATCH, HIDDEN))
+        for grouped in (False, True)
+    ]
+    FP64_REF.check_all(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.5, pad=True)])
+def test_fast_kernels_give_the_layer_of_the_reference(capacity) -> None:
+    config, native = (
+        spec_of(**EVERYTHING, capacity=capacity),
+        select_kernels(KernelConfig(), torch.device("cpu"), torch.float32),
+    )
+    hidden = draw(STEPS, BATCH, HIDDEN)
+    fast = results(make(config, dtype=torch.float32, kernels=native), hidden.float())
+    FP32_MODEL.check_all(fast, results(make(config), hidden))
+
+
+def test_padding_to_capacity_changes_rows_and_not_results() -> None:
+    runs = [
+        results(make(spec_of(**EVERYTHING, capacity=CapacityConfig(factor=0.75, pad=pad))), draw(STEPS, BATCH, HIDDEN))
+        for pad in (False, True)
+    ]
+    FP64_REF.check_all(runs[0], runs[1])
+
+
+def test_a_routing_can_be_replayed_with_other_weights_of_the_router() -> None:
+    layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
+    routing = layer.route(hidden, meta_of(hidden))
+    EXACT.check(layer(hidden, meta_of(hidden), routing.chosen_TK), layer(hidden, meta_of(hidden)), "same weights")
+    with torch.no_grad():
+        layer.router.weight.mul_(-1)
+    replayed = layer.route(hidden, meta_of(hidden), routing.chosen_TK)
+    EXACT.check(replayed.ids_TK, routing.ids_TK, "replayed ids")
+    assert (layer.route(hidden, meta_of(hidden)).ids_TK != routing.ids_TK).any()
+
+
+def test_with_one_expert_per_token_probabilities_may_stand_on_the_input() -> None:
+    router = {"topk": 1, "score_function": "sigmoid"}
+    layer, hidden = make(spec_of(router=router, probs_on_input=True)), draw(STEPS, BATCH, HIDDEN)
+    routing = layer.router(hidden, meta_of(hidden))
+    fc1, fc2 = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
+    expected = torch.zeros(STEPS * BATCH, HIDDEN, dtype=torch.float64)
+    for t, token in enumerate(hidden.flatten(0, 1)):
+        expert = int(routing.ids_TK[t, 0])
+        gate, up = (fc1[expert] @ (token * routing.probs_TK[t, 0])).chunk(2)
+        expected[t] = fc2[expert] @ (gate * torch.sigmoid(gate) * up)
+    FP64_REF.check(layer(hidden, meta_of(hidden)), expected.view_as(hidden))
+
+
+def test_padding_tokens_get_nothing_from_experts_and_give_them_no_gradient() -> None:
+    layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
+    valid = torch.arange(STEPS).expand(BATCH, STEPS) < 3
+    run = results(layer, hidden, valid_BS=valid)
+    EXACT.check(run["out"][3:], torch.zeros(2, BATCH, HIDDEN, dtype=torch.float64), "output of padding")
+    EXACT.check(run["hidden"][3:], torch.zeros(2, BATCH, HIDDEN, dtype=torch.float64), "gradient of padding")
+    layer.zero_grad(set_to_none=True)
+    push = draw(STEPS, BATCH, HIDDEN, seed=3)[:3]
+    alone = hidden[:3].detach().requires_grad_()
+    layer(alone, meta_of(alone)).backward(push)
+    FP64_REF.check(run["experts.linear_fc1.weight"], layer.experts.linear_fc1.weight.grad, "gradient of experts")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0, pad=True)])
+def test_one_token_and_a_microbatch_of_padding_alone_run_forward_and_backward(capacity, grouped) -> None:
+    for fields in ({}, {"valid_BS": torch.zeros(1, 1, dtype=torch.bool)}):
+        layer = make(spec_of(**EVERYTHING, capacity=capacity, grouped=grouped))
+        run = results(layer, draw(1, 1, HIDDEN), **fields)
+        assert all(value is not None and value.isfinite().all() for value in run.values())
+
+
+def test_bf16_layers_run_with_fp32_routing_and_stay_bf16() -> None:
+    for kernels in (reference.bundle(), select_kernels(KernelConfig(), torch.device("cpu"), torch.bfloat16)):
+        layer = make(spec_of(shared=SHARED, router={"dtype": "fp32"}), dtype=torch.bfloat16, kernels=kernels)
+        run = results(layer, draw(STEPS, BATCH, HIDDEN).bfloat16())
+        assert all(value.dtype is torch.bfloat16 and value.isfinite().all() for value in run.values())
+
+
+def test_parameter_names_are_those_of_the_checkpoint() -> None:
+    names = {name for name, _ in make(spec_of(**EVERYTHING)).named_parameters()}
+    assert names == {
+        "router.weight",
+        "experts.linear_fc1.weight",
+        "experts.linear_fc1.bias",
+        "experts.linear_fc2.weight",
+        "experts.linear_fc2.bias",
+        "shared_experts.linear_fc1.weight",
+        "shared_experts.linear_fc2.weight",
+        "shared_experts.gate_weight",
+        "fc1_latent_proj.weight",
+        "fc2_latent_proj.weight",
+    }
+
+
+def test_specs_that_contradict_themselves_are_refused() -> None:
+    good = spec_of()
+    with pytest.raises(AssertionError, match="experts of width 8: 4"):
+        make(replace(good, latent_size=4))
+    with pytest.raises(AssertionError, match="6 experts routed"):
+        make(replace(good, experts=replace(good.experts, num_experts=5)))
+    with pytest.raises(AssertionError, match="need k = 1"):
+        make(replace(good, experts=replace(good.experts, probs_on_input=True)))

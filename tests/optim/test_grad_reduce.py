@@ -1,0 +1,180 @@
+"""Overlapped reduction: buckets start when they are complete, never before, and in one order; the bits are the same."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.autograd import linear
+from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.param_meta import ParamMeta
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+from tests.helpers.optim_parameters import FP64, main_grads
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
+
+DEPTH, WIDTH = 4, 8
+KERNELS = reference.bundle()
+NORM = "norm.weight"
+OVERLAPPED = DataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+
+
+@dataclass
+class Chain:
+    """A few linear layers, then a norm: every matrix a bucket of its own."""
+
+    context: ParallelContext
+    config: DataParallelConfig
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    started: list[int] = field(default_factory=list)
+    """Buckets under way when the backward of a microbatch has passed the second layer."""
+
+    def __post_init__(self) -> None:
+        kinds = {f"layers.{i}.weight": ((WIDTH, WIDTH), ParamMeta(role="matrix")) for i in range(DEPTH)}
+        source = torch.Generator().manual_seed(3)
+        for name, (shape, meta) in {**kinds, NORM: ((WIDTH,), ParamMeta(role="norm"))}.items():
+            self.parameters[name] = new_parameter(shape, meta, self.context)
+            self.parameters[name].data.copy_(torch.randn(shape, generator=source))
+        self.buffers = GradBuffers(self.parameters.items(), FP64, self.context, KERNELS, data_parallel=self.config)
+
+    def loss(self, step: int, microbatch: int, *, twice: bool = False) -> Tensor:
+        """With `twice` the last matrix is used a second time."""
+        seed = 100 * step + 10 * microbatch + self.context.rank
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for i in range(DEPTH):
+            x = linear(KERNELS, x, self.parameters[f"layers.{i}.weight"]).tanh()
+            if i == 1:
+                x.register_hook(lambda _: self.started.append(self.buffers.reducer.num_started))
+        x = x * self.parameters[NORM]
+        if twice:
+            x = linear(KERNELS, x.tanh(), self.parameters[f"layers.{DEPTH - 1}.weight"])
+        return x.square().sum()
+
+    def step(self, step: int, num_microbatches: int = 2, **changes: bool) -> dict[str, Tensor]:
+        self.started.clear()
+        self.buffers.begin_step(num_microbatches)
+        for microbatch in range(num_microbatches):
+            self.loss(step, microbatch, **changes).backward()
+            self.buffers.collect()
+        finish_grads(self.buffers, self.context)
+        return main_grads(self.buffers)
+
+
+def on_two(function, config: DataParallelConfig = OVERLAPPED) -> list:
+    return on_threads(ParallelConfig(world_size=2), lambda context: function(Chain(context, config)))
+
+
+def test_buckets_start_during_the_last_backward_once_their_gradients_are_counted() -> None:
+    def starts(chain: Chain) -> list[list[int]]:
+        found = []
+        for step, num_microbatches in enumerate((2, 2, 3, 1)):
+            chain.step(step, num_microbatches)
+            found.append(list(chain.started))
+            assert chain.buffers.reducer.num_started == DEPTH + 1
+        return found
+
+    # the first step counts; then the buckets of the norm and of the last two matrices start before the backward is over
+    for found in on_two(starts):
+        assert found == [[0, 0], [0, 3], [0, 0, 3], [3]]
+    for found in on_two(starts, DataParallelConfig(bucket_size=1)):
+        assert found == [[0, 0], [0, 0], [0, 0, 0], [0]]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_overlap_changes_no_bit(sharded: bool) -> None:
+    def grads(chain: Chain) -> dict[str, Tensor]:
+        for step in range(3):
+            chain.step(step)
+        buffers = chain.buffers.buffers
+        return {
+            f"{i} {j}": part.clone() for i, b in enumerate(buffers) for j, part in enumerate(b.owned_parts(b.grads))
+        }
+
+    early = DataParallelConfig(overlap_grad_reduce=True, bucket_size=1, sharded_optimizer=sharded)
+    late = DataParallelConfig(bucket_size=1, sharded_optimizer=sharded)
+    for found, expected in zip(on_two(grads, early), on_two(grads, late), strict=True):
+        EXACT.check_all(found, expected, "gradients")
+
+
+def test_gradients_that_do_not_come_equally_often_wait_for_the_end() -> None:
+    def run(chain: Chain) -> list[int]:
+        for step in range(3):
+            chain.started.clear()
+            chain.buffers.begin_step(2)
+            for microbatch in range(2):
+                chain.loss(step, microbatch, twice=microbatch == 1).backward()
+                chain.buffers.collect()
+            finish_grads(chain.buffers, chain.context)
+        return list(chain.started)
+
+    for found in on_two(run):
+        assert found == [0, 1], "the norm may start, the matrix that is used two times in one of two microbatches not"
+
+
+def test_a_gradient_that_comes_after_its_bucket_began_is_not_lost_in_silence() -> None:
+    def run(chain: Chain) -> None:
+        chain.step(0, 1)
+        chain.step(1, 1, twice=True)
+
+    with pytest.raises(AssertionError, match="a gradient after the reduction of its bucket began"):
+        on_two(run)
+
+
+def test_a_step_of_unknown_length_waits_for_the_end() -> None:
+    def run(chain: Chain) -> list[int]:
+        chain.step(0)
+        chain.started.clear()
+        chain.buffers.begin_step()
+        chain.loss(1, 0).backward()
+        chain.buffers.collect()
+        finish_grads(chain.buffers, chain.context)
+        return list(chain.started)
+
+    assert on_two(run) == [[0], [0]]
+
+
+def test_a_deferred_weight_gradient_counts_when_it_is_computed() -> None:
+    def run(chain: Chain) -> tuple[list[int], dict[str, Tensor]]:
+        chain.buffers.queue.deferred = True
+        chain.step(0)
+        grads = chain.step(1)
+        return list(chain.started), grads
+
+    plain = on_two(lambda chain: chain.step(1))
+    for (started, grads), expected in zip(on_two(run), plain, strict=True):
+        assert started == [0, 1], "only the norm's gradient is there when the backward passes"
+        EXACT.check_all(grads, expected, "gradients")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early(sharded: bool) -> None:
+    config = DataParallelConfig(overlap_grad_reduce=True, bucket_size=10**6, sharded_optimizer=sharded)
+
+    def run(chain: Chain) -> Tensor:
+        for step in range(3):
+            for buffer in chain.buffers.buffers:
+                buffer.grads.fill_(7.0)
+            chain.buffers.begin_step(1)
+            x = torch.ones(3, WIDTH, dtype=torch.float64)
+            for i in range(DEPTH - 1):
+                x = linear(KERNELS, x, chain.parameters[f"layers.{i}.weight"]).tanh()
+            (x * chain.parameters[NORM]).sum().backward()
+            chain.buffers.collect()
+            assert chain.buffers.reducer.num_started == (0 if step == 0 else 2)
+            finish_grads(chain.buffers, chain.context)
+        found = []
+        for buffer in chain.buffers.buffers:
+            unused = torch.zeros(buffer.layout.size, dtype=torch.bool)
+            dict(buffer.views(unused)).get(f"layers.{DEPTH - 1}.weight", unused[:0]).fill_(True)
+            parts = zip(buffer.owned_parts(buffer.grads), buffer.owned_parts(unused), strict=True)
+            found += [grads[where] for grads, where in parts]
+        return torch.cat(found)
+
+    found = torch.cat(on_two(run, config))
+    assert len(found) == (1 if sharded else 2) * WIDTH * WIDTH
+    assert not found.any(), "left-overs of another step count"

@@ -1,0 +1,158 @@
+"""Learning rate and weight decay: against a slow transcription of the rules, at their corners, and on resume."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
+from megatron_moe.optim.lr_scheduler import LRSchedule
+from tests.helpers.tolerances import EXACT, FP64_REF
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+SPEC = LRConfig(max_lr=1e-3, min_lr=1e-4, init_lr=1e-5, warmup_samples=100, decay_samples=1000, wsd_decay_samples=200)
+
+
+def slow_lr(s: LRConfig, n: int, top: float, low: float) -> float:
+    """The rules one after the other, as the notes on Megatron state them."""
+    if s.warmup_samples > 0 and n <= s.warmup_samples:
+        return s.init_lr + (top - s.init_lr) * (n / s.warmup_samples)
+    if s.style == "constant":
+        return top
+    if n > s.decay_samples:
+        return low
+    if s.style == "inverse-square-root":
+        return max(low, top * max(s.warmup_samples, 1) ** 0.5 / max(n, 1) ** 0.5)
+    r = (n - s.warmup_samples) / (s.decay_samples - s.warmup_samples)
+    if s.style == "WSD":
+        start = s.decay_samples - s.wsd_decay_samples
+        q = (n - start) / s.wsd_decay_samples
+        if n <= start:
+            coefficient = 1.0
+        elif s.wsd_style == "exponential":
+            coefficient = 2 * 0.5**q - 1
+        elif s.wsd_style == "linear":
+            coefficient = 1 - q
+        elif s.wsd_style == "cosine":
+            coefficient = (math.cos(math.pi * q) + 1) / 2
+        else:
+            coefficient = 1 - q**0.5
+    elif s.style == "linear":
+        coefficient = 1 - r
+    else:
+        coefficient = (math.cos(math.pi * r) + 1) / 2
+    return low + coefficient * (top - low)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    style=st.sampled_from(STYLES),
+    wsd_style=st.sampled_from(WSD_STYLES),
+    warmup=st.integers(0, 50),
+    decay=st.integers(51, 300),
+    wsd=st.integers(1, 300),
+    samples=st.integers(0, 400),
+)
+def test_curves_equal_the_slow_rules_everywhere(
+    style: str, wsd_style: str, warmup: int, decay: int, wsd: int, samples: int
+) -> None:
+    config = replace(
+        SPEC, style=style, wsd_style=wsd_style, warmup_samples=warmup, decay_samples=decay, wsd_decay_samples=wsd
+    )
+    schedule = LRSchedule.of(config, OptimizerConfig(decoupled_lr=5e-3, decoupled_min_lr=2e-4))
+    FP64_REF.check(schedule.lr(samples), slow_lr(config, samples, 1e-3, 1e-4), "learning rate")
+    FP64_REF.check(schedule.decoupled_lr(samples), slow_lr(config, samples, 5e-3, 2e-4), "decoupled learning rate")
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", {0: 1e-5, 50: 5.05e-4, 100: 1e-3, 1000: 1e-3, 5000: 1e-3}),
+        ("linear", {0: 1e-5, 100: 1e-3, 550: 5.5e-4, 1000: 1e-4, 1001: 1e-4}),
+        ("cosine", {0: 1e-5, 100: 1e-3, 550: 5.5e-4, 1000: 1e-4, 1001: 1e-4}),
+        ("inverse-square-root", {0: 1e-5, 100: 1e-3, 400: 5e-4, 1000: 1e-3 / math.sqrt(10), 1001: 1e-4}),
+        ("WSD", {0: 1e-5, 100: 1e-3, 800: 1e-3, 900: 1e-4 + 9e-4 * (math.sqrt(2) - 1), 1000: 1e-4, 1001: 1e-4}),
+    ],
+)
+def test_corners_of_every_curve_have_the_values_worked_by_hand(style: str, expected: dict[int, float]) -> None:
+    schedule = LRSchedule(replace(SPEC, style=style))
+    for samples, value in expected.items():
+        FP64_REF.check(schedule.lr(samples), value, f"{style} at {samples}")
+
+
+@pytest.mark.parametrize(
+    ("wsd_style", "half_way"),
+    [("exponential", math.sqrt(2) - 1), ("linear", 0.5), ("cosine", 0.5), ("minus_sqrt", 1 - math.sqrt(0.5))],
+)
+def test_every_annealing_ends_at_the_smallest_rate(wsd_style: str, half_way: float) -> None:
+    schedule = LRSchedule(replace(SPEC, style="WSD", wsd_style=wsd_style))
+    FP64_REF.check(schedule.lr(900), 1e-4 + 9e-4 * half_way, "half way")
+    FP64_REF.check(schedule.lr(1000), 1e-4, "end")
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+    assert LRSchedule(replace(SPEC, warmup_samples=0)).lr(0) == 1e-3
+
+
+def test_head_and_embedding_follow_the_others_unless_they_have_a_rate_of_their_own() -> None:
+    assert LRSchedule.of(SPEC, OptimizerConfig()).decoupled_lr(500) is None
+    assert LRSchedule.of(SPEC, OptimizerConfig(decoupled_lr=5e-3)).decoupled_lr(5000) == SPEC.min_lr
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", {0: 0.3, 500: 0.3, 2001: 0.3}),
+        ("linear", {0: 0.1, 500: 0.15, 2000: 0.3, 2001: 0.3}),
+        ("cosine", {0: 0.1, 1000: 0.2, 500: 0.1 + 0.1 * (1 - math.sqrt(0.5)), 2000: 0.3, 2001: 0.3}),
+    ],
+)
+def test_weight_decay_moves_from_start_to_end(style: str, expected: dict[int, float]) -> None:
+    start = 0.3 if style == "constant" else 0.1
+    schedule = LRSchedule(
+        replace(
+            SPEC, start_weight_decay=start, end_weight_decay=0.3, weight_decay_style=style, weight_decay_samples=2000
+        )
+    )
+    for samples, value in expected.items():
+        FP64_REF.check(schedule.weight_decay(samples), value, f"{style} at {samples}")
+
+
+def through_json(schedule: LRSchedule) -> dict:
+    return json.loads(json.dumps(schedule.to_json()))
+
+
+def test_an_unchanged_schedule_resumes_without_a_word() -> None:
+    schedule = LRSchedule.of(SPEC, OptimizerConfig(decoupled_lr=5e-3))
+    assert schedule.resumed(through_json(schedule)) == (schedule, [])
+
+
+def test_a_changed_schedule_is_refused_with_every_value_that_differs() -> None:
+    changed = LRSchedule(replace(SPEC, max_lr=3e-4, decay_samples=2000))
+    with pytest.raises(CheckpointProblem, match="override-opt_param-scheduler") as refusal:
+        changed.resumed(through_json(LRSchedule(SPEC)))
+    assert "max_lr 0.0003 (checkpoint: 0.001)" in str(refusal.value)
+    assert "decay_samples 2000 (checkpoint: 1000)" in str(refusal.value)
+
+
+def test_override_lets_the_command_line_win_and_says_so() -> None:
+    changed = LRSchedule(replace(SPEC, max_lr=3e-4, override=True))
+    schedule, notes = changed.resumed(through_json(LRSchedule(SPEC)))
+    assert schedule == changed
+    assert notes == ["learning rate schedule: max_lr 0.0003 (checkpoint: 0.001), the command line wins"]
+
+
+def test_use_checkpoint_lets_the_checkpoint_win_in_every_curve() -> None:
+    saved = LRSchedule.of(SPEC, OptimizerConfig(decoupled_lr=5e-3))
+    mine = LRSchedule(replace(SPEC, max_lr=3e-4, style="cosine", end_weight_decay=0.5, use_checkpoint=True))
+    schedule, notes = mine.resumed(through_json(saved))
+    assert len(notes) == 4, notes
+    for samples in (0, 50, 100, 500, 2000):
+        EXACT.check(schedule.lr(samples), saved.lr(samples), f"learning rate at {samples}")
+        EXACT.check(schedule.decoupled_lr(samples), saved.decoupled_lr(samples), f"decoupled at {samples}")
+        EXACT.check(schedule.weight_decay(samples), saved.weight_decay(samples), f"weight decay at {samples}")

@@ -1,0 +1,173 @@
+"""Parallel folding: every legal fold of every world up to 64 ranks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.parallel.grid import (
+    ATTENTION_GROUPS,
+    EXPERT_GROUPS,
+    FoldError,
+    Grid,
+    all_groups,
+    attention_grid,
+    expert_grid,
+)
+
+WORLDS = range(1, 65)
+NUM_FOLDS = 27_642
+"""Pairs of an attention grid and an expert grid with as many stages, over all these worlds."""
+Split = tuple[int, int, int]
+"""(tp, cp, pp) of attention or (etp, ep, pp) of experts."""
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def splits(world: int) -> Iterator[Split]:
+    """Every one that divides the world."""
+    for pp in divisors(world):
+        for first in divisors(world // pp):
+            for second in divisors(world // pp // first):
+                yield first, second, pp
+
+
+def attention_of(world: int, split: Split) -> Grid:
+    tp, cp, pp = split
+    return attention_grid(ParallelConfig(world_size=world, tp=tp, cp=cp, pp=pp))
+
+
+def experts_of(world: int, split: Split) -> Grid:
+    etp, ep, pp = split
+    return expert_grid(ParallelConfig(world_size=world, etp=etp, ep=ep, pp=pp))
+
+
+def groups_of_box(sizes: dict[str, int], members: tuple[str, ...]) -> set[tuple[int, ...]]:
+    """Groups over some axes when ranks 0, 1, 2 ... fill a box; the first of `sizes` varies fastest."""
+    axes = [*reversed(sizes)]
+    box = np.arange(prod(sizes.values())).reshape([sizes[axis] for axis in axes])
+    inside = [place for place, axis in enumerate(axes) if axis in members]
+    rows = np.moveaxis(box, inside, range(-len(inside), 0)).reshape(-1, prod(sizes[axis] for axis in members))
+    return {tuple(row) for row in rows.tolist()}
+
+
+def check_cover(config: ParallelConfig) -> None:
+    """Every rank stands in one group of each name."""
+    everyone = list(range(config.world_size))
+    for name, groups in all_groups(config).items():
+        assert sorted(rank for group in groups for rank in group) == everyone, (name, config)
+
+
+def test_dynamic_context_parallelism_has_groups_of_every_power_of_two():
+    groups = all_groups(ParallelConfig(world_size=16, tp=2, cp=4, max_seqlen_per_rank=8))
+    assert groups["cp_1"] == [(rank,) for rank in range(16)]
+    assert groups["cp_2"][:2] == [(0, 2), (1, 3)] and len(groups["cp_2"]) == 8
+    assert sorted(groups["cp_4"]) == sorted(groups["cp"])
+    assert "cp_2" not in all_groups(ParallelConfig(world_size=16, tp=2, cp=4))
+    with pytest.raises(FoldError, match="3 ranks: not a power of two"):
+        all_groups(ParallelConfig(world_size=3, cp=3, max_seqlen_per_rank=8))
+
+
+def test_levels_of_context_parallelism_are_neighbours_and_a_ring_between_them():
+    groups = all_groups(ParallelConfig(world_size=8, cp=8, cp_sub_axes=(2, 4)))
+    assert groups["cp_a2a"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups["cp_p2p"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    with pytest.raises(FoldError, match="cp_a2a 2 x cp_p2p 2 is not the size 8 of axis cp"):
+        all_groups(ParallelConfig(world_size=8, cp=8, cp_sub_axes=(2, 2)))
+
+
+def test_the_first_axis_varies_fastest():
+    grid = Grid((("tp", 2), ("dp", 3)))
+    assert [grid.coordinates(rank) for rank in (0, 1, 2, 5)] == [
+        {"tp": 0, "dp": 0},
+        {"tp": 1, "dp": 0},
+        {"tp": 0, "dp": 1},
+        {"tp": 1, "dp": 2},
+    ]
+    assert grid.groups(["tp"]) == [(0, 1), (2, 3), (4, 5)]
+    assert grid.groups(["dp"]) == [(0, 2, 4), (1, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("grid_of", "names", "groups"),
+    [
+        (attention_of, ("tp", "cp", "dp", "pp"), ATTENTION_GROUPS),
+        (experts_of, ("tp", "ep", "dp", "pp"), EXPERT_GROUPS),
+    ],
+    ids=["attention", "experts"],
+)
+def test_groups_of_every_grid_of_every_world_are_those_of_a_box(grid_of, names, groups):
+    for world in WORLDS:
+        for first, second, pp in splits(world):
+            dp = world // (first * second * pp)
+            sizes = dict(zip(names, (first, second, dp, pp), strict=True))
+            grid = grid_of(world, (first, second, pp))
+            for name, members in groups:
+                assert set(grid.groups(members)) == groups_of_box(sizes, members), (name, sizes)
+
+
+def test_all_grids_of_as_many_stages_have_the_same_pipelines_so_that_every_two_fold():
+    num_folds = 0
+    for world in WORLDS:
+        for pp in divisors(world):
+            chosen = [split for split in splits(world) if split[2] == pp]
+            grids = [make(world, split) for make in (attention_of, experts_of) for split in chosen]
+            assert len({frozenset(grid.groups(("pp",))) for grid in grids}) == 1, (world, pp)
+            num_folds += len(chosen) ** 2
+    assert num_folds == NUM_FOLDS
+
+
+def test_every_group_list_covers_the_world_once():
+    for world in (1, 6, 8, 12):
+        for (tp, cp, pp), (etp, ep, stages) in product(splits(world), repeat=2):
+            if stages == pp:
+                check_cover(ParallelConfig(world_size=world, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep))
+
+
+@pytest.mark.slow
+def test_every_fold_of_every_world_has_its_groups_in_both_orders_or_is_refused():
+    num_folds = 0
+    for world in WORLDS:
+        for (tp, cp, pp), (etp, ep, stages) in product(splits(world), repeat=2):
+            if stages != pp:
+                continue
+            num_folds += 1
+            config = ParallelConfig(world_size=world, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
+            check_cover(config)
+            stages_inside = replace(config, order="tp-cp-ep-pp-dp")
+            if tp * cp == etp * ep or pp == 1:
+                check_cover(stages_inside)
+            else:
+                with pytest.raises(FoldError, match="ranks apart for experts"):
+                    all_groups(stages_inside)
+    assert num_folds == NUM_FOLDS
+
+
+def test_expert_parallelism_may_exceed_data_parallelism():
+    config = ParallelConfig(world_size=256, tp=4, cp=2, pp=4, ep=64)
+    assert (config.dp, config.edp) == (8, 1)
+    assert all_groups(config)["ep"][0] == tuple(range(64))
+
+
+def test_the_order_of_axes_is_a_parameter():
+    config = ParallelConfig(world_size=8, tp=2, pp=2, order="tp-cp-ep-pp-dp")
+    assert attention_grid(config).groups(["pp"])[0] == (0, 2)
+    assert attention_grid(config).groups(["dp"])[0] == (0, 4)
+
+
+def test_grids_without_common_pipelines_are_refused():
+    config = ParallelConfig(world_size=8, cp=2, pp=2, ep=4, order="tp-cp-ep-pp-dp")
+    with pytest.raises(FoldError, match="tp 1 x cp 2 ranks apart for attention and etp 1 x ep 4 ranks apart"):
+        all_groups(config)
+    assert all_groups(replace(config, ep=2))["pp"][0] == (0, 2)
+
+
+def test_an_impossible_fold_is_refused_with_its_arithmetic():
+    with pytest.raises(FoldError, match=r"etp 1 x ep 64 x pp 4 = 256 does not divide the world of 128 ranks"):
+        expert_grid(ParallelConfig(world_size=128, tp=1, pp=4, ep=64))

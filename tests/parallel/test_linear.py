@@ -1,0 +1,130 @@
+"""The linear of every kind over tensor parallel ranks is the linear of one rank."""
+
+import pytest
+import torch
+
+from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.parallel.tensor_parallel import sequence_part
+from tests.helpers.optim_parameters import FP64
+from tests.helpers.ranks import on_threads
+from tests.helpers.sharded import (
+    KERNELS,
+    LAYOUTS,
+    SEQUENCE_LAYOUTS,
+    run_module,
+    whole,
+)
+from tests.helpers.tiny_models import UNIT_GAIN, randn
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+
+SEQ, BATCH, INPUTS, OUTPUTS = 8, 3, 12, 16
+
+
+def part(x, rank, size, dim):
+    return x.chunk(size, dim=dim)[rank]
+
+
+def stream(x, ctx):
+    """This rank's part of the residual stream."""
+    index, num_parts = sequence_part(ctx)
+    return part(x, index, num_parts, 0)
+
+
+def cut(x, ctx):
+    """This rank's channels."""
+    tp = ctx.group("tp")
+    return part(x, tp.rank, tp.size, -1)
+
+
+def join(parts, layout, dim):
+    """The whole of what the ranks hold, cut along `dim`; None: every rank has it."""
+    if dim is None or (dim == 0 and not layout.sequence_parallel):
+        for other in parts[1:]:
+            EXACT.check(other, parts[0], "replicated")
+        return parts[0]
+    return torch.cat(parts, dim=dim)
+
+
+KINDS = {"column": (0, stream, cut, 0, -1), "row": (1, cut, stream, -1, 0), "replicated": (None, stream, stream, 0, 0)}
+"""tp_dim, this rank's input, this rank's output, and the dims along which inputs and outputs are joined."""
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_linear_computes_what_it_does_on_one_rank(layout, kind, bias):
+    tp_dim, my_input, my_output, input_dim, output_dim = KINDS[kind]
+    x, probe = randn(SEQ, BATCH, INPUTS), randn(SEQ, BATCH, OUTPUTS, seed=4)
+
+    def make(ctx):
+        return Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=bias, tp_dim=tp_dim)
+
+    alone = run_module(make, x, probe, ParallelContext.single())
+    ranks = on_threads(layout, lambda ctx: run_module(make, my_input(x, ctx), my_output(probe, ctx), ctx))
+    FP64_LAYOUT.check(join([r.out for r in ranks], layout, output_dim), alone.out, "output")
+    FP64_LAYOUT.check(join([r.grad_x for r in ranks], layout, input_dim), alone.grad_x, "input gradient")
+    FP64_LAYOUT.check_all(whole([r.gradients for r in ranks]), whole([alone.gradients]), "gradients")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_bias_of_a_row_linear_is_added_once(layout):
+    def on_rank(ctx):
+        linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=True, tp_dim=1)
+        with torch.no_grad():
+            linear.weight.zero_()
+            linear.bias.fill_(3.0)
+        out = linear(randn(SEQ, BATCH, INPUTS // ctx.group("tp").size))
+        EXACT.check(out, torch.full_like(out, 3.0), "bias alone")
+
+    on_threads(layout, on_rank)
+
+
+@pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS.values(), ids=SEQUENCE_LAYOUTS)
+def test_a_column_linear_keeps_its_own_positions_between_forward_and_backward(layout):
+    """The gathered input is gathered again: keeping it would cost tp times the memory."""
+
+    def on_rank(ctx):
+        linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, tp_dim=0)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape[0]) or t, lambda t: t):
+            linear(stream(randn(SEQ, BATCH, INPUTS), ctx).requires_grad_())
+        return kept
+
+    assert on_threads(layout, on_rank) == [[SEQ // layout.tp]] * layout.tp
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_weight_gradients_may_be_computed_after_the_backward(layout):
+    x, probe = randn(SEQ, BATCH, INPUTS), randn(SEQ, BATCH, OUTPUTS, seed=4)
+
+    def on_rank(ctx, deferred):
+        linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, tp_dim=0)
+        init_parameters(linear, 5, UNIT_GAIN)
+        buffers = GradBuffers(named_parameters(linear), FP64, ctx, KERNELS)
+        buffers.begin_step()
+        buffers.queue.deferred = deferred
+        (linear(stream(x, ctx).requires_grad_()) * cut(probe, ctx)).sum().backward()
+        buffers.queue.run()
+        buffers.complete()
+        return [slot.main_grad.clone() for slot in buffers.slots]
+
+    at_once, later = (on_threads(layout, lambda ctx, d=deferred: on_rank(ctx, d)) for deferred in (False, True))
+    for rank, (expected, actual) in enumerate(zip(at_once, later, strict=True)):
+        EXACT.check(actual[0], expected[0], f"weight gradient on rank {rank}")
+
+
+def test_which_gradients_are_partial():
+    """Replicated parameters under sequence parallelism, and no others."""
+
+    def on_rank(ctx):
+        linears = {kind: Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=True, tp_dim=KINDS[kind][0]) for kind in KINDS}
+        named = [(f"{kind}.{name}", p) for kind, linear in linears.items() for name, p in linear.named_parameters()]
+        return {name for name, parameter in named if parameter.meta.partial_over_tp}
+
+    expected = {"row.bias", "replicated.weight", "replicated.bias"}
+    assert on_threads(LAYOUTS["tp2-sp"], on_rank) == [expected] * 2
+    assert on_threads(LAYOUTS["tp2"], on_rank) == [set()] * 2

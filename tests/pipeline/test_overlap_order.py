@@ -1,0 +1,91 @@
+"""The nodes of a pair."""
+
+import pytest
+
+from megatron_moe.pipeline.layout import StageLayout
+from megatron_moe.pipeline.overlap import Slot, pair_slots
+
+MIDDLE = StageLayout(layers=(4, 5))
+ORDER = {
+    "forward": ["attention", "dispatch", "experts", "combine", "post"],
+    "backward": ["post", "combine", "experts", "dispatch", "attention"],
+}
+
+
+def own_order(slots: tuple[Slot, ...], direction: str, layer: int) -> list[str]:
+    return [slot.node for slot in slots if slot.direction == direction and slot.layer == layer]
+
+
+def test_one_layer_beside_another_is_megatrons_order():
+    one = StageLayout(layers=(7,))
+    assert " ".join(map(str, pair_slots(one, one, split_backward=True))) == (
+        "B0.post B0.combine F0.attention B0.experts F0.dispatch W0.experts B0.dispatch F0.experts F0.combine "
+        "B0.attention F0.post W0.attention"
+    )
+
+
+def test_early_release_moves_the_backward_of_attention_before_the_experts():
+    one = StageLayout(layers=(7,))
+    slots = pair_slots(one, one, early_attention_backward=True)
+    assert " ".join(map(str, slots)) == (
+        "B0.post B0.combine F0.attention B0.experts F0.dispatch B0.dispatch B0.attention F0.experts F0.combine F0.post"
+    )
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("ahead", "behind"), [(2, 2), (1, 3), (3, 1), (0, 2), (2, 0), (4, 4)])
+def test_every_direction_keeps_its_own_order(ahead, behind, split, early):
+    forward = StageLayout(layers=tuple(range(ahead)), embedding=True)
+    backward = StageLayout(layers=tuple(range(behind)), loss=True)
+    slots = pair_slots(forward, backward, split_backward=split, early_attention_backward=early)
+    assert len(slots) == len(set(slots))
+    for layer in range(ahead):
+        assert own_order(slots, "forward", layer) == ORDER["forward"]
+    for layer in range(behind):
+        assert own_order(slots, "backward", layer) == ORDER["backward"]
+    layers = [slot.layer for slot in slots if slot.direction == "forward" and slot.layer is not None]
+    assert layers == sorted(layers), "layers forward in order"
+    layers = [slot.layer for slot in slots if slot.direction == "backward" and slot.layer is not None]
+    assert layers == sorted(layers, reverse=True), "layers backward in reverse"
+
+
+def test_weight_gradients_come_after_the_input_gradients_of_their_node_and_only_when_split():
+    slots = pair_slots(MIDDLE, MIDDLE, split_backward=True)
+    for node in ("experts", "attention"):
+        for layer in (0, 1):
+            assert slots.index(Slot("weight", node, layer)) > slots.index(Slot("backward", node, layer))
+    assert not any(slot.direction == "weight" for slot in pair_slots(MIDDLE, MIDDLE))
+
+
+def test_first_forward_layer_stands_beside_the_last_backward_layer():
+    slots = pair_slots(MIDDLE, MIDDLE)
+    assert slots.index(Slot("backward", "post", 1)) < slots.index(Slot("forward", "attention", 0))
+    assert slots.index(Slot("forward", "post", 0)) < slots.index(Slot("backward", "post", 0))
+
+
+def test_ends_of_the_model_come_first_and_last():
+    last, first = StageLayout(layers=(3,), num_mtp=1, loss=True), StageLayout(layers=(0,), embedding=True)
+    slots = pair_slots(first, last, split_backward=True)
+    assert [str(slot) for slot in slots[:3]] == ["F.embedding", "B.head", "W.head"]
+    slots = pair_slots(last, first)
+    assert [str(slot) for slot in slots[-2:]] == ["F.head", "B.embedding"]
+    assert [slot.layer for slot in slots if slot.direction == "forward"][-2] == 1, "multi-token prediction is a layer"
+
+
+def test_one_direction_alone_is_the_plain_chain():
+    assert " ".join(map(str, pair_slots(StageLayout(layers=(1,)), None))) == (
+        "F0.attention F0.dispatch F0.experts F0.combine F0.post"
+    )
+    assert " ".join(map(str, pair_slots(None, StageLayout(layers=(1,)), split_backward=True))) == (
+        "B0.post B0.combine B0.experts W0.experts B0.dispatch B0.attention W0.attention"
+    )
+
+
+def test_communication_of_one_direction_stands_before_computation_of_the_other():
+    """What hides an exchange is launched right behind it, or beside it."""
+    slots = pair_slots(MIDDLE, MIDDLE, split_backward=True)
+    for at, slot in enumerate(slots[:-1]):
+        if slot.stream == "communication":
+            behind = slots[at + 1 : at + 3]
+            assert any(s.stream == "compute" and s.direction[0] != slot.direction[0] for s in behind), str(slot)

@@ -1,0 +1,150 @@
+"""The search finds layouts that fit and that the cost model holds to be at least as fast as the published ones."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import pytest
+
+from arguments import plan_search
+from arguments.flags import Registry
+from arguments.read import read_plan
+from megatron_moe.config.memory import MemoryConfig
+from megatron_moe.cost_model.hardware import GIB, GPUS
+from megatron_moe.cost_model.memory import RankMemory
+from megatron_moe.planner.layouts import Layouts
+from megatron_moe.planner.memory_options import more_switches, saved
+from megatron_moe.planner.search import PlannedLayout, Planner
+
+REGISTRY = Registry.declared()
+PUBLISHED = (
+    ("deepseek-v3-h100-1024", "h100", 1024),
+    ("deepseek-v3-gb200-256", "gb200", 256),
+    ("qwen3-235b-a22b-h100-256", "h100", 256),
+    ("qwen3-30b-a3b-h100-32", "h100", 32),
+)
+SLOW = {"deepseek-v3-h100-1024", "deepseek-v3-gb200-256", "qwen3-235b-a22b-h100-256"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "num_gpus"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in SLOW else []) for case in PUBLISHED],
+)
+def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, num_gpus):
+    settings = plan_search.settings_of(["--recipe", name], REGISTRY)
+    planner = plan_search.planner_of(settings, GPUS[kind])
+    published = planner.as_it_is(plan_search.as_given(settings, num_gpus))
+    best = planner.best(plan_search.to_search(settings, num_gpus), 10, partial(plan_search.legal, settings))
+    assert planner.fits(published.memory)
+    assert len(best) == 10 and best == sorted(best, key=lambda each: each.step.total)
+    assert best[0].step.total <= published.step.total
+    for each in best:
+        assert planner.fits(planner.heaviest(each.plan)), plan_search.layout_text(each)
+
+
+def q6() -> tuple[plan_search.Settings, Planner]:
+    return plan_search.settings_of(["--recipe", "q6"], REGISTRY), Planner(GPUS["h200"])
+
+
+def test_a_written_recipe_is_the_plan_that_was_found(tmp_path):
+    settings = plan_search.settings_of(["--recipe", "quickstart"], REGISTRY)
+    planner = Planner(GPUS["h100"])
+    plan = plan_search.to_search(settings, 8)
+    layouts = Layouts(plan, planner.gpu)
+    for number, grid in enumerate(islice(layouts.grids(), 0, None, 7)):
+        for each in layouts.of_grid(grid):
+            found = planner.as_it_is(each)
+            ready = plan_search.settings_for(settings, each)
+            if not plan_search.legal(settings, each):
+                continue
+            path = tmp_path / f"{number}.yaml"
+            path.write_text(plan_search.recipe(ready, found, planner.gpu, "a test"))
+            environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+            read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda config: 4096)
+            assert (read.parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
+            assert read.pipeline.overlap == each.pipeline.overlap
+            assert read.memory.recompute.granularity == each.memory.recompute.granularity
+            assert read.memory.offload.modules == each.memory.offload.modules
+
+
+def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
+    settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
+    plan = plan_search.to_search(settings, 8)
+    assert {layer.mixer.num_query_groups for layer in plan.model.layers} == {4}
+    assert {grid.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
+
+
+def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
+    settings, planner = q6()
+    plan = plan_search.as_given(settings, 1)
+    roomy = planner.fit(plan)
+    assert roomy is not None and roomy.plan.memory.recompute.granularity == "none"
+    planner.room = roomy.memory.total - 0.5 * GIB
+    tight = planner.fit(plan)
+    assert tight is not None and tight.memory.total <= planner.room
+    assert tight.step.total > roomy.step.total
+    for switch in more_switches(plan):
+        changed = switch.apply(plan)
+        if planner.fits(planner.heaviest(changed)) and changed.precision == plan.precision:
+            assert tight.step.total <= planner.estimator(changed).step().total, switch.flags
+
+
+def test_what_costs_no_time_comes_before_activations():
+    words = ["--recipe", "q6", "--no-use-precision-aware-optimizer"]
+    plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1)
+    planner = Planner(GPUS["h200"])
+    for less, remainders in ((0.0, False), (1.0, True)):
+        planner.room = RankMemory(plan).of_rank(0, 4).total - less * GIB
+        found = planner.fit_at_any_price(plan)
+        assert found is not None and found.plan.memory.recompute.granularity == "none"
+        assert found.plan.precision == replace(plan.precision, remainders=remainders)
+
+
+def test_the_optimizer_leaves_only_when_activations_are_not_enough():
+    settings, planner = q6()
+    plan = plan_search.as_given(settings, 1)
+    planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
+    assert planner.fit(plan) is None
+    found = planner.fit_at_any_price(plan)
+    assert found is not None and found.plan.optimizer.offload.host_steps
+    planner.room = 1 * GIB
+    assert planner.fit_at_any_price(plan) is None
+
+
+def test_the_model_is_within_six_percent_of_what_an_h200_took():
+    """Milliseconds of benchmarks/2026-11-21-h200-step.md."""
+    planner = Planner(GPUS["h200"])
+    for name, micro, measured in (("q6", 2, 321.1), ("q6", 4, 306.0), ("m8", 2, 447.2), ("m8", 4, 425.3)):
+        words = ["--recipe", name, "--micro-batch-size", str(micro)]
+        found = planner.as_it_is(plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1))
+        assert abs(found.step.total * 1e3 / measured - 1) < 0.06, (name, micro, found.step.total)
+
+
+def test_more_work_and_slower_links_take_longer():
+    settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
+    plan, gpu = plan_search.as_given(settings, 32), GPUS["h100"]
+    before: PlannedLayout = Planner(gpu).as_it_is(plan)
+    slow = Planner(replace(gpu, network=gpu.network / 2)).as_it_is(plan)
+    assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
+    config = replace(plan.memory.recompute, granularity="selective", modules=("moe_act",))
+    again = Planner(gpu).as_it_is(replace(plan, memory=MemoryConfig(recompute=config)))
+    assert again.step.recompute > 0 and again.memory.total < before.memory.total
+    overlapped = Planner(gpu).as_it_is(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))
+    assert overlapped.step.expert_parallel < 0.2 * before.step.expert_parallel
+
+
+@pytest.mark.parametrize("name", ["ds4", "q6"])
+def test_a_switch_changes_what_its_flags_change(name):
+    plan = plan_search.as_given(plan_search.settings_of(["--recipe", name], REGISTRY), 1)
+    for switch in more_switches(plan):
+        read = plan_search.as_given(plan_search.settings_of(["--recipe", name, *switch.flags.split()], REGISTRY), 1)
+        found = switch.apply(plan)
+        assert (read.precision, read.batch) == (found.precision, found.batch), switch.flags
+        assert RankMemory(read).of_rank(0, 4).total == RankMemory(found).of_rank(0, 4).total, switch.flags
+
+
+def test_a_switch_saves_what_the_two_plans_differ_by():
+    plan = plan_search.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), 1)
+    for switch in more_switches(plan):
+        if any(word in switch.flags for word in ("recompute", "exp-avg", "wgrad-interval")):
+            assert saved(plan, switch, 0, 4) > 0, switch.flags

@@ -1,0 +1,99 @@
+"""Errors of broken connections, and whom they are blamed on."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.exit_codes import (
+    DataProblem,
+    ExitCode,
+    OtherRankProblem,
+)
+from megatron_moe.resilience.peer_failure import PeerFailures, is_broken_connection
+from megatron_moe.resilience.run_status import RunStatus
+
+BROKEN = RuntimeError(
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:19044"
+)
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds may pass between the failure of a peer and the start of the rank that looks for it."""
+    monkeypatch.setattr("megatron_moe.resilience.run_status._SLOWEST_SECONDS", 50.0)
+
+
+def blamed(run_dir: Path | None, error: BaseException, *, rank: int = 0, world_size: int = 3) -> BaseException:
+    """What leaves a rank whose connection broke."""
+    status = RunStatus(run_dir, rank=rank)
+    with pytest.raises(BaseException) as raised, status:
+        with PeerFailures(run_dir, status, rank=rank, world_size=world_size, seconds=0.1):
+            raise error
+    return raised.value
+
+
+def test_connections_break_in_several_words() -> None:
+    assert is_broken_connection(BROKEN) and is_broken_connection(RuntimeError("NCCL error: remote process exited"))
+    assert not is_broken_connection(RuntimeError("shape mismatch")) and not is_broken_connection(DataProblem("gloo"))
+
+
+def test_a_rank_that_left_no_report_is_the_first(tmp_path: Path) -> None:
+    """P8, fault 3."""
+    RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
+    problem = blamed(tmp_path, BROKEN)
+    assert isinstance(problem, OtherRankProblem) and problem.rank == 2 and "rank 2 vanished" in str(problem)
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["code"], found["rank"], found["host"]) == (11, 2, None)
+
+
+def test_a_rank_that_told_why_it_failed_is_quoted(tmp_path: Path) -> None:
+    """P8, fault 31."""
+    RunStatus(tmp_path, rank=1).fail(ExitCode.DATA, "no data")
+    problem = blamed(tmp_path, BROKEN)
+    assert str(problem) == "rank 1 failed first, code 4: no data"
+    assert json.loads((tmp_path / "status.json").read_text())["rank"] == 1
+
+
+def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
+    """What a rank has left, so many seconds from now; its host's clock is years behind."""
+    folder = run_dir / "crash"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"rank_{rank:05d}.json"
+    path.write_text(json.dumps({"code": int(code), "sentence": f"of rank {rank}", "time": 1e9 - rank}))
+    os.utime(path, (0.0, time.time() + seconds))
+
+
+def test_of_several_that_failed_the_first_is_blamed(tmp_path: Path) -> None:
+    """P8."""
+    report(tmp_path, 1, ExitCode.MEMORY, seconds=900.0)
+    report(tmp_path, 2, ExitCode.DATA, seconds=600.0)
+    assert str(blamed(tmp_path, BROKEN)) == "rank 2 failed first, code 4: of rank 2"
+
+
+def test_a_report_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
+    """P8."""
+    report(tmp_path, 1, ExitCode.DATA, seconds=-60.0)
+    report(tmp_path, 2, ExitCode.MEMORY, seconds=600.0)
+    assert str(blamed(tmp_path, BROKEN)).startswith("rank 2 failed first, code 7")
+
+
+def test_who_waited_too_long_for_a_rank_ends_with_the_code_of_a_hang(tmp_path: Path) -> None:
+    """P7, fault 30."""
+    RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
+    late = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation")
+    problem = blamed(tmp_path, late)
+    assert isinstance(problem, OtherRankProblem) and (problem.code, problem.rank) == (ExitCode.HANG, 2)
+    assert "rank 2 did not come" in json.loads((tmp_path / "status.json").read_text())["sentence"]
+
+
+def test_without_a_run_folder_nobody_is_named() -> None:
+    problem = blamed(None, BROKEN)
+    assert isinstance(problem, OtherRankProblem) and problem.rank is None and "--run-dir" in str(problem)
+
+
+@pytest.mark.parametrize(("error", "world_size"), [(DataProblem("x"), 3), (RuntimeError("x"), 3), (BROKEN, 1)])
+def test_all_other_errors_pass(tmp_path: Path, error: Exception, world_size: int) -> None:
+    assert blamed(tmp_path, error, world_size=world_size) is error

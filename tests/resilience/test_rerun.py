@@ -1,0 +1,63 @@
+"""Verdicts over a step that was computed twice."""
+
+import math
+
+import torch
+
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.resilience.rerun import (
+    Repeatability,
+    RerunResult,
+    judge,
+    same,
+)
+
+NAN = math.nan
+
+
+def twice(rank: int, first: float, again: float) -> RerunResult:
+    return RerunResult(rank, "host", "cpu", first, again)
+
+
+def test_what_is_not_finite_equals_what_is_not_finite() -> None:
+    assert same(NAN, math.inf) and same(2.0, 2.001) and same(0.0, 0.0)
+    assert not same(NAN, 2.0) and not same(2.0, 2.01)
+
+
+def test_a_result_that_changes_accuses_the_rank_whose_loss_changed() -> None:
+    """Fault 43."""
+    ranks = [twice(0, 5.0, 5.0), twice(1, NAN, 5.0)]
+    found = judge({"loss": NAN, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, ranks)
+    assert (found.kind, found.suspects) == ("transient", (1,)) and "suspect rank 1 (host, cpu)" in found.sentence
+    assert found.problem("x").code == ExitCode.RERUN_DISAMBIGUATE
+
+
+def test_losses_that_change_on_two_ranks_are_seen_although_their_sum_is_the_same() -> None:
+    found = judge({"loss": 5.0}, {"loss": 5.0}, [twice(0, 5.0, 4.0), twice(1, 5.0, 6.0), twice(2, 5.0, 5.0)])
+    assert (found.kind, found.suspects) == ("transient", (0, 1))
+
+
+def test_gradients_alone_may_change_without_a_suspect() -> None:
+    found = judge({"loss": 5.0, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, [twice(0, 5.0, 5.0)])
+    assert (found.kind, found.suspects) == ("transient", ())
+
+
+def test_the_same_result_in_two_starts_is_no_fault_of_the_hardware() -> None:
+    first, again, ranks = {"loss": NAN, "norm all": NAN}, {"loss": NAN, "norm all": NAN}, [twice(0, NAN, NAN)]
+    earlier = {"loss": "nan", "norm all": "nan"}
+    verdicts = [judge(first, again, ranks, each) for each in (None, {**earlier, "loss": "5.0"}, earlier)]
+    assert [found.kind for found in verdicts] == ["reproducible", "reproducible", "confirmed"]
+    codes = [found.problem("x").code for found in verdicts]
+    assert codes == [ExitCode.NUMERICS, ExitCode.NUMERICS, ExitCode.RERUN_FAILED]
+
+
+def test_statistics_count_what_differs() -> None:
+    figures, context = Repeatability(torch.device("cpu")), ParallelContext.single()
+    assert figures.line(context) is None
+    figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]))
+    assert figures.line(context) == "1 iterations were computed twice: the same bits on all ranks"
+    figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.5]))
+    figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]))
+    line = figures.line(context)
+    assert line == "2 iterations were computed twice: up to 1 of them differ, relatively by at most 0.5, on ranks 0"

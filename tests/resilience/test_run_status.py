@@ -1,0 +1,190 @@
+"""status.json: what it says while a run goes on, how it names the first failure, and that it never does harm."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.exit_codes import DataProblem, ExitCode
+from megatron_moe.resilience.run_status import STARTED, RunStatus
+
+
+class Clock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def read(run_dir: Path) -> dict:
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def test_a_run_is_starting_until_it_says_otherwise(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path / "run", clock=Clock())
+    assert read(tmp_path / "run")["state"] == "starting"
+    status.update(state="running", iteration=1)
+    assert (read(tmp_path / "run")["state"], read(tmp_path / "run")["iteration"]) == ("running", 1)
+
+
+def test_it_is_written_on_every_change_of_state_and_else_every_five_seconds(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, clock=(clock := Clock()), timer=clock)
+    status.update(state="running", iteration=1)
+    for seconds, iteration, seen in ((1.0, 2, 1), (3.0, 3, 1), (1.0, 4, 4), (4.9, 5, 4), (0.1, 6, 6)):
+        clock.now += seconds
+        status.update(state="running", iteration=iteration)
+        assert read(tmp_path)["iteration"] == seen, f"iteration {iteration}, {seconds} s after the last one"
+    status.update(state="saving", iteration=7)
+    assert read(tmp_path) | {"state": "saving", "iteration": 7, "time": clock.now} == read(tmp_path)
+
+
+def test_it_is_written_though_the_hosts_clock_is_set_back(tmp_path: Path) -> None:
+    clock, timer = Clock(), Clock()
+    status = RunStatus(tmp_path, clock=clock, timer=timer)
+    clock.now -= 3600
+    timer.now += 5
+    status.update(iteration=9)
+    assert read(tmp_path)["iteration"] == 9
+
+
+def test_the_end_is_written_at_once(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, clock=Clock())
+    status.update(iteration=500, last_checkpoint=400)
+    status.finish("finished", ExitCode.OK, "finished after 500 iterations")
+    found = read(tmp_path)
+    assert (found["state"], found["iteration"], found["last_checkpoint"], found["code"]) == ("finished", 500, 400, 0)
+    assert found["sentence"] == "finished after 500 iterations"
+
+
+def test_leaving_by_an_error_writes_its_code_and_sentence(tmp_path: Path) -> None:
+    cases: tuple[tuple[BaseException, int, str], ...] = (
+        (DataProblem("no data"), 4, "no data"),
+        (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"),
+        (KeyboardInterrupt(), 130, "interrupted from the keyboard"),
+        (KeyboardInterrupt("SIGTERM, the second signal"), 130, "SIGTERM, the second signal"),
+    )
+    for number, (error, code, sentence) in enumerate(cases):
+        with pytest.raises(type(error)), RunStatus(tmp_path / str(number)):
+            raise error
+        found = read(tmp_path / str(number))
+        assert (found["state"], found["code"], found["sentence"]) == ("failed", code, sentence)
+
+
+def test_a_failed_run_stays_failed(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, clock=Clock())
+    status.fail(ExitCode.NUMERICS, "loss is nan")
+    status.update(state="running", iteration=9)
+    assert read(tmp_path)["state"] == "failed"
+
+
+def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
+    """The clock of every host is an hour behind that of the one before."""
+    clocks = [Clock() for _ in range(4)]
+    for rank, clock in enumerate(clocks):
+        clock.now -= 3600 * rank
+    ranks = [RunStatus(tmp_path, rank=rank, clock=clock) for rank, clock in enumerate(clocks)]
+    failures = (
+        (2, ExitCode.OTHER_RANK, "another rank left"),
+        (3, ExitCode.NUMERICS, "loss is nan on rank 3"),
+        (1, ExitCode.DATA, "rank 1 failed later"),
+        (0, ExitCode.OTHER_RANK, "another rank left"),
+    )
+    named = []
+    for rank, code, sentence in failures:
+        time.sleep(0.02)  # as exactly as a file system tells the time
+        ranks[rank].fail(code, sentence, hint="look there")
+        named.append(read(tmp_path)["rank"])
+    assert named == [2, 3, 3, 3]
+    assert read(tmp_path)["sentence"] == "loss is nan on rank 3" and read(tmp_path)["hint"] == "look there"
+    assert sorted(path.name for path in (tmp_path / "crash").iterdir()) == [
+        f"rank_0000{rank}.json" for rank in range(4)
+    ]
+
+
+def test_the_newest_checkpoint_that_any_rank_knows_is_told(tmp_path: Path) -> None:
+    """The first rank may complete it when the one that failed first has left."""
+    first, other = RunStatus(tmp_path, rank=0), RunStatus(tmp_path, rank=1)
+    other.update(last_checkpoint=2)
+    other.fail(ExitCode.NUMERICS, "loss is nan")
+    first.update(last_checkpoint=4)
+    first.fail(ExitCode.OTHER_RANK, "another rank left")
+    assert (read(tmp_path)["rank"], read(tmp_path)["last_checkpoint"]) == (1, 4)
+
+
+def test_failures_of_an_earlier_start_and_torn_files_do_not_count(tmp_path: Path) -> None:
+    """Nor when it came from a host whose clock is hours ahead."""
+    ahead = Clock()
+    ahead.now = time.time() + 7200
+    RunStatus(tmp_path, rank=5, clock=ahead).fail(ExitCode.DATA, "long ago")
+    os.utime(tmp_path / "crash" / "rank_00005.json", (0.0, time.time() - 100))
+    (tmp_path / "crash" / "rank_00006.json").write_text('{"state": "fai')
+    RunStatus(tmp_path).fail(ExitCode.NUMERICS, "now")
+    assert read(tmp_path)["sentence"] == "now"
+
+
+def test_a_folder_that_somebody_removes_while_a_rank_fails_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = RunStatus(tmp_path)
+    replace = os.replace
+
+    def and_removed(aside: Path, path: Path) -> None:
+        replace(aside, path)
+        if path.parent.name == "crash":
+            path.unlink()
+
+    monkeypatch.setattr(os, "replace", and_removed)
+    status.fail(ExitCode.NUMERICS, "now")
+    assert read(tmp_path)["sentence"] == "now"
+
+
+def test_other_ranks_write_no_report_while_all_is_well(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, rank=1)
+    status.update(state="running", iteration=3)
+    status.finish("finished", ExitCode.OK)
+    assert [path.name for path in tmp_path.iterdir()] == [STARTED]
+
+
+def test_a_failure_before_the_ranks_have_met_is_not_overwritten_by_the_first_rank(tmp_path: Path) -> None:
+    """The first rank may start after another one has failed."""
+    RunStatus(tmp_path, rank=1).fail(ExitCode.ENVIRONMENT, "no GPU")
+    first = RunStatus(tmp_path)
+    assert (read(tmp_path)["state"], read(tmp_path)["sentence"]) == ("failed", "no GPU")
+    first.starting(say=print)
+    assert read(tmp_path)["state"] == "starting"
+
+
+def test_a_failure_of_an_earlier_start_is_overwritten(tmp_path: Path) -> None:
+    RunStatus(tmp_path, rank=1).fail(ExitCode.ENVIRONMENT, "no GPU")
+    os.utime(tmp_path / "status.json", (0.0, time.time() - 60))
+    RunStatus(tmp_path)
+    assert read(tmp_path)["state"] == "starting"
+
+
+def test_no_half_written_file_is_ever_in_place(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, timer=(clock := Clock()))
+    for iteration in range(20):
+        clock.now += 10
+        status.update(state="running", iteration=iteration)
+        assert read(tmp_path)["iteration"] == iteration
+    assert [path.name for path in tmp_path.iterdir() if path.name != STARTED] == ["status.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    said: list[str] = []
+    status = RunStatus(tmp_path / "file", say=said.append, clock=Clock())
+    status.update(state="running")
+    status.fail(ExitCode.BUG, "x")
+    assert len(said) == 1 and said[0].startswith("cannot write ") and "training goes on" in said[0]
+
+
+def test_without_a_run_folder_nothing_is_written() -> None:
+    status = RunStatus(None)
+    status.update(state="running")
+    status.fail(ExitCode.BUG, "x")

@@ -1,0 +1,91 @@
+"""Signals that ask to leave: noted first, obeyed at once the second time, and given back afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.resilience.signals import Signals
+from tests.helpers.ranks import REPOSITORY
+
+
+def test_a_signal_is_noted_and_its_handler_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with Signals(("SIGUSR1", "SIGUSR1")) as signals:
+        assert signals.active and signals.received is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.received == signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not() -> None:
+    """Fault 29."""
+    now = [10.0]
+    signals = Signals(("SIGINT",), clock=lambda: now[0])
+    signals.take(signal.SIGINT)
+    now[0] += 1.9  # the launcher passes on what the terminal sent to everybody
+    signals.take(signal.SIGINT)
+    now[0] += 0.1
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM, the second signal"):
+        signals.take(signal.SIGTERM)
+
+
+def test_ctrl_c_in_an_import_writes_the_status_and_ends_the_process(tmp_path: Path) -> None:
+    """KeyboardInterrupt would come out of an import as another error, or not at all."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\n"
+        "class Sends:\n"
+        "    def __set_name__(self, owner, name): os.kill(os.getpid(), signal.SIGINT)\n"
+        "class Owner: field = Sends()\n"
+    )
+    program = (
+        "from pathlib import Path; from megatron_moe.resilience.signals import Signals; "
+        "from megatron_moe.resilience.run_status import Status\n"
+        "with Signals().exit_at_once(Status(Path('run'))): import slow\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, "", "")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["code"] == ExitCode.INTERRUPTED
+
+
+def test_ctrl_c_while_the_command_line_is_read_prints_nothing(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, pretrain_moe\n"
+        "def interrupted(*words): os.kill(os.getpid(), signal.SIGINT)\n"
+        "pretrain_moe.main = interrupted\n"
+        "pretrain_moe.command()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, "", "")
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with Signals(("SIGUSR2",)) as signals:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_forked_process_leaves_the_answer_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = Signals(("SIGTERM",))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    signals.take(signal.SIGTERM)
+    assert signals.received is None
+
+
+def test_without_names_nothing_is_listened_to() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        assert not signals.active and signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,336 @@
+"""How a run goes on from a checkpoint: what is enforced, what is told, what is taken over."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.checkpoint.directory import list_checkpoints
+from megatron_moe.checkpoint.manifest import CorruptCheckpoint
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import total_bytes
+from megatron_moe.checkpoint.verify import verify
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.exit_codes import (
+    CheckpointProblem,
+    NumericsProblem,
+    Preempted,
+    SaveProblem,
+)
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.memory import checkpoint_bytes
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.resilience.run_status import RunStatus
+from megatron_moe.train import checkpointing as checkpoints_module
+from megatron_moe.train.checkpointing import Checkpointing, saved_tensors
+from megatron_moe.train.train_state import TrainState, check_train_state
+from megatron_moe.train.trainer import Trainer
+from tests.helpers import tiny
+from tests.helpers.checkpoint_files import rewrite_text
+from tests.helpers.tiny_data import write_tokens
+from tests.helpers.tiny_models import dense_ancestor
+from tests.helpers.tolerances import EXACT
+
+BF16 = PrecisionConfig(params="bf16", grads="fp32")
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Notes(list):
+    """A reporter that keeps what it is told."""
+
+    note = list.append
+
+
+@dataclass
+class Run:
+    """A run up to the moment where training begins."""
+
+    trainer: Trainer
+    loader: TrainLoader | None
+    checkpoints: Checkpointing
+    state: TrainState
+    said: str
+    """At the start."""
+    notes: list[str]
+    """Since the start, too."""
+    status: RunStatus
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).num_samples, tiny.plan())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}
+
+
+def start(plan: RunPlan) -> Run:
+    """Starts a run, as pretrain_moe.py does."""
+    context, kernels = ParallelContext.single(dtype=DTYPES[plan.precision.params]), reference.bundle()
+    trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
+    loader = None if plan.loop.skip_train else build_train_loader(plan, context, build_data(plan, context))
+    saver = CheckpointSaver(plan.checkpoint.save, context, say=lambda line: None) if plan.checkpoint.save else None
+    said = Notes()
+    status = RunStatus(None)
+    checkpoints = Checkpointing(plan, context, trainer, saver, said, status)
+    try:
+        state = checkpoints.restore(loader)
+    finally:
+        if saver:
+            saver.close()
+    return Run(trainer, loader, checkpoints, state, "\n".join(said), said, status)
+
+
+def plan_of(*, save: Path | None = None, load: Path | None = None, **changes: Any) -> RunPlan:
+    """A tiny plan; `flags` are more fields of its CheckpointConfig."""
+    flags = changes.pop("flags", {})
+    return tiny.plan(checkpoint=CheckpointConfig(save=save, load=load and str(load), **flags), **changes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """Two steps and their checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    run = start(plan_of(save=folder))
+    run.train(2)
+    run.checkpoints.save_last(run.state, run.loader)
+    return folder, run
+
+
+@pytest.mark.parametrize(
+    "precision", [tiny.plan().precision, BF16, PrecisionConfig()], ids=lambda config: config.params
+)
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_the_expected_size_of_a_checkpoint_is_its_size(precision: PrecisionConfig, optimizer: bool) -> None:
+    plan = plan_of(precision=precision, flags={"save_optim": optimizer})
+    tensors = saved_tensors(start(plan).trainer, optimizer=optimizer)
+    without_buffers = {key: tensor for key, tensor in tensors.items() if "step_count" not in key}
+    assert checkpoint_bytes(plan) == total_bytes(without_buffers)
+
+
+def changed(plan: RunPlan, room: str, **fields: Any) -> RunPlan:
+    return replace(plan, **{room: replace(getattr(plan, room), **fields)})
+
+
+def test_a_run_goes_on_with_everything_and_says_nothing_of_differences(trained: tuple[Path, Run]) -> None:
+    folder, run = trained
+    again = start(plan_of(load=folder))
+    assert (again.state, again.loader.consumed) == (run.state, 16)
+    EXACT.check_all(again.weights(), run.weights())
+    assert "differs" not in again.said and "data" not in again.said
+
+
+def test_the_status_tells_from_the_start_where_a_run_goes_on(trained: tuple[Path, Run]) -> None:
+    """Also if it ends before its first step."""
+    folder, _ = trained
+    own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
+    assert (own.iteration, own.last_checkpoint) == (2, 2)
+    assert (other.iteration, other.last_checkpoint) == (2, None)
+
+
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+    """The flag of the update does not see numbers that something else has spoiled."""
+    run = start(plan_of(save=tmp_path))
+    run.train(1)
+    run.checkpoints.save(run.state, run.loader)
+    run.train(1)
+    run.trainer.model.get_parameter("decoder.final_layernorm.weight").data[3] = torch.nan
+    for save in (run.checkpoints.save, run.checkpoints.save_last, partial(run.checkpoints.save, in_background=True)):
+        with pytest.raises(NumericsProblem) as problem:
+            save(run.state, run.loader)
+        said = str(problem.value)
+        assert "the checkpoint of iteration 2 was not written, as 1 of its tensors" in said
+        assert "the newest there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
+    assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
+
+
+def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path) -> None:
+    """Else a job script believes that this start has got nowhere."""
+    run = start(plan_of(save=tmp_path))
+    run.train(1)
+    run.checkpoints.save(run.state, run.loader, in_background=True)
+    saver = run.checkpoints._saver
+    assert saver is not None
+    while saver._job is not None and saver._job.committing is None:
+        saver.poll()
+    run.checkpoints.close()
+    assert run.status.report.last_checkpoint == 1 and "was completed while the run ended" in run.notes[-1]
+
+
+def test_a_run_without_any_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(plan_of(save=tmp_path))
+    run.train(1)
+    monkeypatch.setattr(CheckpointSaver, "save", lambda *arguments, **names: None)
+    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is none yet; mend"):
+        run.checkpoints.save_last(run.state, run.loader)
+    with pytest.raises(Preempted, match="why, without a checkpoint of it: there is none yet"):
+        run.checkpoints.leave_preempted(run.state, run.loader, "why")
+
+
+def test_another_sequence_length_is_refused_with_both_numbers(trained: tuple[Path, Run]) -> None:
+    plan = changed(plan_of(load=trained[0]), "data", seq_length=16)
+    with pytest.raises(CheckpointProblem, match="sequences of 32 tokens, this run has --seq-length 16"):
+        start(plan)
+
+
+def test_a_save_that_takes_longer_than_launchers_wait_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12."""
+    monkeypatch.setattr(checkpoints_module, "_GRACE_SECONDS", 0.0)
+    launched = changed(plan_of(save=tmp_path), "launch", launcher="torchrun")
+    told = []
+    for plan in (launched, changed(launched, "resilience", exit_signals=("SIGTERM",))):
+        run = start(plan)
+        for _ in range(2):
+            run.train(1)
+            run.checkpoints.save(run.state, run.loader)
+        told.append([note for note in run.notes if "give torchrun --shutdown-timeout" in note])
+    assert [len(notes) for notes in told] == [0, 1]
+
+
+def test_other_data_is_told(trained: tuple[Path, Run]) -> None:
+    run = start(changed(plan_of(load=trained[0]), "data", seed=4321))
+    assert "the data or its sample order is not that of the checkpoint" in run.said
+    assert run.state.iteration == 2
+
+
+def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path: Path) -> None:
+    """A file of the same size at the same place, with other tokens."""
+
+    def begin() -> Run:
+        data = {"mock": False, "train": (str(tmp_path / "a"),), "blend": ()}
+        return start(changed(plan_of(save=tmp_path / "save"), "data", **data))
+
+    write_tokens(tmp_path / "a", [[number % 90 for number in range(33 * 16)]] * 4)
+    run = begin()
+    run.train(1)
+    run.checkpoints.save_last(run.state, run.loader)
+    assert "the content of" not in begin().said
+    write_tokens(tmp_path / "a", [[number % 80 for number in range(33 * 16)]] * 4)
+    said = begin().said
+    assert f"the content of {tmp_path / 'a'}.bin is not that of the checkpoint (then 4224 bytes, sampled crc32" in said
+    assert "the data or its sample order" not in said
+
+
+def put(*place: str, value: Any) -> Callable[[dict], None]:
+    """Sets one value of a table of tables."""
+
+    def change(content: dict) -> None:
+        for key in place[:-1]:
+            content = content[key]
+        content[place[-1]] = value
+
+    return change
+
+
+def drop(*place: str) -> Callable[[dict], None]:
+    def change(content: dict) -> None:
+        for key in place[:-1]:
+            content = content[key]
+        del content[place[-1]]
+
+    return change
+
+
+DAMAGED_STATES = {
+    "no state": (drop("state"), r"lacks the keys \['state'\]"),
+    "no counter": (drop("state", "consumed_samples"), r"state lacks the keys \['consumed_samples'\]"),
+    "no length": (drop("seq_length"), r"lacks the keys \['seq_length'\]"),
+    "unknown key": (put("other", value=1), r"the file has the unknown keys \['other'\]"),
+    "unknown counter": (put("state", "other", value=1), r"state has the unknown keys \['other'\]"),
+    "unknown curve": (put("learning_rate", "other", value=1), r"learning_rate has the unknown keys \['other'\]"),
+    "another iteration": (put("state", "iteration", value=1), "its iteration is 1, the manifest's is 2"),
+    "negative": (put("state", "consumed_samples", value=-1), "'consumed_samples' is -1, which is negative"),
+    "a fraction": (put("state", "consumed_samples", value=8.0), "'consumed_samples' of state is 8.0, a value of"),
+    "a truth": (put("state", "skipped_samples", value=True), "'skipped_samples' of state is True, a value of"),
+    "not finite": (put("state", "flops", value=float("nan")), "'flops' of state is nan, a value of"),
+    "text": (put("seed", value="1"), "'seed' of the file is '1', a value of"),
+    "a list": (put("state", value=[1]), "'state' of the file is \\[1\\], a value of"),
+    "a style": (put("learning_rate", "style", value="steep"), "'style' of learning_rate is 'steep', a value of"),
+    "no order": (drop("data", "fingerprint"), r"data lacks the keys \['fingerprint'\]"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_STATES)
+def test_a_train_state_that_is_not_as_written_is_damage(name: str, trained: tuple[Path, Run]) -> None:
+    content = json.loads((trained[0] / "iter_0000002" / "train_state.json").read_text())
+    check_train_state(content, 2)
+    change, sentence = DAMAGED_STATES[name]
+    change(content)
+    with pytest.raises(CorruptCheckpoint, match=f"^train_state.json: .*{sentence}"):
+        check_train_state(content, 2)
+
+
+def test_a_damaged_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
+    run = start(plan_of(save=tmp_path))
+    for _ in range(2):
+        run.train(1)
+        run.checkpoints.save(run.state, run.loader)
+    path = tmp_path / "iter_0000002"
+    content = json.loads((path / "train_state.json").read_text())
+    del content["state"]["consumed_samples"]
+    rewrite_text(path, "train_state.json", json.dumps(content).encode())
+    again = start(plan_of(load=tmp_path))
+    assert again.state.iteration == 1
+    assert again.said.count("state lacks the keys ['consumed_samples']") == 1
+
+
+def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(trained: tuple[Path, Run]) -> None:
+    other = changed(plan_of(load=trained[0]), "lr", max_lr=3e-3)
+    with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
+        start(other)
+    for flags in ({"load_optim": False}, {"finetune": True}, {"weights_only": True}):
+        run = start(changed(plan_of(load=trained[0], flags=flags), "lr", max_lr=3e-3))
+        assert run.trainer.schedule.config.max_lr == 3e-3, flags
+        EXACT.check_all(run.weights(), trained[1].weights())
+
+
+def test_an_evaluation_takes_the_weights_in_its_own_type_and_ignores_the_training_data(
+    trained: tuple[Path, Run],
+) -> None:
+    plan = plan_of(load=trained[0], flags={"weights_only": True}, precision=BF16)
+    plan = changed(changed(plan, "loop", skip_train=True), "data", seq_length=16)
+    run = start(plan)
+    assert (run.state.iteration, run.loader) == (2, None)
+    weight = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+    EXACT.check(run.weights()[weight], trained[1].weights()[weight].bfloat16(), weight)
+
+
+def test_finetuning_in_bf16_trains_from_the_loaded_weights_and_not_from_random_masters(
+    trained: tuple[Path, Run],
+) -> None:
+    plan = plan_of(load=trained[0], flags={"finetune": True}, precision=BF16)
+    run = start(changed(plan, "loop", seed=99))
+    loaded = run.weights()
+    run.train(1)
+    assert run.state.iteration == 1
+    for name, before in trained[1].weights().items():
+        after = run.weights()[name].double()
+        assert (after - before).abs().max() <= 2 * 1e-2 + 2**-7 * before.abs().max(), name
+    assert any((run.weights()[name] != loaded[name]).any() for name in loaded)
+
+
+def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_again(tmp_path: Path) -> None:
+    config = tiny.model()
+    dense = start(plan_of(save=tmp_path / "dense", model=dense_ancestor(config, 1)))
+    dense.train(1)
+    dense.checkpoints.save_last(dense.state, dense.loader)
+    flags = {"upcycle": True, "load_optim": False, "weights_only": True}
+    plan = plan_of(save=tmp_path / "moe", load=tmp_path / "dense", flags=flags, model=config)
+    converted = start(changed(plan, "loop", skip_train=True))
+    (candidate,) = list_checkpoints(tmp_path / "moe")
+    assert candidate.iteration == converted.state.iteration == 0 and verify(candidate.path) == []
+
+    again = start(plan)
+    assert "upcycled the dense" in converted.said and "upcycled the dense" not in again.said
+    assert "the data or its sample order" not in again.said
+    EXACT.check_all(again.weights(), converted.weights())

@@ -1,0 +1,100 @@
+"""Validation is the loss of the model as it is: no dropout, no jitter, no counting."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.evaluation import Evaluation, evaluate
+from megatron_moe.train.pipeline_stage import Pipeline
+from megatron_moe.train.train_state import TrainState
+from tests.helpers import tiny
+from tests.helpers.tolerances import FP64_REF
+
+CONTEXT = ParallelContext.single(dtype=torch.float64)
+KERNELS = reference.bundle()
+
+
+def noisy_model():
+    """Dropout everywhere and router jitter."""
+    config = tiny.model(moe_config=tiny.moe(tiny.router(input_jitter_eps=0.3)), embedding_dropout=0.5)
+    core = CoreAttentionConfig(softmax_scale=8**-0.5, dropout=0.5)
+    layers = tuple(replace(layer, hidden_dropout=0.5, mixer=replace(layer.mixer, core=core)) for layer in config.layers)
+    return replace(config, layers=layers)
+
+
+def evaluated(model, batches):
+    return evaluate(Pipeline(tiny.plan(model=model.config), CONTEXT, model), batches, num_microbatches=3)
+
+
+def test_evaluation_has_no_dropout_and_no_jitter():
+    noisy, calm = (build_model(tiny.plan(model=config), CONTEXT, KERNELS) for config in (noisy_model(), tiny.model()))
+    plan = tiny.plan()
+    batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
+    # even when the batches come with the keys of training
+    keyed = [replace(batch, meta=replace(batch.meta, random_key=(1, 2, 3))) for batch in batches]
+    FP64_REF.check(evaluated(noisy, keyed), evaluated(calm, batches), "validation loss")
+
+
+def test_evaluation_counts_no_tokens_and_leaves_the_model_in_training():
+    config = tiny.router(score_function="sigmoid", expert_bias=True)
+    model = build_model(tiny.plan(model=tiny.model(moe_config=tiny.moe(config))), CONTEXT, KERNELS)
+    plan = tiny.plan()
+    evaluated(model, build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step())
+    counted = [buffer.sum() for name, buffer in model.named_buffers() if name.endswith("tokens_since_update")]
+    assert counted and not any(counted)
+    assert model.training
+
+
+def test_the_mean_is_over_tokens_of_all_batches():
+    model = build_model(tiny.plan(), CONTEXT, KERNELS)
+    plan = tiny.plan()
+    first, second = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()[:2]
+    mask = torch.zeros_like(second.loss_mask_BS)
+    mask[:, :5] = 1.0
+    second = replace(second, loss_mask_BS=mask)
+    one, two = evaluated(model, [first]), evaluated(model, [second])
+    weights = (first.loss_mask_BS.sum(), mask.sum())
+    expected = (one * weights[0] + two * weights[1]) / sum(weights)
+    FP64_REF.check(evaluated(model, [first, second]), expected, "mean over tokens")
+
+
+def test_every_split_has_its_own_loader():
+    plan = tiny.plan(data=replace(tiny.plan().data, split="80,10,10"))
+    loaders = build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT))
+    assert set(loaders) == {"validation", "test"}
+    first = {name: next(iter(loader.batches())).tokens_BS for name, loader in loaders.items()}
+    assert not torch.equal(first["validation"], first["test"])
+
+
+class Stretches:
+    """Instead of a loader: remembers which stretches of the data were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def batches(self, number: int = 0) -> Iterator[Any]:
+        self.read.append(number)
+        return iter(())
+
+
+class Silent:
+    def validation(self, report: Any) -> None:
+        """Takes what is reported."""
+
+
+def test_every_evaluation_reads_the_stretch_after_that_of_the_one_before():
+    """The first one from the beginning of the data, the last one behind all others, whoever continues the run."""
+    plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
+    pipeline, data = Pipeline(plan, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
+    for iterations in (range(1, 4), range(4, 7)):  # two starts
+        validation = Evaluation(plan, pipeline, {"validation": data}, Silent())
+        for iteration in iterations:
+            validation.run_if_due(TrainState(iteration=iteration))
+    validation.final(TrainState(iteration=6))
+    assert data.read == [0, 1, 2, 3]

@@ -1,0 +1,94 @@
+"""Upcycling a whole model from a dense checkpoint."""
+
+import pytest
+import torch
+
+from megatron_moe.build import build_data, build_model, build_train_loader
+from megatron_moe.checkpoint.load import find
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.kernels import reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import local_part, named_parameters
+from megatron_moe.train.evaluation import evaluate
+from megatron_moe.train.load_upcycled import load_upcycled
+from megatron_moe.train.pipeline_stage import Pipeline
+from tests.helpers import tiny
+from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import dense_ancestor
+from tests.helpers.tolerances import EXACT, FP64_REF
+
+KERNELS = reference.bundle()
+CONTEXT = ParallelContext.single(dtype=torch.float64)
+
+
+def dense_checkpoint(config, folder):
+    """Saves the dense ancestor of `spec` with random weights; returns it."""
+    dense = build_model(tiny.plan(model=config), CONTEXT, KERNELS)
+    saver = CheckpointSaver(folder, CONTEXT, say=lambda line: None)
+    tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in dense.state_dict().items()}
+    saver.save(1, tensors, {})
+    saver.close()
+    return dense
+
+
+@pytest.mark.parametrize("granularity", [1, 2])
+def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
+    config = tiny.model(moe_config=tiny.moe(tiny.router(topk=2)))
+    dense = dense_checkpoint(dense_ancestor(config, granularity), tmp_path)
+    sparse = build_model(tiny.plan(model=config), CONTEXT, KERNELS)
+    source = find(CheckpointConfig(load=str(tmp_path)), CONTEXT)
+    lines = []
+    load_upcycled(source, granularity, sparse, CONTEXT, say=lines.append)
+    plan = tiny.plan()
+    batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
+    pipelines = [Pipeline(tiny.plan(model=model.config), CONTEXT, model) for model in (sparse, dense)]
+    losses = [evaluate(pipeline, batches, num_microbatches=1) for pipeline in pipelines]
+    FP64_REF.check(losses[0], losses[1], "loss of the upcycled model")
+    assert not any("warning" in line for line in lines), lines
+
+
+def test_an_inexact_conversion_says_why(tmp_path):
+    config = tiny.model(moe_config=tiny.moe(tiny.router(pre_softmax=True)))
+    dense_checkpoint(dense_ancestor(config, 1), tmp_path)
+    lines = []
+    source = find(CheckpointConfig(load=str(tmp_path)), CONTEXT)
+    load_upcycled(source, 1, build_model(tiny.plan(model=config), CONTEXT, KERNELS), CONTEXT, say=lines.append)
+    assert any("softmax before top-k" in line for line in lines), lines
+
+
+def test_another_dense_model_is_refused(tmp_path):
+    config = tiny.model()
+    dense_checkpoint(dense_ancestor(config, 2), tmp_path)
+    source = find(CheckpointConfig(load=str(tmp_path)), CONTEXT)
+    with pytest.raises(CheckpointProblem, match="does not fit this run"):
+        load_upcycled(source, 1, build_model(tiny.plan(model=config), CONTEXT, KERNELS), CONTEXT)
+
+
+LAYOUTS = {
+    "tp2": ParallelConfig(world_size=2, tp=2, etp=2, sequence_parallel=True),
+    "ep4": ParallelConfig(world_size=4, ep=4),
+    "tp2-ep2-etp1": ParallelConfig(world_size=4, tp=2, ep=2, sequence_parallel=True),
+    "pp2": ParallelConfig(world_size=2, pp=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("granularity", [1, 2])
+def test_every_layout_gets_its_part_of_the_upcycled_model(tmp_path, granularity, layout):
+    config = tiny.model(num_layers=4, moe_config=tiny.moe(tiny.router(topk=2), dispatcher="alltoall"))
+    dense_checkpoint(dense_ancestor(config, granularity), tmp_path)
+
+    def upcycled(context):
+        model = build_model(tiny.plan(model=config, parallel=context.config), context, KERNELS)
+        source = find(CheckpointConfig(load=str(tmp_path)), context)
+        load_upcycled(source, granularity, model, context, say=lambda line: None)
+        return dict(named_parameters(model))
+
+    whole = {name: parameter.detach() for name, parameter in upcycled(CONTEXT).items()}
+    for held in on_threads(layout, upcycled):
+        for name, parameter in held.items():
+            EXACT.check(parameter, local_part(whole[name], parameter.boxes, parameter.meta), name)

@@ -1,0 +1,123 @@
+"""The rehearsal: every kind of layer at this rank's sizes, without peers, and one compiler per node."""
+
+import gc
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.memory import MemoryConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.resilience.watchdog import Watchdog
+from megatron_moe.train.warmup import (
+    attempt,
+    cache_folder,
+    take_step,
+    taking_turns,
+    warm_up_kernels,
+    warmed_up,
+)
+from tests.helpers import tiny
+
+PATIENCE = 120.0
+
+SEVERAL = ParallelConfig(world_size=8, pp=2, tp=2, sequence_parallel=True, ep=4)
+
+
+def test_every_kind_of_layer_is_rehearsed_once_at_the_sizes_of_a_rank():
+    plan = replace(tiny.plan(model=tiny.model(num_layers=6)), parallel=SEVERAL)
+    small = warmed_up(plan)
+    assert set(small.model.layers) == set(plan.model.layers) and len(small.model.layers) == 2
+    assert (small.parallel.world_size, small.parallel.pp) == (4, 1)
+    assert (small.parallel.tp, small.parallel.ep, small.parallel.dp) == (2, 4, 2)
+    assert small.batch.micro == plan.batch.micro and small.data == plan.data
+    assert small.batch.global_size == 2 * plan.batch.micro * small.parallel.dp
+
+
+def test_every_number_of_microbatches_of_a_product_is_rehearsed():
+    """Of 4 microbatches of a step 3 are one product, and 1 is left."""
+    plan = replace(tiny.plan(), memory=MemoryConfig(expert_wgrad_interval=3))
+    assert warmed_up(plan).batch.global_size == (3 + 3 + 1) * plan.batch.micro
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), SEVERAL])
+def test_a_step_is_taken_without_peers_and_leaves_no_world_behind(parallel):
+    model = tiny.model(moe_config=tiny.moe(dispatcher="alltoall"))
+    take_step(tiny.plan(model=model, parallel=parallel), torch.device("cpu"))
+    assert not dist.is_initialized()
+
+
+def test_a_rehearsal_leaves_no_memory_behind(tmp_path):
+    plan = replace(tiny.plan(), data_parallel=DataParallelConfig(overlap_grad_reduce=True))
+    gc.collect()
+    before = parameters_alive()  # held here, so that no new one takes the place of one that goes meanwhile
+    assert not attempt(plan, torch.device("cpu"), tmp_path)
+    known = set(map(id, before))
+    assert [each.shape for each in parameters_alive() if id(each) not in known] == []
+
+
+def parameters_alive() -> list[Parameter]:
+    return [each for each in gc.get_objects() if type(each) is Parameter]
+
+
+def test_on_a_cpu_nothing_is_rehearsed():
+    assert warm_up_kernels(tiny.plan(), Watchdog({}, None)) == "kernels are compiled when they are first needed"
+
+
+def test_a_rehearsal_that_fails_says_why_and_stops_nothing(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no room\nfor details")
+
+    monkeypatch.setattr("megatron_moe.train.warmup.take_step", fail)
+    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "RuntimeError: no room"
+    monkeypatch.undo()
+    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "", "the lock is free again"
+
+
+def test_every_node_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "node17")
+    plan = tiny.plan()
+    plan = replace(plan, kernels=replace(plan.kernels, cache_dir=tmp_path / "kernels"))
+    assert cache_folder(plan) == tmp_path / "kernels" / "node17"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels" / "node17")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
+    assert cache_folder(plan) == tmp_path / "mine", "what the environment says stays"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "kernels"))
+    with pytest.raises(EnvironmentProblem, match="--kernel-cache-dir names another folder"):
+        cache_folder(tiny.plan())
+
+
+def enter_in_a_thread(folder: Path, inside: threading.Event, leave: threading.Event) -> threading.Thread:
+    def run() -> None:
+        with taking_turns(folder, tiny.plan()):
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_first_rank_of_a_node_compiles_alone_and_the_others_go_together(tmp_path):
+    inside = [threading.Event() for _ in range(3)]
+    leave = [threading.Event() for _ in range(3)]
+    threads = [enter_in_a_thread(tmp_path, inside[0], leave[0])]
+    assert inside[0].wait(PATIENCE)
+    threads += [enter_in_a_thread(tmp_path, inside[i], leave[i]) for i in (1, 2)]
+    assert not inside[1].wait(0.2) and not inside[2].is_set(), "two ranks compile at once"
+    leave[0].set()
+    assert inside[1].wait(PATIENCE) and inside[2].wait(PATIENCE), "the others wait for one another"
+    for event, thread in zip(leave, threads, strict=True):
+        event.set()
+        thread.join(PATIENCE)
