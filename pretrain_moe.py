@@ -77,9 +77,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     stack.enter_context(peers)
     status.starting(say=reporter.note)
     check_agreement(plan.resolved_yaml, context)
-    saver = build.build_saver(plan, context, reporter)
-    if saver:
-        stack.callback(saver.close)
+    saver = build.build_saver(plan, context, reporter, stack)
     kernels = build.build_kernels(plan, context)
 
     # model, optimizer, data

@@ -81,12 +81,14 @@ def build_context(plan: RunPlan) -> ParallelContext:
     )
 
 
-def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> CheckpointSaver | None:
-    """Proves that checkpoints can be written, and keeps other jobs from writing there; None when none are wanted."""
+def build_saver(
+    plan: RunPlan, context: ParallelContext, reporter: Reporter, stack: ExitStack
+) -> CheckpointSaver | None:
+    """Checkpoint saver, closed by `stack`; checks that the folder is writable and locks it. None without `--save`."""
     config = plan.checkpoint
     if config.save is None:
         return None
-    return CheckpointSaver(
+    saver = CheckpointSaver(
         config.save,
         context,
         keep_last=config.keep_last,
@@ -97,6 +99,8 @@ def build_saver(plan: RunPlan, context: ParallelContext, reporter: Reporter) -> 
         expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
         say=reporter.note,
     )
+    stack.callback(saver.close)
+    return saver
 
 
 def build_kernels(plan: RunPlan, context: ParallelContext) -> KernelSet:
