@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:+[$1]}
-python -m pip install --quiet --upgrade pip
+# wheels only: building a package from source takes minutes, and its build tools print warnings
+install=(python -m pip install --quiet --disable-pip-version-check --only-binary ":all:" --constraint constraints.txt)
 # torch first: whatever else asks for it then finds the pinned one.
-python -m pip install --quiet --constraint constraints.txt torch
-python -m pip install --quiet --constraint constraints.txt --editable ".$extras"
+"${install[@]}" torch
+"${install[@]}" --editable ".$extras"
