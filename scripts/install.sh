@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:+[$1]}
 # wheels only: building a package from source takes minutes, and its build tools print warnings
-install=(python -m pip install --quiet --disable-pip-version-check --only-binary ":all:" --constraint constraints.txt)
+export PIP_ONLY_BINARY=":all:" PIP_DISABLE_PIP_VERSION_CHECK=1
 # torch first: whatever else asks for it then finds the pinned one.
-"${install[@]}" torch
-"${install[@]}" --editable ".$extras"
+python -m pip install --quiet --constraint constraints.txt torch
+python -m pip install --quiet --constraint constraints.txt --editable ".$extras"
