@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained small Mixture-of-Experts on real text: about three minutes on two cores after the install.
+# From nothing to a trained small Mixture-of-Experts on real text: less than three minutes on two idle cores with the install.
 #   bash scripts/quickstart.sh            makes .venv, data/quickstart and runs/quickstart
 #   PYTHON=python3.12 bash scripts/quickstart.sh
 set -euo pipefail
@@ -26,7 +26,7 @@ python tools/generate.py --load runs/quickstart/checkpoints --prompt "def read(s
 cat <<'NEXT'
 
 The run folder is runs/quickstart: look at plots/loss.png and plots/expert_load.png. What next:
-  python pretrain_moe.py --recipe quickstart --train-iters 800 --override-opt_param-scheduler   # go on, twice as long
-  torchrun --nproc-per-node 2 pretrain_moe.py --recipe quickstart --micro-batch-size 4 --run-dir runs/two_ranks
+  python pretrain_moe.py --recipe quickstart --train-iters 960 --override-opt_param-scheduler   # go on, twice as long
+  torchrun --nproc-per-node 2 pretrain_moe.py --recipe quickstart --micro-batch-size 2 --run-dir runs/two_ranks
   python pretrain_moe.py --help moe                                  # every flag of the Mixture-of-Experts layer
 NEXT

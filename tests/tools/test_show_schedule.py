@@ -76,7 +76,9 @@ def test_sizes_without_a_schedule_end_with_one_sentence_and_code_2(capsys):
     assert "3 stages, which cannot be divided among 2" in capsys.readouterr().err
 
 
-RUN = "--recipe quickstart --vocab-size 4096 --global-batch-size 64 --pipeline-model-parallel-size 2"
+RUN = (
+    "--recipe quickstart --vocab-size 4096 --micro-batch-size 8 --global-batch-size 64 --pipeline-model-parallel-size 2"
+)
 
 
 def test_the_schedule_of_a_run_takes_time_by_what_its_stages_cost(capsys):
