@@ -21,7 +21,7 @@ class LoggingFlags:
     plots: bool = flag(True, status="ours")
     """Draw plots into the run folder at the end."""
     log_throughput: bool = flag(
-        False, status="close", note="keys outside of a sliding window are no work (docs/decisions/0060)"
+        False, status="close", note="keys outside of a sliding window are no work (docs/model.md)"
     )
     """TFLOP/s per GPU in the log line."""
     log_params_norm: bool = flag(False)

@@ -54,7 +54,7 @@ class MoEFlags:
         ("aux_loss",),
         status="close",
         note="expert_choice is ours; global_aux_loss weighs the same for any number of data-parallel ranks, in "
-        "Megatron-LM it is that number of times weaker (docs/decisions/0040)",
+        "Megatron-LM it is that number of times weaker (docs/moe.md)",
     )
     """What keeps experts equally busy: a loss over the microbatch, over every sequence, over the global batch (several
     may be given), or another way to choose."""
@@ -101,9 +101,7 @@ class MoEFlags:
     moe_memory_efficient_permutation: bool = flag(True, status="ours", note="Megatron-LM always has the first form")
     """Multiply rows by their probability before the second matrix of an expert, so that its results are not kept for
     the backward. Without: after it, as the standard permutation does; to compare the two."""
-    moe_use_upcycling: bool = flag(
-        False, status="close", note="the second matrix takes the whole scale (docs/decisions/0046)"
-    )
+    moe_use_upcycling: bool = flag(False, status="close", note="the second matrix takes the whole scale (docs/moe.md)")
     """Turn the dense checkpoint of `--load` into experts and train on."""
     moe_upcycling_granularity: int = flag(1, least=1)
     """How many experts a dense feed-forward block is cut into."""

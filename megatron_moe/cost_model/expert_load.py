@@ -1,7 +1,7 @@
 """How many ranks the experts of a token stand on, and how unevenly rows fall on ranks, when routing is even and random.
 
 A token chooses K of E experts, every set of K alike (with group limits: first g of G groups, every set alike, then K of
-their experts). Counts are then hypergeometric. Derivations are in docs/volumes.md.
+their experts). Counts are then hypergeometric. Derivations are in docs/communication-volume.md.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Bytes are those that leave the rank. Of collectives over n ranks: all-gather and reduce-scatter of N bytes (N / n on
 each rank) send N (n - 1) / n, an all-reduce twice that, whatever the algorithm. Formulas and their derivation are in
-docs/volumes.md.
+docs/communication-volume.md.
 """
 
 from collections import Counter

@@ -31,7 +31,7 @@ from megatron_moe.planner.rates import (
 from megatron_moe.planner.work import LayerWork, Work
 
 _TENSOR_FORWARD = 0.4
-"""Of the traffic of tensor parallel ranks: 2 of the 5 passes of a layer are forward (docs/volumes.md)."""
+"""Of the traffic of tensor parallel ranks: 2 of the 5 passes of a layer are forward (docs/communication-volume.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -275,7 +275,7 @@ def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
 
 
 def test_the_example_of_the_document_is_what_the_formulas_give():
-    document = (Path(__file__).resolve().parents[2] / "docs" / "volumes.md").read_text(encoding="utf-8")
+    document = (Path(__file__).resolve().parents[2] / "docs" / "communication-volume.md").read_text(encoding="utf-8")
     router = RouterConfig(hidden_size=7168, num_experts=256, topk=8, num_groups=8, group_topk=4)
     experts = replace(moe_config().experts, num_experts=256, hidden_size=7168)
     sizes = ActivationSizes(residual=2048, inner=4096, activation=2, internal=4, length=4096)

@@ -1,4 +1,4 @@
-"""Which test proves which fault of `docs/promises.md`, by number, and which promise. `tests/house_rules` checks that
+"""Which test proves which fault of `docs/reliability.md`, by number, and which promise. `tests/house_rules` checks that
 every one of them is there.
 
 Numbers are those of the docstrings. Fault 39 (an error of a GPU, a link that is down) can only be made by hand.

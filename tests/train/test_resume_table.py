@@ -1,4 +1,4 @@
-"""What may change when a run goes on, and what is refused: one test per row of the table in docs/promises.md.
+"""What may change when a run goes on, and what is refused: one test per row of the table in docs/reliability.md.
 
 Rows that have tests elsewhere: the same run (`test_main_job.py`), layouts (`test_resharding.py`), sequence length, data
 and learning rate (`test_checkpoints.py`), ranks that do not divide the batch (`tests/arguments/test_checks.py`), and

@@ -22,7 +22,7 @@ NAME = "hopper"
 NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
 PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 GLUON = "3.6"
-"""Triton whose Gluon they are written in: other versions lack some of its operations (docs/decisions/0293)."""
+"""Triton whose Gluon they are written in: other versions lack some of its operations (docs/kernels.md)."""
 
 
 def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:

@@ -37,7 +37,7 @@ FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
 BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
 MOST_EXPERTS = BACKWARD.experts
 """A program of the backward keeps the sums of all experts in registers; with more of them torch's products are faster
-(docs/decisions/0297)."""
+(docs/experiments.md)."""
 PROGRAMS = 1
 """Programs of the backward per multiprocessor: there is no room for two."""
 PARTS = 3

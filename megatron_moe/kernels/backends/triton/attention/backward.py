@@ -63,7 +63,7 @@ def deltas(grad: Tensor, out: Tensor) -> Tensor:
 
 
 def _tiles(width: int, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Tiles of the two kernels, the fastest of those that were measured (docs/decisions/0276); those for wide heads and
+    """Tiles of the two kernels, the fastest of those that were measured (docs/experiments.md); those for wide heads and
     for 4 bytes per number are what has room."""
     if width > 128:
         return _tile(32, 64, 4, 2), _tile(64, 32, 4, 2)

@@ -1,0 +1,87 @@
+"""README, docs/ and CHANGELOG.md: links resolve, decision records have their form, and the vocabulary is the field's."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house_rules.source import ROOT, report
+
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *DECISIONS]
+GENERATED = ("flags.md", "recipes.md")
+MAX_DECISIONS = 60
+MAX_README_LINES = 220
+PARTS = ("**Status.** ", "## Context\n", "## Decision\n", "## Consequences\n")
+PRIVATE_VOCABULARY = re.compile(
+    r"\b(told|stands?|behind|beside|wish(es)?|nobody|whoever|somebody|so many|mend(s|ed)?|forgotten|travels?|goes on)\b"
+)
+"""Words that a reader of PyTorch documentation would not expect: `reported`, `after`, `request`, ... are used instead."""
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines without code blocks and code spans."""
+    in_code = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            yield number, re.sub(r"`[^`]*`", "", line)
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)", text)
+    return [f"{path.name}: {link}" for link in links if not (path.parent / link).exists()]
+
+
+def vocabulary_findings(name: str, text: str) -> list[str]:
+    return [f"{name}:{number} {word[0]}" for number, line in prose(text) for word in PRIVATE_VOCABULARY.finditer(line)]
+
+
+def test_relative_links_of_documents_resolve() -> None:
+    report([link for path in PAGES for link in broken_links(path, path.read_text(encoding="utf-8"))], "broken links")
+
+
+def test_documents_use_the_terms_of_the_field() -> None:
+    written = [path for path in PAGES if path.name not in GENERATED]
+    findings = [found for path in written for found in vocabulary_findings(path.name, path.read_text(encoding="utf-8"))]
+    report(findings, "use the field's terms in documents")
+
+
+def test_the_readme_fits_its_size() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_there_are_few_decision_records_and_each_has_every_part() -> None:
+    assert 0 < len(DECISIONS) <= MAX_DECISIONS
+    findings = []
+    for path in DECISIONS:
+        text = path.read_text(encoding="utf-8")
+        findings += [f"{path.name}: title"] * (not text.startswith(f"# {path.name[:4]} "))
+        findings += [f"{path.name}: no {part.strip()}" for part in PARTS if part not in text]
+    report(findings, "a decision record has status, context, decision and consequences")
+
+
+def test_references_to_decision_records_in_code_and_pages_exist() -> None:
+    numbers = {path.name[:4] for path in DECISIONS}
+    files = [*(path for top in ("megatron_moe", "arguments", "tools") for path in (ROOT / top).rglob("*.py")), *PAGES]
+    findings = [
+        f"{path.relative_to(ROOT)}: {number}"
+        for path in files
+        for number in re.findall(r"decisions/(\d{4})", path.read_text(encoding="utf-8"))
+        if number not in numbers
+    ]
+    report(findings, "references to decision records that do not exist")
+
+
+@pytest.mark.parametrize("text", ["Old names are told.", "It waits behind the step.", "| so many failures |"])
+def test_private_vocabulary_is_found(text: str) -> None:
+    assert vocabulary_findings("a.md", text)
+
+
+def test_code_is_not_prose_and_a_broken_link_is_found() -> None:
+    assert vocabulary_findings("a.md", "```\ntold\n```\nsee `beside.py`") == []
+    assert broken_links(ROOT / "README.md", "[a](docs/none.md) [b](docs/tour.md) [c](https://example.org)") == [
+        "README.md: docs/none.md"
+    ]
