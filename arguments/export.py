@@ -12,7 +12,8 @@ from arguments.parser import Settings
 from arguments.values import is_list, words_of
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./(+-][A-Za-z0-9_./,+()=-]*")
-_NULL_WORDS = ("null", "Null", "NULL", "~", "")
+_SPECIAL_WORDS = ("null", "Null", "NULL", "~", "", "-")
+"""Words with a meaning of their own in YAML."""
 _COMMENT_COLUMN = 56
 
 
@@ -88,7 +89,7 @@ def value_text(flag: Flag, value: object) -> str:
 
 def _scalar(word: str) -> str:
     """Plain where that is safe, otherwise in double quotes."""
-    if _PLAIN.fullmatch(word) and word not in _NULL_WORDS:
+    if _PLAIN.fullmatch(word) and word not in _SPECIAL_WORDS:
         return word
     return '"' + "".join(map(_character, word.replace("$", "$$"))) + '"'
 

@@ -25,6 +25,7 @@ from tools.write_dry_runs import DOCUMENT, FOLDER, numbers, with_example
 
 UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
 DEEPSEEK = "--recipe deepseek-v3-h100-1024"
+NO_DATA = "there is no training data; give --data-path, --train-data-path or --mock-data"
 
 
 def finished(text: str, environ: dict[str, str] | None = None) -> Finished:
@@ -116,7 +117,7 @@ def test_exit_code_0_means_that_the_run_would_start(ready):
 @pytest.mark.parametrize(
     ("more", "without", "sentence"),
     [
-        ("", "--data-path", "there is no training data; give --data-path, --train-data-path or --mock-data"),
+        ("", "--data-path", NO_DATA),
         ("--split 3,x", "", "--split 3,x is not up to three shares; write it like 99,1,0"),
         ("--data-path 1 corpus_text_document 2 b", "", "2 of 4 files of --data-path do not exist, such as b.idx"),
         ("--data-path corpus", "", "2 of 2 files of --data-path do not exist, such as corpus.idx"),
@@ -231,7 +232,7 @@ def test_the_last_file_says_the_machine_and_flags_win(ready):
     ("about", "sentence"),
     [
         ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not a whole number of at least 1"),
-        ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of h100, "),
+        ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of a100, "),
         ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', but model, gpu, gpus"),
     ],
 )
@@ -296,7 +297,7 @@ def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: 
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--dry-run=json"], {}, vocab_size_of=missing)
     told = json.loads(caught.value.text)
-    assert told["missing_inputs"] == ["there is no training data", f"the tokenizer is not here{assumed}"]
+    assert told["missing_inputs"] == [NO_DATA, f"the tokenizer is not here{assumed}"]
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda config: size)
     assert json.loads(caught.value.text)["model"] == told["model"]
