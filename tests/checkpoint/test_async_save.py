@@ -24,6 +24,7 @@ from tests.helpers.checkpoint_files import (
     disk_full,
     load_some,
     save_some,
+    some_state,
     some_tensors,
     whole,
 )
@@ -57,7 +58,7 @@ def writers() -> set[threading.Thread]:
 def start_some(saver: CheckpointSaver, iteration: int) -> None:
     """Begins a save and changes the originals at once, as training would."""
     tensors = some_tensors(iteration)
-    started = saver.start(iteration, whole(tensors), {"iteration": iteration}, texts={"run.yaml": "a: 1\n"})
+    started = saver.start(iteration, whole(tensors), some_state(iteration), texts={"run.yaml": "a: 1\n"})
     assert started is None and saver.pending == iteration
     for tensor in tensors.values():
         tensor.zero_()
