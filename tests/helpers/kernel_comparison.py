@@ -79,7 +79,8 @@ def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu"
             stored = [each for each in (master, exp_avg, exp_avg_sq, weights) if each is not None]
             if bad and proceed:
                 num_bad = sum(int((~each.isfinite()).sum()) for each in stored)
-                assert num_bad == 1, f"{num_bad} numbers are not finite"
+                # torch's fused CUDA kernel makes the weight NaN too when it divides by an infinite root
+                assert num_bad == 1 or (num_bad == 2 and master.is_cuda), f"{num_bad} numbers are not finite"
             ops.adamw_(*(torch.ones(3, device=device) for _ in range(4)), move)
             assert bool(move.nonfinite) == (bad and proceed), "the flag was reset, or set by finite numbers"
 
