@@ -1,4 +1,4 @@
-"""The ranks of a layout as gloo processes of this host, each training a few steps; their records come back here."""
+"""Runs the ranks of a layout as gloo processes on this host and collects their records."""
 
 import pickle
 import socket
@@ -20,16 +20,16 @@ from megatron_moe.layout_check.samples import random_datasets
 
 
 class RankFailure(RunError):
-    """A rank raised an error, died or never came back."""
+    """A rank raised an error, died or timed out."""
 
     code = ExitCode.OTHER_RANK
 
 
 class Ranks:
-    """Processes that run a plan, started when this is made."""
+    """Processes that run a plan; started by the constructor."""
 
     def __init__(self, plan: RunPlan, *, num_steps: int, plant: FaultSeed | None) -> None:
-        # One server imports everything once; ranks are forks of it, which cost milliseconds and share no thread.
+        # A fork server imports everything once; ranks are forked from it in milliseconds, without shared threads.
         host = get_context("forkserver")
         host.set_forkserver_preload([__name__])
         self._port = _reserved_port()
@@ -47,7 +47,7 @@ class Ranks:
             self._pipes.append(ours)
 
     def records(self, timeout: float) -> list[RankRecord]:
-        """What the ranks saw, by rank. Raises RankFailure when one ends early, or after `timeout` seconds."""
+        """Records by rank. Raises RankFailure when a rank ends early, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         found: dict[int, RankRecord] = {}
         try:
@@ -56,7 +56,7 @@ class Ranks:
                 ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     missing = sorted(set(range(len(self._pipes))) - set(found))
-                    raise RankFailure(f"ranks {missing} still ran after {timeout:g} s: do they wait for each other?")
+                    raise RankFailure(f"ranks {missing} still ran after {timeout:g} s, perhaps in a deadlock")
                 for pipe in ready:
                     assert isinstance(pipe, Connection)
                     rank = self._pipes.index(pipe)
@@ -76,15 +76,15 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
     try:
         record = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise RankFailure(f"rank {rank} ended before its last step; its error stands above") from None
+        raise RankFailure(f"rank {rank} ended before its last step; see its error above") from None
     assert isinstance(record, RankRecord), f"rank {rank} sent {type(record)}"
     return record
 
 
 def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, plant: FaultSeed | None) -> None:
-    """One rank, in its own process: sends its record. An error goes to the common error output."""
+    """Process main of one rank: sends its record. Errors are printed to the shared stderr."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # of torch, about names of its own collectives, once per rank
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns about renamed collectives once per rank
     context = build.build_context(plan)
     datasets = random_datasets(plan, num_steps=num_steps)
     kernels = build.build_kernels(plan, context)
@@ -94,8 +94,9 @@ def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, plant: FaultSeed 
 
 
 def _reserved_port() -> socket.socket:
-    """Holds a port for the ranks, which may need seconds until one of them listens there: a socket that never listens
-    keeps others away, but not a server that reuses addresses, as torch's does."""
+    """Reserves a port until a rank listens on it: a bound socket that does not listen keeps other programs away, but
+    not
+    a server with SO_REUSEADDR such as torch's."""
     holder = socket.socket()
     holder.bind(("", 0))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
-"""Runs a few steps on this rank and keeps what they did: losses, norms, metrics, gradients, weights, token counts.
+"""Trains a few steps on this rank and records losses, norms, metrics, gradients, weights and token counts.
 
-The record is plain data on the host, so that ranks may be threads or processes and the records meet in one place.
+A record is plain host data, so that ranks may be threads or processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,18 +24,18 @@ from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
 STEADY_EPS = 1e-5
-"""AdamW's epsilon for comparisons: with 1e-8 the rounding of a gradient near zero changes its whole update."""
+"""AdamW epsilon for comparisons; with 1e-8 the rounding error of a gradient near zero changes its whole update."""
 
 MetricKey = tuple[str, int | None]
-"""Name of a metric, and the layer it was recorded in."""
+"""Metric name and layer."""
 
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """A rank's part of a named tensor."""
+    """Shard of a named tensor on one rank."""
 
     value: Tensor
-    """Not-a-number where another rank knows better."""
+    """NaN in elements that another rank owns."""
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
     meta: ParamMeta
@@ -43,25 +43,25 @@ class RecordedTensor:
 
 @dataclass
 class RankRecord:
-    """What one rank saw."""
+    """Everything recorded on one rank."""
 
     rank: int
     place: dict[str, int]
-    """Index of this rank on every axis of both grids."""
+    """Rank coordinates on both grids."""
     losses: list[float] = field(default_factory=list)
-    """Per step, as the step reports it."""
+    """Reported loss per step."""
     norms: list[dict[str, float]] = field(default_factory=list)
-    """Per step: the gradient norm and its parts."""
+    """Gradient norm and its parts per step."""
     metrics: list[dict[MetricKey, Figure]] = field(default_factory=list)
-    """Per step, reduced over the ranks that share them."""
+    """Metrics per step, reduced over the ranks that share them."""
     gradients: dict[str, RecordedTensor] = field(default_factory=dict)
-    """Finished gradients of the first step, before clipping."""
+    """Reduced gradients of the first step, before clipping."""
     weights: dict[str, RecordedTensor] = field(default_factory=dict)
-    """After the last step."""
+    """Weights after the last step."""
     biases: dict[int, Tensor] = field(default_factory=dict)
-    """Expert bias of every MoE layer that has one, after the last step."""
+    """Expert biases after the last step, by layer."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Choices per expert that this rank's routers made in all steps, int64 [E], by layer."""
+    """Choices per expert over all steps on this rank, int64 [E] by layer."""
 
 
 def record_run(
@@ -73,11 +73,11 @@ def record_run(
     num_steps: int,
     prepare: Callable[[Trainer], None] | None = None,
 ) -> RankRecord:
-    """Builds the plan's model and optimizer on this rank and trains them. `prepare` sees the trainer before."""
+    """Builds and trains the plan on this rank; `prepare` is called with the trainer before the first step."""
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels)
     loader = build.build_train_loader(plan, context, datasets)
-    assert loader is not None, "a record is made of training steps"
+    assert loader is not None, "a record needs training steps"
     if prepare is not None:
         prepare(trainer)
     record = RankRecord(context.rank, place_of(context))
@@ -101,7 +101,7 @@ def record_run(
 
 
 def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
-    """What this rank owns of every finished gradient; not-a-number where another rank does."""
+    """Reduced gradients; NaN in elements that another rank owns."""
     for buffer in trainer.buffers.buffers:
         finished = torch.full_like(buffer.grads, float("nan"))
         for start, end in buffer.owned:
@@ -111,7 +111,7 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
 
 
 def place_of(context: ParallelContext) -> dict[str, int]:
-    """Index of this rank on pp, dp, cp, tp and on edp, ep, etp."""
+    """Rank coordinates on pp, dp, cp, tp and on edp, ep, etp."""
     attention = attention_grid(context.config).coordinates(context.rank)
     expert = expert_grid(context.config).coordinates(context.rank)
     place = {axis: attention[axis] for axis in ("pp", "dp", "cp", "tp")}
@@ -123,7 +123,7 @@ def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
 
 
 def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, Figure]]:
-    """Every metric of this step: by layer where it was recorded in layers."""
+    """Metrics of this step by name and layer."""
     for name, metric in trainer.metrics.cut().take(context).items():
         if metric.layers:
             yield from (((name, layer), figure) for layer, figure in metric.layers.items())
@@ -132,12 +132,12 @@ def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[Metri
 
 
 def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
-    """Adds up what the routers choose from now on."""
+    """Accumulates the choices of the routers from now on."""
 
     def count(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         assert isinstance(router, Router)
         if inputs[1].metrics is not trainer.metrics:
-            return  # a forward that is computed twice
+            return  # a recomputed forward
         counts_E = routing.counts_E.detach().cpu().long()
         before = record.tokens.get(router.layer)
         record.tokens[router.layer] = counts_E.clone() if before is None else before + counts_E

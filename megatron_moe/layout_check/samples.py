@@ -1,4 +1,4 @@
-"""Random token sequences held in memory: the data of a comparison, the same for every layout."""
+"""Random token sequences in memory, identical for every layout."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from megatron_moe.data.samples import PADDING
 
 @dataclass(frozen=True)
 class RandomSamples:
-    """Sequences of uniformly drawn ids. The highest id ends a document.
+    """Sequences of uniformly distributed ids; the highest id ends a document.
 
     Every third sequence ends in padding, so that microbatches have unequal numbers of tokens. With `packed`, four
     sequences of short documents, of four tokens on average, alternate with four of long ones.
@@ -42,8 +42,9 @@ class RandomSamples:
         return tokens
 
     def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Ends documents there. No two of neighbouring sequences begin alike: their first tokens would be equal to the
-        model, and rounding alone would say which of them an expert that is full drops."""
+        """Inserts document ends. Documents of neighbouring sequences start at different positions; otherwise their
+        first
+        tokens would be identical, and rounding would decide which one an expert at capacity drops."""
         ends[1:] &= ~ends[:-1]
         starts = np.flatnonzero(ends[:-1]) + 1
         tokens[ends] = self.vocab_size - 1
@@ -54,8 +55,8 @@ class RandomSamples:
 
 
 def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
-    """Enough training sequences for `num_steps`, with the plan's masks. Ends of documents are masked in the loss, so
-    that a mean over microbatches differs from the mean over tokens. Documents are short where they are kept apart.
+    """Data sets with enough training sequences for `num_steps` and the plan's masks. Document ends are masked in the
+    loss, so that a mean over microbatches differs from the mean over tokens. With document masks, documents are short.
     """
     data = plan.data
     packed = data.reset_position_ids or data.reset_attention_mask

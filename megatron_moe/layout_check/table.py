@@ -1,8 +1,7 @@
-"""Puts the records of all ranks together, compares them with the oracle's, and says in words what a difference looks
-like.
+"""Assembles the records of all ranks, compares them with the oracle's and explains typical differences.
 
-The relative error of a tensor is max|difference| / max|reference|. A constant ratio between what is and what should be
-is the mark of a reduction that is missing or done twice; copies that differ are the mark of one never done.
+The relative error of a tensor is max|difference| / max|reference|. A constant ratio of actual to expected values
+indicates a missing or duplicated reduction; copies that differ indicate one that was never done.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,33 +21,33 @@ from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
 
 RELATIVE_TOLERANCE = 1e-12
-"""Another order of sums in double precision costs 4e-16 (measured); a mistake of 0.1 % stands far above this."""
+"""A different summation order costs 4e-16 in double precision (measured); an error of 0.1 % is far above."""
 ABSOLUTE_TOLERANCE = 1e-14
 COPY_TOLERANCE = 1e-12
-"""How far apart two ranks' copies of one tensor may be, relative."""
+"""Allowed relative difference between two copies of one tensor."""
 CONSTANT = 1e-6
-"""A ratio counts as constant when the rest is smaller than this share of the tensor."""
+"""A ratio is constant if the residual is below this share of the tensor."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One line of the table: a quantity, how far it is off, and what that looks like."""
+    """One row of the table: a quantity, its relative error and a likely explanation."""
 
     what: str
     """gradient, weight, loss, norm, metric, tokens or expert bias."""
     name: str
     grid: str
     error: float
-    """Relative; 0 is equal, inf when there is nothing to compare."""
+    """Relative error; inf if there is nothing to compare with."""
     ratio: float | None
-    """actual / expected where that is one number for the whole tensor."""
+    """actual / expected if constant over the tensor."""
     remark: str
     bad: bool
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was compared."""
+    """Result of a comparison."""
 
     rows: tuple[ComparisonRow, ...]
 
@@ -61,20 +60,20 @@ class Comparison:
         return not self.bad
 
     def verdict(self) -> str:
-        """One sentence."""
+        """Verdict in one sentence."""
         largest = max((row.error for row in self.rows), default=0.0)
         if self.equal:
             return f"equal to one rank: {len(self.rows)} quantities, largest relative error {largest:.1e}"
         return f"NOT equal to one rank: {len(self.bad)} of {len(self.rows)} quantities differ, by up to {largest:.1e}"
 
     def text(self, *, every: bool = False) -> str:
-        """The table: the rows that differ, or all of them; the verdict below it."""
+        """Table of the rows that differ (or all rows), followed by the verdict."""
         rows = list(self.rows) if every else self.bad
         return "\n".join([*_table(rows), self.verdict()])
 
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
-    """Compares all ranks of a layout, in rank order, with the oracle."""
+    """Compares the records of all ranks, in rank order, with the oracle's."""
     axes = {axis: 1 + max(record.place[axis] for record in ranks) for axis in ranks[0].place}
     rows = [
         *_figure_rows("loss", [{(f"step {i}", None): x for i, x in enumerate(oracle.losses, 1)}], _losses(ranks), rtol),
@@ -88,7 +87,7 @@ def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float
 
 
 def _losses(ranks: Sequence[RankRecord]) -> list[dict[MetricKey, Figure]]:
-    """The loss is known where the last stage is; the last rank reports it."""
+    """Compares losses, which the last rank reports."""
     last = max(record.place["pp"] for record in ranks)
     return [
         {(f"step {i}", None): loss for i, loss in enumerate(record.losses, 1)}
@@ -119,7 +118,7 @@ def _figure_rows(
     ranks: Sequence[Mapping[MetricKey, Figure]],
     rtol: float,
 ) -> Iterator[ComparisonRow]:
-    """Every figure of the oracle must be known to a rank, and be the same on every rank that knows it."""
+    """Compares metrics: every metric of the oracle must be on some rank and equal on all ranks that have it."""
     (oracle,) = expected
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
@@ -156,8 +155,7 @@ def _tensor_rows(
 
 
 def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
-    """The whole tensor from the parts of (rank, part), and what is to be said of copies that differ or elements that no
-    rank knows."""
+    """Global tensor from (rank, shard) pairs, and remarks on copies that differ or elements that no rank holds."""
     first = parts[0][1]
     whole = torch.full(first.global_shape, float("nan"), dtype=first.value.dtype)
     copies: dict[tuple[ParamBox, ...], list[tuple[int, RecordedTensor]]] = {}
@@ -168,12 +166,12 @@ def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> t
         write_part(whole, _merged([held.value for _, held in group]), boxes, first.meta)
         remarks.append(_about_copies(group, expected))
     if torch.isnan(whole).any():
-        remarks.append(f"{int(torch.isnan(whole).sum())} elements are known to no rank")
+        remarks.append(f"{int(torch.isnan(whole).sum())} elements are held by no rank")
     return whole, next((remark for remark in remarks if remark), "")
 
 
 def _merged(copies: Sequence[Tensor]) -> Tensor:
-    """Element by element what the first copy that knows it says."""
+    """Merges copies: every element from the first copy that holds it."""
     merged = copies[0]
     for copy in copies[1:]:
         merged = torch.where(torch.isnan(merged), copy, merged)
@@ -181,7 +179,7 @@ def _merged(copies: Sequence[Tensor]) -> Tensor:
 
 
 def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> str:
-    """What is to be said of ranks that should hold the same."""
+    """Remark on copies of a tensor that should be equal."""
     (first, reference), others = group[0], group[1:]
     apart = [rank for rank, held in others if _apart(held.value, reference.value)]
     if not apart:
@@ -198,13 +196,13 @@ def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor)
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:
-    """Do two copies differ where both know?"""
+    """Whether two copies differ in elements that both hold."""
     both = ~torch.isnan(one) & ~torch.isnan(other)
     return _error(one[both], other[both]) > COPY_TOLERANCE
 
 
 def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
-    """actual / expected if that is one number for all elements."""
+    """actual / expected if it is constant over all elements."""
     actual, expected = actual.double(), expected.double()
     square = float((expected * expected).sum())
     if square == 0.0 or not torch.isfinite(actual).all():
@@ -215,7 +213,7 @@ def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
 
 
 def explain_ratio(ratio: float, axes: Mapping[str, int]) -> str:
-    """What a constant ratio looks like, with the axes of the layout whose groups have that size."""
+    """Explanation of a constant ratio, with the axes whose groups have that size."""
     for value, kind in ((ratio, "doubled"), (1 / ratio if ratio else 0.0, "missing")):
         size = round(value)
         if size > 1 and abs(value - size) < 1e-4 * size:
@@ -247,7 +245,7 @@ def _row(
 
 
 def _count_rows(oracle: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[ComparisonRow]:
-    """Token counts and expert biases: equal to the last bit."""
+    """Compares token counts and expert biases bit for bit."""
     for layer, wanted in oracle.tokens.items():
         parts = [record.tokens[layer] for record in ranks if layer in record.tokens]
         total = torch.stack(parts).sum(dim=0) if parts else torch.zeros_like(wanted)
@@ -263,7 +261,7 @@ def _count_rows(oracle: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Com
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    """max|difference| / max|reference|; inf for what is not finite."""
+    """max|difference| / max|reference|; inf if not finite."""
     actual, expected = actual.double(), expected.double()
     if actual.numel() == 0:
         return 0.0

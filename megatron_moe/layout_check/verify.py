@@ -1,4 +1,4 @@
-"""A layout against one rank, both in double precision, on processes of this host."""
+"""Verifies a layout against one rank in double precision, on processes of this host."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -25,15 +25,15 @@ _COLUMNS = ("quantity", "name", "grid", "compared", "worst error", "ratio", "rem
 
 
 def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: FaultSeed | None = None) -> Comparison:
-    """Trains `num_steps` steps on all ranks of the plan and on one, and compares everything they saw.
+    """Trains `num_steps` steps on all ranks of the plan and on one rank, and compares their records.
 
     Args:
         plan: in double precision, with the launch of any of its ranks.
         timeout: seconds that the ranks may take.
-        plant: an error for the ranks.
+        plant: fault seed for the ranks.
 
     Raises:
-        RankFailure: a rank failed, or they wait for each other.
+        RankFailure: a rank failed or timed out.
     """
     plan = _that_routes(plan)
     ranks = Ranks(plan, num_steps=num_steps, plant=plant)
@@ -41,8 +41,7 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: Fault
 
 
 def _that_routes(plan: RunPlan) -> RunPlan:
-    """Without the random logits of benchmarks: nothing of a router would be seen, and context-parallel ranks draw other
-    numbers than one rank does."""
+    """Removes forced logits of benchmarks, which would hide the router and differ between context-parallel ranks."""
 
     def routing(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None))
@@ -58,7 +57,7 @@ def _record_oracle(plan: RunPlan, num_steps: int) -> RankRecord:
 
 
 def summary(comparison: Comparison) -> str:
-    """One line per kind of quantity, layers and steps taken together, with the worst of each; then the verdict."""
+    """One line per kind of quantity with its largest error over layers and steps, then the verdict."""
     cells = [_COLUMNS, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS) - 1)]
     lines = ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in cells]
@@ -66,7 +65,7 @@ def summary(comparison: Comparison) -> str:
 
 
 def _diagnosis(comparison: Comparison) -> Iterator[str]:
-    """What is wrong first: gradients belong to the first step, and what is wrong in them spreads to everything."""
+    """Gradient errors of the first step come first, because all later differences follow from them."""
     wrong = [row for row in comparison.bad if row.what == "gradient"]
     if not wrong:
         return
@@ -85,7 +84,7 @@ def _kinds(rows: Sequence[ComparisonRow]) -> Iterator[tuple[tuple[str, str, str]
 
 
 def _without_numbers(name: str) -> str:
-    """`decoder.layers.*.mlp.router.weight`, `load_balancing_loss`."""
+    """Name with layer indices replaced by `*`."""
     name = re.sub(r",? ?(step|layer) \d+", "", name)
     return re.sub(r"\.\d+\.", ".*.", name) or "all"
 

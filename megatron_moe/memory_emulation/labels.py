@@ -1,4 +1,4 @@
-"""Tells the tracker which module is at work, and which tensors stay from step to step."""
+"""Labels tensors of the memory tracker by module, and marks persistent state."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,12 +12,12 @@ from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.trainer import Trainer
 
 _METHODS = ("forward", "loss", "logits", "first", "second")
-"""Through which a module is entered."""
+"""Methods through which a module runs."""
 _EXCHANGE = ("start_dispatch", "finish_dispatch", "start_combine", "finish_combine")
 
 
 def label_model(model: nn.Module, tracker: Tracker) -> None:
-    """From now on what a module takes is labelled with its part of the model; the names are those of a dry run."""
+    """Labels memory allocated inside every module with its part of the model, named as in a dry run."""
     for path, module in model.named_modules():
         label = _label(path)
         if label:
@@ -27,7 +27,7 @@ def label_model(model: nn.Module, tracker: Tracker) -> None:
 
 
 def _label(path: str) -> str:
-    """Part of the model that a module at this path is; empty: it takes that of what is around it."""
+    """Part of the model for a module path; empty: that of the enclosing module."""
     words = path.split(".")
     if words[0] == "mtp":
         return "mtp"
@@ -62,7 +62,7 @@ def _in_layer(words: list[str]) -> str:
 
 
 def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) -> None:
-    """Puts the label around methods of one object."""
+    """Wraps methods of one object so that they run under the label."""
     for name in methods:
         method = getattr(target, name, None)
         if callable(method):
@@ -79,12 +79,12 @@ def _labelled(method: Callable[..., Any], label: str, tracker: Tracker) -> Calla
 
 
 def label_links(pipeline: Pipeline, tracker: Tracker) -> None:
-    """What comes from other pipeline ranks is labelled "pipeline"."""
+    """Labels tensors received from other pipeline ranks as "pipeline"."""
     _enter(pipeline.links, ("receive",), "pipeline", tracker)
 
 
 def mark_state(trainer: Trainer, tracker: Tracker) -> None:
-    """Weights, gradients, master weights and moments."""
+    """Marks weights, gradients, master weights and moments as persistent state."""
     for buffer in trainer.buffers.buffers:
         tracker.is_state(buffer.weights, "weights")
         tracker.is_state(buffer.grads, "gradients")
@@ -99,7 +99,7 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
 
 
 def mark_pages(trainer: Trainer, tracker: Tracker) -> None:
-    """Pages hold activations; they are made in the first step."""
+    """Labels the pages of the activation stash, which are allocated in the first step."""
     if trainer.model.saved_tensors.stash is not None:
         for tensor in trainer.model.saved_tensors.stash.buffers():
             tracker.is_state(tensor, "activations")

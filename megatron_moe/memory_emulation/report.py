@@ -1,4 +1,4 @@
-"""What an emulation found, as numbers and as a table."""
+"""Memory emulation report, as JSON facts and as a table."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from megatron_moe.memory_emulation.tracker import CATEGORIES, MemoryPeak
 
 Facts = dict[str, Any]
 _LEAST_SHARE = 0.0005
-"""Of the total; what is less has no line of its own."""
+"""Share of the total below which an item is merged into 'other'."""
 
 
 def facts_of(plan: RunPlan, gpu: GPU, played: Sequence[EmulatedRun], *, real: bool) -> Facts:
-    """All figures in bytes. `real`: on a GPU."""
+    """Facts of the report in bytes. `real`: measured on a GPU."""
     assert plan.emulation is not None
     return {
         "world_size": plan.parallel.world_size,
@@ -48,7 +48,7 @@ def _modules(peak: MemoryPeak, category: str) -> dict[str, int]:
 
 
 def report(facts: Facts) -> str:
-    """The table for people."""
+    """Formats the facts as a table."""
     return "\n".join([*_head(facts), *_table(facts["ranks"]), *_fit(facts)])
 
 

@@ -1,4 +1,4 @@
-"""`--fake-init-process-group`: plays the ranks that were asked for and tells what memory they take."""
+"""Memory emulation of the requested ranks (`--fake-init-process-group`)."""
 
 import gc
 import json
@@ -15,16 +15,16 @@ from megatron_moe.memory_emulation.report import facts_of, report
 from megatron_moe.parallel.grid import all_groups
 
 _POINTS = 1500
-"""Moments that a picture of the timeline shows."""
+"""Number of points of the timeline plot."""
 
 
 def emulate(plan: RunPlan) -> str:
-    """The table; the figures and the picture go where the plan says.
+    """Returns the table; writes facts and plot to the paths of the plan.
 
     Raises RunError for what cannot be emulated.
     """
     config = plan.emulation
-    assert config is not None, "a plan that asks for no emulation"
+    assert config is not None, "the plan has no emulation"
     device = _device(plan)
     # the first rank of every pipeline stage
     ranks = config.ranks or tuple(all_groups(plan.parallel)["pp"][0])
@@ -48,7 +48,7 @@ def _title(played: EmulatedRun) -> str:
 
 
 def _device(plan: RunPlan) -> torch.device:
-    """A GPU where there is one and it is not declined; else tensors have no data."""
+    """Device of the emulation: a GPU if available and not declined, else `meta`."""
     if plan.device == "cpu" or not torch.cuda.is_available():
         if plan.device == "cuda":
             raise EnvironmentProblem("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")

@@ -1,7 +1,7 @@
-"""Follows every piece of memory that a run takes and gives back, and says what was there at the fullest moment.
+"""Tracks every allocation and release of a run and reports the memory at the peak.
 
-Works on the storages behind tensors, whatever they are made of: real ones, or fake ones that have sizes only. What the
-caching allocator does to sizes is in `rounded`; fragmentation is not.
+Works on tensor storages, real or `meta`. `rounded` models the rounding of the CUDA caching allocator; fragmentation is
+not modelled.
 """
 
 import weakref
@@ -19,33 +19,33 @@ from torch.utils._pytree import tree_leaves
 Phase = Literal["setup", "forward", "backward", "update"]
 
 BLOCK = 512
-"""Bytes that the CUDA allocator rounds up to."""
+"""Allocation granularity of the CUDA caching allocator in bytes."""
 
 
 def rounded(num_bytes: int) -> int:
-    """What the CUDA allocator counts for a tensor of so many bytes."""
+    """Bytes that the CUDA caching allocator counts for a tensor of this size."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 
 @dataclass
 class TrackedPiece:
-    """A storage from its first use to its end. Times are numbers of events."""
+    """Lifetime of one storage. Times are event indices."""
 
     bytes: int
     phase: Phase
-    """In which it was made."""
+    """Phase in which it was allocated."""
     label: str
-    """Of the module that made it; empty: none did."""
+    """Label of the allocating module; empty: outside of modules."""
     born: int
     state: str = ""
-    """Kind of what stays from step to step; empty: it does not."""
+    """Kind of persistent state; empty: not persistent."""
     died: int | None = None
     outlived: bool = False
-    """Autograd was at work between its birth and its death."""
+    """Whether autograd ran during its lifetime."""
 
     @property
     def category(self) -> str:
-        """What it was for, known when it is over."""
+        """Category, derived at its release."""
         if self.state:
             return self.state
         if self.phase == "setup":
@@ -58,14 +58,14 @@ class TrackedPiece:
 
 
 CATEGORIES = ("weights", "gradients", "master weights", "moments", "activations", "dispatch", "workspace", "other")
-"""In the order in which they are shown."""
+"""Categories in display order."""
 HOST = "host"
-"""State that waits in host memory: of no category, and part of no total."""
+"""State in host memory; excluded from categories and totals."""
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Bytes at one moment."""
+    """Bytes at one event."""
 
     event: int
     total: int
@@ -77,14 +77,14 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All pieces of a run, and what follows from them."""
+    """All storages of a run, with peak and timeline."""
 
     pieces: tuple[TrackedPiece, ...]
     begin: int
-    """Event from which on a peak counts."""
+    """First event considered for the peak."""
     num_events: int
     phases: tuple[Phase, ...] = field(repr=False)
-    """Of every event."""
+    """Phase of every event."""
 
     def totals(self) -> list[int]:
         """Bytes after every event."""
@@ -103,12 +103,12 @@ class Timeline:
         return (piece for piece in self.pieces if piece.state != HOST)
 
     def peak(self) -> MemoryPeak:
-        """The fullest moment."""
+        """Breakdown at the event with the most bytes."""
         totals = self.totals()
         return self.at(max(range(self.begin, self.num_events), key=totals.__getitem__))
 
     def at(self, event: int) -> MemoryPeak:
-        """What is there after an event."""
+        """Breakdown after an event."""
         categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         modules: dict[tuple[str, str], int] = defaultdict(int)
         for piece in self._on_device():
@@ -119,7 +119,7 @@ class Timeline:
         return MemoryPeak(event, sum(categories.values()), categories, dict(modules), self.phases[event])
 
     def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
-        """(events, bytes by category) at about so many moments from `begin` on; of every stretch the fullest one."""
+        """(events, bytes by category) at about this many points from `begin` on: the peak of every interval."""
         totals = self.totals()
         width = max((self.num_events - self.begin) // num_points, 1)
         starts = range(self.begin, self.num_events, width)
@@ -142,15 +142,15 @@ class Timeline:
 
 
 def _holder(category: str, label: str) -> str:
-    """Rows that the backward needs are the experts', whoever made them."""
+    """Attributes rows kept for the backward to the experts."""
     return "experts" if (category, label) == ("activations", "dispatch") else label
 
 
 class Tracker(TorchDispatchMode):
-    """Sees every tensor that comes out of an operation while it is active.
+    """Dispatch mode that records every tensor produced by an operation.
 
     Args:
-        device_type: storages of other devices do not count; None: all do.
+        device_type: only storages of this device type are tracked; None: all.
     """
 
     def __init__(self, *, device_type: str | None = None) -> None:
@@ -158,16 +158,16 @@ class Tracker(TorchDispatchMode):
         self._device_type = device_type
         self._pieces: list[TrackedPiece] = []
         self._alive: dict[int, TrackedPiece] = {}
-        """By address of the storage."""
+        """Live storages by address."""
         self._phases: list[Phase] = []
         self._phase: Phase = "setup"
         self._last_backward = -1
-        """The latest event while autograd was at work."""
+        """Latest event during autograd."""
         self._labels: list[str] = []
         self._begin = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument in args:  # what was made of numbers on the host comes out of no operation
+        for argument in args:  # tensors created from host values are not outputs of an operation
             if isinstance(argument, Tensor):
                 self._see(argument)
             elif isinstance(argument, tuple | list):
@@ -185,13 +185,13 @@ class Tracker(TorchDispatchMode):
 
     @property
     def phase(self) -> Phase:
-        """What the run is doing."""
+        """Current phase."""
         in_graph: bool = torch._C._current_graph_task_id() != -1
         return "backward" if in_graph else self._phase
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """The body is this phase; what autograd does is always "backward"."""
+        """Sets the phase of the body; autograd always counts as "backward"."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -200,7 +200,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def within(self, label: str) -> Iterator[None]:
-        """What the body takes is labelled; the innermost label counts."""
+        """Labels allocations of the body; the innermost label wins."""
         self._labels.append(label)
         try:
             yield
@@ -208,18 +208,18 @@ class Tracker(TorchDispatchMode):
             self._labels.pop()
 
     def is_state(self, tensor: Tensor, kind: str) -> None:
-        """The storage of a tensor stays from step to step."""
+        """Marks the storage of a tensor as persistent state."""
         self._see(tensor)
         piece = self._alive.get(tensor.untyped_storage()._cdata)
         if piece is not None and not piece.state:
             piece.state = kind
 
     def begin(self) -> None:
-        """A peak counts from here on."""
+        """Starts the interval considered for the peak."""
         self._begin = max(len(self._phases) - 1, 0)
 
     def timeline(self) -> Timeline:
-        """Of everything so far."""
+        """Timeline of all events so far."""
         return Timeline(tuple(map(replace, self._pieces)), self._begin, len(self._phases), tuple(self._phases))
 
     def _see(self, tensor: Tensor) -> None:
@@ -248,7 +248,7 @@ class Tracker(TorchDispatchMode):
             self._die(piece)
 
     def _resized(self, key: int, piece: TrackedPiece, size: int) -> None:
-        """A storage that grew or shrank in place is the end of one piece and perhaps the beginning of another."""
+        """Handles a storage resized in place: ends its record and starts a new one if it is not empty."""
         self._die(piece)
         del self._alive[key]
         if size:

@@ -1,11 +1,11 @@
 """Multi-head and grouped-query attention (arXiv 1706.03762, 2305.13245).
 
-1. one matrix makes q, k and v (and the output gate), its rows ordered by query group
-2. optional norm of q and k, over one head or over all heads together
-3. rotary positions on q and k
+1. one projection to q, k and v (and the output gate), its rows ordered by query group
+2. optional norm of q and k, per head or over all heads together
+3. rotary position embedding of q and k
 4. softmax(q k^T * scale + mask) v, optionally with a sliding window and sinks
 5. optional sigmoid gate per channel
-6. output matrix
+6. output projection
 """
 
 from functools import partial
@@ -27,29 +27,29 @@ from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 def share_of_heads(number: int, what: str, ctx: ParallelContext) -> int:
-    """How many of all heads, or query groups, this tensor parallel rank has."""
+    """Number of heads or query groups of this tensor-parallel rank."""
     num_ranks = ctx.group("tp").size
     assert number % num_ranks == 0, f"{number} {what} do not divide among {num_ranks} tensor parallel ranks"
     return number // num_ranks
 
 
 def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
-    """One learned logit per head that takes part in the softmax and attends to nothing."""
+    """Attention sinks: one learned logit per head in the softmax denominator."""
     meta = ParamMeta(role="sink", tp_dim=0, decay=False)
     return new_parameter((num_heads,), meta, ctx)
 
 
 def rotate(kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, meta: TokenMeta, start: int = 0) -> Tensor:
-    """Rotates `spec.dim` channels of every head, from channel `start` on, by the positions of `meta`."""
+    """Rotates `config.dim` channels of every head, starting at channel `start`, by the positions of `meta`."""
     if config is None:
         return x_SBND
-    assert meta.rotary is not None, "the model must attach its rotations to the token meta before its layers run"
+    assert meta.rotary is not None, "the rotary tables are not attached to the token meta"
     cos_SBD, sin_SBD = meta.rotary[config]
     return kernels.rope(x_SBND, cos_SBD, sin_SBD, config.interleaved, start)
 
 
 class Attention(nn.Module):
-    """Self-attention over the positions of one microbatch. `site` names its dropout: the module's path in the model.
+    """Self-attention. `site`, the module's path in the model, names its dropout.
 
     Below, N and G are the heads and query groups of this tensor-parallel rank. With fewer query groups than ranks, G is
     1: ranks share a group and each computes an equal part of its heads. As in Megatron-Core, the rows of `linear_qkv`
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.ranks_per_group = max(ctx.group("tp").size // config.num_query_groups, 1)
         self.num_groups = share_of_heads(config.num_query_groups * self.ranks_per_group, "query groups", ctx)
         self.heads_per_group = self.num_heads // self.num_groups
-        # Rows of one query group; every group has the same, so tensor parallelism and per-matrix optimizers cut here.
+        # Rows of one query group: the unit of tensor-parallel sharding and of per-matrix optimizers.
         self.group_rows = self._rows(config.num_heads // config.num_query_groups)
         self.linear_qkv = Linear(
             config.hidden_size,
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         return (q_rows, *((q_rows,) if self.config.output_gate else ()), kv_rows, kv_rows)
 
     def _own_groups(self, qkv_SBC: Tensor) -> Tensor:
-        """This rank's outputs of `linear_qkv` -> q of its heads, k and v of their groups [S, B, G, C]."""
+        """Outputs of `linear_qkv` by query group [S, B, G, C]; gathers shared groups."""
         if self.ranks_per_group == 1:
             return qkv_SBC.unflatten(-1, (self.num_groups, -1))
         tp = self.ctx.group("tp")
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
     @property
     def _is_one_kernel(self) -> bool:
-        """Whether one op makes q, k and v of the rows of the matrix."""
+        """Whether the fused op (norm and rotation of q and k) serves this config."""
         config = self.config
         normed = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm"
         return config.rope is not None and not config.output_gate and (normed or config.qk_norm == "none")

@@ -1,17 +1,16 @@
-"""softmax(q k^T * scale + mask) v for the heads of this tensor parallel rank, over the sequence of all context-parallel
-ranks.
+"""Core attention, softmax(q k^T * scale + mask) v, for the heads of this tensor-parallel rank.
 
-Every context-parallel rank holds a few chunks of the sequence (`TokenMeta.part`). What it lacks it gets in one of four
-ways, and the result is the same:
+Each context-parallel rank holds a few chunks of the sequence (`TokenMeta.part`). Four communication types give the same
+result (`--cp-comm-type`):
 
-  p2p        Keys and values travel around the ring; each part seen gives an output and a log-sum-exp, which merge
-             (arXiv 2310.01889). In the backward the gradients of keys and values travel with them.
+  p2p        Keys and values are sent around the ring; the output and log-sum-exp of every received part are merged
+             (arXiv 2310.01889). In backward the gradients of keys and values follow the same ring.
   allgather  Keys and values of all ranks are gathered; their gradients are reduce-scattered.
-  a2a        Heads are scattered and the sequence is gathered: each rank has all places for its share of the heads
+  a2a        Heads are scattered and the sequence is gathered: each rank has all positions for its share of the heads
              (arXiv 2309.14509).
   a2a+p2p    a2a among neighbouring ranks, p2p among these groups.
 
-Masks follow from places in the whole sequence and the documents there, never from local indices.
+Masks follow from positions and documents in the whole sequence, never from local indices.
 """
 
 import math
@@ -49,7 +48,7 @@ from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 class Heads(NamedTuple):
-    """What attention reads."""
+    """Queries, keys and values of this rank's heads."""
 
     q_SBND: Tensor
     k_SBGD: Tensor
@@ -68,11 +67,11 @@ def core_attention(
     ctx: ParallelContext,
     kernels: Kernels,
 ) -> Tensor:
-    """-> [S, B, N, E]. N and G are this rank's share of the heads; `site` names the dropout."""
+    """Attention output [S, B, N, E]; N and G count this rank's heads and groups, `site` names the dropout."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     if meta.part is None or len(meta.part.of_ranks) == 1:
         known = meta.part is not None or ctx.group("cp").size == 1
-        assert known, "a context-parallel rank must know which part of the sequence it holds"
+        assert known, "TokenMeta.part is not set on a context-parallel rank"
         return _whole(heads, config, meta.segments_BS, meta.key(site), ctx, kernels)
     return _SplitSequence(config, meta.part, meta.whole_segments_BS, meta.key(site), ctx, kernels).attend(heads)
 
@@ -85,7 +84,7 @@ def _whole(
     ctx: ParallelContext,
     kernels: Kernels,
 ) -> Tensor:
-    """Attention over a sequence that stands here, all of it, in order."""
+    """Attention over a sequence that this rank holds whole and in order."""
     q_SBND, k_SBGD, v_SBGE, sinks_N = heads
     tp = ctx.group("tp")
     return kernels.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, (tp.rank, tp.size))
@@ -93,12 +92,12 @@ def _whole(
 
 @dataclass(frozen=True)
 class _SplitSequence:
-    """Attention over a sequence of which every context-parallel rank holds a part."""
+    """Attention over a sequence that is split over context-parallel ranks."""
 
     config: CoreAttentionConfig
     part: SequencePart
     segments_BS: Tensor | None
-    """Of the whole sequence."""
+    """Document ids of the whole sequence."""
     dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
@@ -116,14 +115,14 @@ class _SplitSequence:
                 return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), heads)
 
     def _around(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
-        """Every rank of the ring holds queries, keys and values of its part."""
+        """Ring attention: every rank holds queries, keys and values of its part."""
         # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; in the backward once
         # more, and size times their gradients in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
         return self._blockwise(Ring(group), spans[group.rank], spans, heads)
 
     def _gathered(self, cp: ProcessGroup, heads: Heads) -> Tensor:
-        """Keys and values of the whole sequence; every chunk of queries reads as many of them as it sees."""
+        """Gathers keys and values of the whole sequence; each chunk of queries reads those its mask allows."""
         own, everywhere = self.part.chunks, self.part.of_ranks
         # cp: S * B * G * (D + E) elements to every rank; backward: reduce-scatter of as many
         k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
@@ -136,8 +135,8 @@ class _SplitSequence:
         return torch.cat(outputs)
 
     def _by_heads(self, inner: ProcessGroup, outer: ProcessGroup | None, heads: Heads) -> Tensor:
-        """A share of the heads at all places of the `inner` group, which are all there are unless there is an `outer`
-        ring of such groups."""
+        """Exchanges heads for positions within the `inner` group; with an `outer` ring of such groups, runs ring
+        attention over it."""
         everywhere = self.part.of_ranks
         groups = [everywhere[first : first + inner.size] for first in range(0, len(everywhere), inner.size)]
         held = groups[0 if outer is None else outer.rank]
@@ -167,28 +166,28 @@ class _SplitSequence:
 
 
 def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
-    """Groups that divide among the ranks; fewer groups than ranks are repeated, so that each rank has the one its query
-    heads read."""
+    """Repeats query groups where there are fewer than ranks, so that each rank receives the group of its query
+    heads."""
     num_groups = x_SBGD.shape[2]
     if num_groups % num_ranks == 0:
         return x_SBGD
-    assert num_ranks % num_groups == 0, f"{num_groups} groups of keys do not divide among {num_ranks} ranks"
+    assert num_ranks % num_groups == 0, f"{num_groups} query groups do not divide {num_ranks} ranks"
     return x_SBGD.repeat_interleave(num_ranks // num_groups, dim=2)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """One part of the keys, and the rows of the queries and of the keys between which there is anything to see."""
+    """Part of the keys, with the smallest ranges of query and key rows that the mask does not exclude."""
 
     queries: slice
     keys: slice
     mask: tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
-    """Which of them see each other, and the key of the dropout, as the kernels take them."""
+    """Mask positions and dropout key in the form the kernels take."""
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Queries of one rank, and the keys of every rank of a ring."""
+    """Query positions of one rank and key positions of every rank of the ring."""
 
     kernels: Kernels
     config: CoreAttentionConfig
@@ -198,7 +197,7 @@ class _Blocks:
     dropout_key: Key | None
 
     def block(self, source: int) -> _Block | None:
-        """The keys of rank `source`; None if these queries see none of them."""
+        """Keys of rank `source`; None if the mask excludes all of them."""
         key = self.keys[source]
         seen = visible_rows(self.query.chunks, key.chunks, self.config)
         if seen is None:
@@ -210,11 +209,11 @@ class _Blocks:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention part by part, as keys and values come round.
+    """Blockwise attention over the parts of a ring.
 
-    Forward: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). A sink is a part whose output is 0; it
-    stands at the beginning, so the denominator counts it once.
-    Backward: with lse and delta = sum(grad * out) over all parts, each part gives its share by itself.
+    Forward: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). The sinks are merged first, as a part
+    whose output is 0, so that the denominator counts them once.
+    Backward: given lse and delta = sum(grad * out) over all parts, the gradients of each part are independent.
     """
 
     @staticmethod
@@ -258,7 +257,7 @@ class _BlockAttention(torch.autograd.Function):
                 out, lse, delta = out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]
                 into = grad_q_SBND[rows], grad_k[keys], grad_v[keys]
                 blocks.kernels.attention_block_grad(grad, q, k, v, out, lse, delta, *block.mask, into)
-            # The sum for these keys follows them round the ring, and is home after the last step.
+            # The gradient sum follows its keys around the ring and returns to their owner after the last step.
             if behind is not None:
                 total += behind()
             behind = blocks.ring.pass_on(total)
@@ -271,8 +270,8 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[slice, slice] | None:
-    """The smallest stretch of query rows and of key rows outside which there is nothing to see; None if there is
-    nothing at all. Under a causal mask it leaves out the half of the work that a zigzag split balances."""
+    """Smallest ranges of query rows and key rows that contain every visible pair; None if there is none. Under a causal
+    mask this skips the half of the work that a zigzag split balances."""
     left, right = config.window or (-1, -1)
     right = 0 if config.causal else right
     of_query: list[int] = []
@@ -290,8 +289,8 @@ def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tup
 
 
 def _near(chunk: range, other: range, *, before: int, after: int) -> range:
-    """The places of `chunk` from `before` places before the other's first to `after` places behind its last; -1: any
-    distance."""
+    """Positions of `chunk` from `before` positions before the first of `other` to `after` positions after its last; -1:
+    unlimited."""
     first = chunk.start if before < 0 else max(chunk.start, other.start - before)
     end = chunk.stop if after < 0 else min(chunk.stop, other.stop + after)
     return range(first, max(first, end))

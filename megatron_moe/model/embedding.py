@@ -1,4 +1,4 @@
-"""From token ids to the residual stream: word embedding, learned positions, dropout."""
+"""Embedding: word embedding, learned positions and dropout."""
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from megatron_moe.parallel.tensor_parallel import (
 
 
 class Table(nn.Module):
-    """One learned row per id. `rows` are cut over tensor parallel ranks if `meta` says so."""
+    """Table with one learned row per id; vocabulary-parallel if `meta` shards the rows."""
 
     def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Table(nn.Module):
         self.weight = new_parameter((rows, width), meta, ctx)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [...] -> [..., width]; zeros where another rank has the row."""
+        """int64 [...] -> [..., width]; zeros for rows that another rank holds."""
         if self.weight.shape == self.weight.global_shape:
             return autograd.embedding(self.kernels, ids, self.weight)
         num_held = len(self.weight)
@@ -38,16 +38,16 @@ class Table(nn.Module):
 class Embedding(nn.Module):
     """word_embeddings[token] (+ position_embeddings[position]), then dropout.
 
-    The vocabulary is cut over tensor parallel ranks; the rows they find are summed into the residual stream.
+    Vocabulary-parallel over tensor-parallel ranks, whose partial results are summed into the residual stream.
     """
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.ctx = ctx
         self.dropout = config.embedding_dropout
-        # A std of its own keeps embeddings near 1, and decay would shrink them again (Megatron's rule).
+        # Megatron's rule: with --embedding-init-method-std the embedding keeps its scale, so it has no weight decay.
         decay = config.init.embedding_std is None
-        # As a head the same rows sum over hidden_size inputs; unit-gain values must suit that use.
+        # A tied head sums over hidden_size inputs, which decides the fan-in of unit-gain initialisation.
         fan_in = config.hidden_size if config.tied_embeddings else 1
         shared = ctx.group("pp").size > 1 and (config.tied_embeddings or config.mtp is not None)
         words = ParamMeta(
@@ -66,8 +66,8 @@ class Embedding(nn.Module):
             self.position_embeddings = Table(config.max_positions, config.hidden_size, positions, ctx, kernels)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, meta: TokenMeta) -> Tensor:
-        """-> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Positions are given apart from `meta`:
-        multi-token prediction looks ahead."""
+        """Embeddings [S, B, H], or [S / tp, B, H] under sequence parallelism. Positions are a separate argument because
+        multi-token prediction shifts them."""
         words_SBH = self.word_embeddings(tokens_BS).transpose(0, 1).contiguous()
         hidden_SBH = leave_tensor_parallel(words_SBH, self.ctx)
         if self.position_embeddings is not None:

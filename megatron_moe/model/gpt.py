@@ -1,7 +1,6 @@
-"""The model: embedding, layers, final norm, head, and optionally multi-token prediction.
+"""GPT model: embedding, transformer layers, final norm, output head, and optionally multi-token prediction.
 
-A pipeline stage holds some of the layers and perhaps the first or the last part; the whole model is the stage that
-holds everything. A rank with several stages holds their parts in one module, so that parameters have the same names in
+A rank holds one or more pipeline stages (model chunks) in one module, so that parameters have the same global names in
 every layout.
 """
 
@@ -43,15 +42,15 @@ from megatron_moe.pipeline.overlap import Step
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Losses of every token, in promote(fp32, dtype), not yet weighted."""
+    """Unweighted per-token losses in promote(fp32, dtype)."""
 
     loss_BS: Tensor
     mtp_losses: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
-    """(loss_BS, weights_BS, sum of the weights over the whole sequence) of every depth of multi-token prediction."""
+    """(loss_BS, weights_BS, sum of the weights over the whole sequence) per depth of multi-token prediction."""
 
 
 class Decoder(nn.Module):
-    """The layers of a rank under their global indices, and the final norm where the last layer is."""
+    """Transformer layers of this rank, named by global index, and the final norm in the last stage."""
 
     def __init__(
         self,
@@ -77,8 +76,9 @@ class Decoder(nn.Module):
             self._final_nodes = (norm_node(self.final_layernorm),)
 
     def chain(self, chunk: int, meta: TokenMeta, *, by_node: bool) -> list[BoundNodes]:
-        """The layers of one chunk and the final norm. `by_node`: every layer as its nodes; otherwise as one node, which
-        recompute policies apply to."""
+        """Nodes of the layers of one chunk and the final norm. `by_node`: every layer as its nodes; otherwise each
+        layer
+        is one node, to which full recompute applies."""
         stage, final = self.chunks[chunk], self._final_nodes
         if not by_node:
             return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], meta)]
@@ -104,8 +104,8 @@ class GPT(nn.Module):
     4. in the last stage: head and loss per token, for the model and every depth of multi-token prediction
 
     Args:
-        chunks: the stages that this rank holds; none given: one stage that is the whole model.
-        keeping: what waits for the backward in another form; None: nothing.
+        chunks: pipeline stages of this rank; empty: one stage with the whole model.
+        saved_tensors: saved-tensor policies; None: all tensors are kept.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class GPT(nn.Module):
         self.chunks = tuple(chunks) or whole_model(config)
         has_loss = any(chunk.loss for chunk in self.chunks)
         has_mtp = any(chunk.num_mtp for chunk in self.chunks)
-        # The head reads the embedding too when they are tied, and so does multi-token prediction.
+        # A tied head and multi-token prediction read the embedding too.
         if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and config.tied_embeddings:
             self.embedding = Embedding(config, ctx, kernels)
         self.decoder = Decoder(config, self.chunks, ctx, kernels, saved_tensors)
@@ -193,8 +193,8 @@ class GPT(nn.Module):
         return [*chain, BoundNodes((last,), meta)]
 
     def _hidden_states(self, tokens_BS: Tensor, meta: TokenMeta, chunk: int, *, by_node: bool) -> list[BoundNodes]:
-        """The nodes from what the stage receives to the hidden state after its layers."""
-        assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need their segments as well"
+        """Nodes from the input of the stage to the hidden state after its layers."""
+        assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need segments_BS"
         parameters = parameters_of(self.embedding if self.chunks[chunk].embedding else None)
         first = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
         return [BoundNodes((first,), meta), *self.decoder.chain(chunk, meta, by_node=by_node)]
@@ -202,7 +202,7 @@ class GPT(nn.Module):
     def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, meta: TokenMeta) -> LayerState:
         """The embedded tokens, or the hidden states of all depths that an earlier stage sent as one tensor."""
         stage = self.chunks[chunk]
-        assert stage.embedding == (received is None), "the first stage, and only it, starts from tokens"
+        assert stage.embedding == (received is None), "exactly the first stage starts from tokens"
         if received is None:
             return LayerState(hidden_SBH=self.embedding(tokens_BS, meta.positions_BS, meta))
         depths = self.config.mtp.num_layers if self.config.mtp and stage.loss and meta.training else 0
@@ -240,7 +240,7 @@ def _sent(state: LayerState, meta: TokenMeta) -> Tensor:
 
 
 def whole_model(config: ModelConfig) -> tuple[StageLayout]:
-    """The only stage of a pipeline of one."""
+    """Single stage that holds the whole model."""
     (stage,) = even_layout(len(config.layers), num_mtp=config.mtp.num_layers if config.mtp else 0).stages
     return (stage,)
 
@@ -248,15 +248,15 @@ def whole_model(config: ModelConfig) -> tuple[StageLayout]:
 def objective(
     output: LossOutput, batch: MicroBatch, *, mtp: MTPConfig | None, per_token: bool
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """What this microbatch is differentiated by, and the (sum, count) pairs it reports.
+    """Scalar to differentiate for this microbatch, and the (sum, count) pairs to report.
 
-    By default the weighted mean over its tokens, of which the step takes the mean over microbatches. With `per_token`
-    the weighted sum, which the step divides once by the tokens of the global batch. Depth d of multi-token prediction
-    adds factor / D times its own mean; with `per_token` that mean times the tokens of the microbatch, so that fewer
-    tokens at greater depth weigh as much as all. Records "mtp_{d} loss" in the batch's tally.
+    By default the scalar is the weighted mean over the tokens, which the step averages over microbatches. With
+    `per_token` it is the weighted sum, which the step divides once by the number of tokens of the global batch. Depth d
+    of multi-token prediction adds factor / D times its mean; with `per_token` that mean is multiplied by the tokens of
+    the microbatch, so that a depth with fewer tokens has the same weight. Records the metric "mtp_{d} loss".
 
-    A context-parallel rank has the sum over its part of the sequence, but divides by the tokens of the whole. Its means
-    are taken times the number of ranks, because gradients and metrics are averaged over them.
+    A context-parallel rank sums over its part of the sequence and divides by the tokens of the whole sequence; the
+    means are multiplied by the number of ranks because gradients and metrics are averaged over them.
     """
     mask_BS = batch.loss_mask_BS
     total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()

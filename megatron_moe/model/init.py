@@ -1,6 +1,6 @@
-"""Initial values. Each depends on the seed, the parameter's global name and the expert id alone, never on the layout.
+"""Parameter initialisation. Values depend only on the seed, the parameter's global name and the expert id.
 
-Values are drawn on the CPU in fp32 on every device and for every dtype, then copied.
+They are drawn on the CPU in fp32 for every device and dtype and then copied, so they do not depend on the layout.
 """
 
 import math
@@ -14,12 +14,12 @@ from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 
 SPREAD = 0.1
-"""Of norm weights, biases and expert biases in unit-gain initial values."""
+"""Standard deviation of norm weights, biases and expert biases in unit-gain initialisation."""
 
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, seed: int, config: InitConfig) -> None:
-    """Fills every parameter of the model, and with unit gain the routers' expert biases, in place."""
+    """Initialises all parameters in place, and with unit gain also the expert biases of the routers."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
         parameter.copy_(_initial_part(parameter, name, seed, config))
@@ -30,7 +30,7 @@ def init_parameters(model: nn.Module, seed: int, config: InitConfig) -> None:
 
 
 def _initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig) -> Tensor:
-    """What this rank holds of the whole parameter. Experts of other ranks are not drawn."""
+    """Initial values of this rank's shard. Experts of other ranks are not drawn."""
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
     if meta.num_experts is None:
         return local_part(_draw(shape, meta, (seed, name), config), boxes, meta)
@@ -48,7 +48,7 @@ def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitCon
 
 
 def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
-    """Of one parameter; 0: it starts as a constant."""
+    """Standard deviation of a parameter; 0: it is initialised to a constant."""
     if config.method == "unit_gain":
         constant = meta.init in ("zeros", "ones") or meta.role in ("norm", "bias")
         return SPREAD if constant else 1 / math.sqrt(meta.fan_in)
@@ -64,5 +64,5 @@ def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
 
 
 def normal(shape: tuple[int, ...], key: rng.Key) -> Tensor:
-    """Standard normal numbers, fp32 on the CPU."""
+    """Standard normal values in fp32 on the CPU."""
     return torch.randn(shape, generator=rng.generator(key), dtype=torch.float32)

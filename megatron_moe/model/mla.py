@@ -24,10 +24,10 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
 class MLA(nn.Module):
-    """Self-attention through latents. `site` names its dropout: the module's path in the model.
+    """Multi-latent self-attention. `site`, the module's path in the model, names its dropout.
 
-    Every tensor parallel rank makes the latents, under sequence parallelism those of its own positions, and from them
-    the q, k and v of its own heads: N below is its own.
+    Every tensor-parallel rank computes the latents (under sequence parallelism, those of its own positions) and from
+    them q, k and v of its own N heads.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class MLA(nn.Module):
             return self.linear_proj(context_SBNE.flatten(2))
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """What q is made of: its latent [S, B, q_lora_rank], or the hidden state; the latent of k and v, with the key
-        part that all heads share, [S, B, kv_lora_rank | rope]"""
+        """Down projections: q latent [S, B, q_lora_rank] (the hidden state without q LoRA), and kv latent with the
+        rotated key part that all heads share [S, B, kv_lora_rank | rope]."""
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 
@@ -102,7 +102,7 @@ class MLA(nn.Module):
         """k [S, B, N, nope | rope], v [S, B, N, E]"""
         config = self.config
         latent, turned = latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
-        # tp: S * B * rope channels; the gradient is partial, since every rank's heads read the shared key part.
+        # tp: S * B * rope elements in backward; the gradient is partial because each rank's heads read the shared key.
         turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], config.rope, meta)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
         return self.kernels.latent_key_value(kv, turned_SB1D.squeeze(2), config.qk_head_dim)

@@ -1,4 +1,4 @@
-"""The dense feed-forward block: plain, or gated (arXiv 2002.05202)."""
+"""Dense MLP, plain or gated (arXiv 2002.05202)."""
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from megatron_moe.parallel.linear import Linear
 
 
 class MLP(nn.Module):
-    """fc2(act(fc1(x))); a gated fc1 has the gate's rows first, then those of up."""
+    """fc2(act(fc1(x))); a gated fc1 has the gate rows first, then the up rows."""
 
     def __init__(self, config: MLPConfig, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()

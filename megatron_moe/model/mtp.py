@@ -1,14 +1,14 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 section 2.2).
 
-Depth d = 1 .. D predicts the token d places further ahead than the model itself:
+Depth d = 1 .. D predicts the token d positions further ahead than the model itself:
 
-  z_d = eh_proj([enorm(embedding(tokens moved left by d)); hnorm(h_{d-1})])
+  z_d = eh_proj([enorm(embedding(tokens shifted left by d)); hnorm(h_{d-1})])
   h_d = final_layernorm(layer(z_d))
 
-with h_0 the model's hidden state after its final norm, and the embedding and the head shared with the model. Labels and
-loss weights move left with the tokens, so a position whose label would lie beyond the sequence (or its document) has
-weight 0. Rotary positions stay those of the hidden state; only learned positions move with the tokens. A
-context-parallel rank moves the whole sequence and takes its part, since a place's next may be another rank's.
+with h_0 the model's hidden state after its final norm; embedding and head are shared with the model. Labels and loss
+weights are shifted with the tokens, so a position whose label lies beyond the sequence (or its document) has weight 0.
+Rotary positions are those of the hidden state; only learned positions are shifted. A context-parallel rank shifts the
+whole sequence and then takes its part, because the next token of a position may belong to another rank.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from megatron_moe.parallel.tensor_parallel import columns_to_residual
 
 
 class MTPLayer(nn.Module):
-    """Joins the hidden state with the embedding of a later token, then one layer of the model's last kind."""
+    """One depth: joins hidden state and embedding of a later token, then runs one layer like the model's last."""
 
     def __init__(
         self,
@@ -75,21 +75,21 @@ class MTPLayer(nn.Module):
 
     def _join(self, state: LayerState, meta: TokenMeta) -> LayerState:
         """Projection of the normed embedding and hidden state to the input of the transformer layer."""
-        # The head reads the hidden state too. A view makes this one use of it, so that its gradient has the same bits
-        # in every order of nodes.
+        # The head reads the hidden state too. Through a view its gradient is summed in the same order whatever order
+        # the nodes run in.
         hidden_SBH = state.hidden_SBH.view_as(state.hidden_SBH)
         joined = torch.cat([self.enorm(state.embedded_SBH), self.hnorm(hidden_SBH)], dim=-1)
         return state.evolve(hidden_SBH=columns_to_residual(self.eh_proj(joined), self.ctx), embedded_SBH=None)
 
 
 class MTP(nn.Module):
-    """The depths in order; one layer serves them all when it is repeated."""
+    """All depths in order; with a repeated layer they share one set of weights."""
 
     def __init__(
         self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels, saved_tensors: SavedTensorPolicy
     ) -> None:
         super().__init__()
-        assert config.mtp is not None, "this model has no multi-token prediction"
+        assert config.mtp is not None, "the model config has no multi-token prediction"
         self.config = config.mtp
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
         layers = {
@@ -103,7 +103,7 @@ class MTP(nn.Module):
         ]
 
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
-        """The nodes of every depth; `first`: position of the first depth among the layers of the chunk.
+        """Nodes of every depth; `first` is the position of the first depth among the layers of the chunk.
 
         The hidden state before a depth is appended to `LayerState.earlier`. `by_node`: every layer as its nodes;
         otherwise as one node, which recompute policies apply to.
@@ -127,7 +127,7 @@ class MTP(nn.Module):
         for number in range(self.config.num_layers):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
             if valid_BS is not None:
-                # A place without a token ahead counts as its own token does, so that an all-true mask equals no mask.
+                # A position without a later token keeps its own validity, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
             meta = self._look_ahead(batch.meta, None if valid_BS is None else take(valid_BS), number)
             layer = self.layers[str(number % self.num_layers)]
@@ -135,32 +135,32 @@ class MTP(nn.Module):
             yield _Depth(number == 0, take(tokens_BS), take(positions_BS), meta, layer)
 
     def _look_ahead(self, meta: TokenMeta, valid_BS: Tensor | None, depth: int) -> TokenMeta:
-        """The meta of a depth from that of the model."""
+        """Token meta of one depth."""
         key = meta.random_key
         return replace(
             meta,
             valid_BS=valid_BS,
-            # A repeated layer adds its balancing losses once per depth; together they weigh as one layer's.
+            # A repeated layer adds its balancing losses once per depth; their sum has the weight of one layer.
             aux_scale=meta.aux_scale / (self.config.num_layers if self.config.repeated_layer else 1),
             random_key=None if key is None else (*key, "mtp", depth),
-            forced=None,  # drawn for the decoder's layers, which may be replayed; these are computed
+            forced=None,  # drawn for the decoder's layers, which may be captured; MTP layers are not
         )
 
 
 @dataclass(frozen=True)
 class _Depth:
-    """One depth on one microbatch."""
+    """Inputs of one depth for one microbatch."""
 
     is_first: bool
     tokens_BS: Tensor
-    """Moved left by as many places as the depth counts."""
+    """Shifted left by the depth's number of positions."""
     positions_BS: Tensor
     meta: TokenMeta
     layer: MTPLayer
 
 
 def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Labels, weights, and the sum of the weights over the whole sequence, of every depth."""
+    """Yields (labels, loss weights, sum of the weights over the whole sequence) of every depth."""
     whole = batch.whole or batch
     labels_BS, weights_BS = whole.labels_BS, whole.loss_mask_BS
     for _ in range(num_depths):
@@ -170,7 +170,7 @@ def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def shift(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:
-    """Moves every document one place to the left; its last place gets `fill`."""
+    """Shifts every document left by one position; its last position becomes `fill`."""
     last = torch.full_like(x_BS[:, :1], fill)
     moved_BS = torch.cat([x_BS[:, 1:], last], dim=1)
     if segments_BS is None:

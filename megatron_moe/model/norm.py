@@ -15,7 +15,7 @@ class Norm(nn.Module):
     def __init__(
         self, config: NormConfig, width: int, ctx: ParallelContext, kernels: Kernels, *, over_heads: bool = False
     ) -> None:
-        """`over_heads`: it norms the heads of this rank; otherwise the residual stream, or a latent of it."""
+        """`over_heads`: normalises this rank's heads; otherwise the residual stream or a latent."""
         super().__init__()
         partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
         self.config = config
@@ -30,7 +30,8 @@ class Norm(nn.Module):
             self.bias = new_parameter((width,), bias, ctx)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """[..., width] -> [..., width], computed in promote(fp32, dtype). With a residual: (residual + x, its norm)."""
+        """[..., width] -> [..., width], computed in promote(fp32, dtype). With a residual: (residual + x, norm of that
+        sum)."""
         eps, zero_centered = self.config.eps, self.config.zero_centered
         if self.bias is None and residual is not None:
             return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)
@@ -43,7 +44,7 @@ class Norm(nn.Module):
 
 
 class UnitNorm(nn.Module):
-    """RMSNorm without a weight: Megatron's L2 norm of queries and keys (Llama 4)."""
+    """RMSNorm without weight: Megatron's L2 norm of queries and keys (Llama 4)."""
 
     def __init__(self, eps: float, kernels: Kernels) -> None:
         super().__init__()

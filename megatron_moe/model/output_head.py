@@ -21,9 +21,9 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
 class Head(nn.Module):
-    """logits = hidden W^T + b over the padded vocabulary. When tied, W is the word embedding and is handed in.
+    """Computes logits = hidden W^T + b over the padded vocabulary; a tied W is the word embedding and is an argument.
 
-    A tensor parallel rank makes the logits of its part of the vocabulary, V / tp below, for all positions.
+    A tensor-parallel rank computes the logits of its V / tp vocabulary entries for all positions.
     """
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels) -> None:
@@ -48,10 +48,10 @@ class Head(nn.Module):
         labels_BS: Tensor | None = None,
         detach: bool = False,
     ) -> Tensor:
-        """-> logits [S, B, V / tp], or with labels the loss of every token. `detach`: the head is used, not trained."""
+        """Logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: no gradient to the head's weights."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
-        assert weight_VH is not None, "a tied head needs the word embedding"
+        assert weight_VH is not None, "a tied head needs the word embedding weight"
         if detach:
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         if labels_BS is not None and self.loss_chunk is not None:
@@ -62,7 +62,7 @@ class Head(nn.Module):
     def _chunked_loss(
         self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_BS: Tensor, chunk: int
     ) -> Tensor:
-        """The loss without the logits of all tokens -> [B, S]"""
+        """Loss [B, S] from chunks of logits, without materialising the logits of all tokens."""
         whole_SBH = enter_tensor_parallel(hidden_SBH, self.ctx)
         seq, batch, hidden = whole_SBH.shape
         tp, labels_T = self.ctx.group("tp"), labels_BS.T.reshape(-1)
@@ -79,9 +79,9 @@ class Head(nn.Module):
 
 
 def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
-    """-log softmax(logits)[label], in promote(fp32, dtype) -> [T], the same on every rank of the group.
+    """Vocabulary-parallel -log softmax(logits)[label], [T] in promote(fp32, dtype), equal on every rank of the group.
 
-    Rank r has logits r * V .. (r + 1) * V - 1 of the whole vocabulary; labels are ids of the whole.
+    Rank r holds logits r * V .. (r + 1) * V - 1; labels are global ids.
     """
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
@@ -89,7 +89,7 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Backward: softmax minus one at the label, of this rank's logits; no rank needs another's."""
+    """Gradient of this rank's logits: softmax minus one at the label; no communication."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
@@ -124,9 +124,9 @@ def linear_cross_entropy(
     group: ProcessGroup,
     chunk: int,
 ) -> Tensor:
-    """`cross_entropy` of hidden times weight transposed plus bias -> [T]; `chunk` tokens at a time.
+    """`cross_entropy` of hidden W^T + b, [T], computed in chunks of `chunk` tokens.
 
-    Weight and bias are this rank's part of the vocabulary, and so is the gradient of the hidden states that they give.
+    Weight and bias are this rank's part of the vocabulary; the gradient of `hidden` is partial accordingly.
     """
     settings = _Settings(kernels, group, chunk)
     return _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, labels_T, settings)  # type: ignore[no-untyped-call,no-any-return]
@@ -139,7 +139,7 @@ class _Settings:
     chunk: int
 
     def slices(self, num_tokens: int) -> Iterator[slice]:
-        """Of no tokens one, and empty."""
+        """Slices of the chunks; one empty slice if there are no tokens."""
         for start in range(0, max(num_tokens, 1), self.chunk):
             yield slice(start, min(start + self.chunk, num_tokens))
 
@@ -167,14 +167,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TH, labels_T, bias_V = ctx.saved_tensors
         work = _Gradients(ctx.settings, hidden_TH, ctx.weight, bias_V, labels_T, grads[0])
         grad_weight = give(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
-        if work.grad_hidden_TH is None:  # nobody wants the weight's gradient, or only later
+        if work.grad_hidden_TH is None:  # no weight gradient, or it is deferred
             work.run(None, False)
         grad_bias = work.grad_bias_V if ctx.needs_input_grad[2] else None
         return work.grad_hidden_TH, grad_weight, grad_bias, None, None
 
 
 class _Gradients:
-    """The backward, chunk by chunk."""
+    """Backward of `linear_cross_entropy` in chunks of tokens."""
 
     def __init__(
         self,
@@ -191,8 +191,9 @@ class _Gradients:
         self.grad_bias_V: Tensor | None = None
 
     def run(self, out: Tensor | None, accumulate: bool) -> None:
-        """The weight's gradient goes to `out`, if there is one; hidden states and bias get theirs the first time."""
-        # chunks are added up in the internal dtype, whatever the dtype of the result
+        """Writes the weight gradient to `out` if given; the first call also computes those of hidden states and
+        bias."""
+        # chunks are accumulated in promote(fp32, dtype)
         wide = out
         if out is not None and out.dtype is not internal_dtype(out.dtype):
             wide = torch.empty_like(out, dtype=internal_dtype(out.dtype))
@@ -215,7 +216,7 @@ class _Gradients:
             store(out, wide, accumulate)
 
     def _of_logits(self, rows: slice) -> Tensor:
-        """Gradient of the logits of some tokens."""
+        """Gradient of the logits of one chunk of tokens."""
         logits_TV = self._settings.logits(self._hidden_TH[rows], self._weight_VH.detach(), self._bias_V)
         logits_TV = logits_TV.detach().requires_grad_()
         with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""Rotary positions (arXiv 2104.09864): the frequencies of every scaling, and the tables the layers rotate with.
+"""Rotary position embedding (arXiv 2104.09864): frequencies of every scaling and the cos/sin tables.
 
-Angles are computed in fp64 whatever the run's dtype: position times frequency loses one digit per decade of position in
-fp32, and the table is made once per microbatch.
+Angles are computed in fp64 for every dtype, because position times frequency loses one decimal digit per decade of
+position in fp32; the tables are built once per microbatch.
 """
 
 import math
@@ -23,7 +23,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class Rotations:
-    """Every distinct rotation among the mixers of a model stage."""
+    """Builds the tables of every distinct rotation among the mixers of a stage."""
 
     def __init__(self, mixers: Iterable[AttentionConfig | MLAConfig], ctx: ParallelContext) -> None:
         configs = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
@@ -31,12 +31,12 @@ class Rotations:
         self.frequencies = {config: inverse_frequencies(config).to(ctx.device) for config in configs}
 
     def attach(self, meta: TokenMeta) -> TokenMeta:
-        """`meta` with the cos and sin of its positions."""
+        """Copy of `meta` with the cos and sin tables of its positions."""
         tables = {config: self._table(config, freqs, meta.positions_BS) for config, freqs in self.frequencies.items()}
         return replace(meta, rotary=tables)
 
     def _table(self, config: RopeConfig, frequencies: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, B, dim]; each angle stands twice, as two halves."""
+        """cos and sin [S, B, dim]; both halves of the last dim hold the same angles."""
         angles = positions_BS.T[:, :, None].double() * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         scale = concentration(config)
@@ -44,7 +44,7 @@ class Rotations:
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
-    """Radians per position of every pair, fp64 [dim / 2]."""
+    """Angular frequency of every channel pair, radians per position, fp64 [dim / 2]."""
     plain = config.base ** (-torch.arange(0, config.dim, 2, dtype=torch.float64) / config.dim)
     match config.scaling:
         case "none":
@@ -58,28 +58,28 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Llama 3.1 (arXiv 2407.21783): waves longer than the original context are stretched by the factor, much shorter
-    ones are kept, and between `low_freq_factor` and `high_freq_factor` waves per context the two are mixed."""
+    """Llama 3.1 scaling (arXiv 2407.21783): wavelengths above the original context are stretched by the factor, short
+    ones are kept, and those between `low_freq_factor` and `high_freq_factor` per context are interpolated."""
     waves_per_context = config.original_max_positions * plain / (2 * math.pi)
     keep = (waves_per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return _mix(plain, config.scaling_factor, keep.clamp(0, 1))
 
 
 def _yarn(config: RopeConfig, plain: Tensor) -> Tensor:
-    """YaRN (arXiv 2309.00071 section 3.2): dims that turn more than `beta_fast` times in the original context are kept,
-    those that turn less than `beta_slow` times are stretched, with a linear ramp over the dims between."""
+    """YaRN scaling (arXiv 2309.00071 section 3.2): pairs with more than `beta_fast` rotations in the original context
+    are kept, those with fewer than `beta_slow` are stretched, with a linear ramp over the pairs between."""
     low, high = _turning_dim(config, config.beta_fast), _turning_dim(config, config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.dim - 1)
     if low == high:
-        high += 0.001  # the ramp becomes a step
+        high += 0.001  # avoids a division by zero: the ramp becomes a step
     stretch = (torch.arange(config.dim // 2, dtype=torch.float64) - low) / (high - low)
     return _mix(plain, config.scaling_factor, 1 - stretch.clamp(0, 1))
 
 
 def _turning_dim(config: RopeConfig, turns: float) -> float:
-    """The (fractional) pair that turns `turns` times within the original context."""
+    """Fractional index of the pair with `turns` rotations in the original context."""
     return config.dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.base))
 
 
@@ -88,7 +88,7 @@ def _mix(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
 
 
 def concentration(config: RopeConfig) -> float:
-    """Factor on cos and sin, by which YaRN sharpens attention over the longer context."""
+    """Factor on cos and sin, YaRN's attention temperature for the longer context."""
     if config.scaling != "yarn":
         return 1.0
     if config.concentration is not None:

@@ -30,7 +30,7 @@ class TransformerLayer(nn.Module):
     Args:
         layer: global index, under which an MoE layer reports metrics.
         site: path of the module in the model; names the dropout of both residual connections.
-        keeping: saved-tensor policies; None: all tensors are kept.
+        saved_tensors: saved-tensor policies; None: all tensors are kept.
     """
 
     nodes: tuple[Node, ...]

@@ -1,19 +1,19 @@
-"""Losses that keep the experts evenly used, how they enter the gradient, and the update once per global batch.
+"""Load-balancing losses, their gradient, and the update of expert biases once per global batch.
 
 All balancing losses are L = E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961 eq. 4): f_e the share of expert e
-among all choices, P_e its mean score. L is 1 when the choices are even and E / K when all tokens choose the same K
-experts alone. They differ in what f and P are taken over:
+among all choices, P_e its mean score. L is 1 for an even load and E / K when all tokens choose the same K experts. They
+differ in the tokens over which f and P are taken:
 
   aux_loss          one microbatch
-  seq_aux_loss      each sequence by itself; mean over the sequences
+  seq_aux_loss      each sequence separately; mean over the sequences
   global_aux_loss   f: all ranks and all microbatches of the global batch so far; P: one microbatch
 
-Choices and scores are those of a plain top-k, without groups, bias or dropping; their sums over tokens come from the
-kernel that routes. Padding counts nowhere.
+Choices and scores are those of plain top-k, without groups, bias or dropping; the routing kernel sums them over tokens.
+Padding is not counted.
 
-Tensor and context parallel ranks (the group "tp_cp") hold parts of one microbatch. Each has the whole f and the whole
-number of tokens, but the scores of its own tokens alone: what it computes is its part of the loss, the sum over ranks
-is the loss, and each rank's gradient is that of its own tokens.
+Tensor and context parallel ranks (the group "tp_cp") hold parts of one microbatch. Each rank has the global f and
+the global number of tokens but only the scores of its own tokens: it computes its part of the loss, the loss is the sum
+over ranks, and the gradient of a rank is that of its own tokens.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ LOSS_NAMES: tuple[tuple[Balancing, str], ...] = (
     ("seq_aux_loss", "seq_load_balancing_loss"),
     ("global_aux_loss", "global_load_balancing_loss"),
 )
-"""Kind of balancing, and Megatron's name of its loss in the log."""
+"""Balancing method and Megatron's name of its loss in the log."""
 
 
 class _AttachLosses(torch.autograd.Function):
@@ -51,40 +51,41 @@ class _AttachLosses(torch.autograd.Function):
 
 
 def attach_losses(carrier: Tensor, losses: Sequence[Tensor], coeffs: Sequence[float], scale: Tensor | float) -> Tensor:
-    """`carrier`, unchanged; in the backward the scalars `losses`, of one dtype, take part in the objective, each with
-    weight `scale` times its coefficient. Nobody reads their sum, so it is not computed."""
+    """Returns `carrier` unchanged; its backward adds the scalars `losses` (of one dtype) to the objective, each
+    weighted
+    by `scale` times its coefficient. Their sum is not computed."""
     return _AttachLosses.apply(carrier, coeffs, scale, *losses)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class BatchTokens:
-    """Which tokens of a microbatch are real: `valid_T` of this rank's tokens (None: all of them), and how many in every
-    sequence on all ranks of `group`, which share the microbatch."""
+    """Validity of the tokens of a microbatch: `valid_T` for this rank's tokens (None: all valid), and counts per
+    sequence over the ranks of `group`, which share the microbatch."""
 
     def __init__(self, valid_T: Tensor | None, num_local: int, batch_size: int, group: ProcessGroup) -> None:
         self.valid_T = valid_T
         self.group = group
         self.batch_size = batch_size
         self.num_whole = num_local * group.size
-        """Tokens of the microbatch on all ranks of the group, padding among them."""
+        """Number of tokens of the microbatch over the group, including padding."""
         self._per_sequence_B: Tensor | None = None
 
     def number(self) -> int | Tensor:
-        """Real tokens of the microbatch, at least 1; on the device where padding hides it from the host."""
+        """Number of valid tokens of the microbatch, at least 1; a device scalar if there is padding."""
         return max(self.num_whole, 1) if self.valid_T is None else self.per_sequence().sum().clamp(min=1)
 
     def per_sequence(self) -> Tensor:
-        """int64 [B], where there may be padding; counted when first asked for."""
+        """Valid tokens per sequence, int64 [B]; computed on first use."""
         if self._per_sequence_B is None:
-            assert self.valid_T is not None, "without padding all sequences are as long"
+            assert self.valid_T is not None, "without padding all sequences have the same length"
             # tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
             self._per_sequence_B = all_reduce_(self.valid_T.view(-1, self.batch_size).sum(dim=0), self.group)
         return self._per_sequence_B
 
 
 class BalancingLosses:
-    """One microbatch's balancing losses, from sums over this rank's tokens: of one set G of them, or per sequence.
+    """Balancing losses of one microbatch from sums over this rank's tokens, per set G of tokens (all, or a sequence).
 
-    The shares f have no gradient, so every loss is the product of sums and weights per set and expert.
+    The shares f have no gradient, so every loss is a product of sums and weights per set and expert.
     """
 
     def __init__(self, sums: BalanceSums, topk: int, tokens: BatchTokens) -> None:
@@ -94,7 +95,7 @@ class BalancingLosses:
         self._whole_counts_GE: Tensor | None = None
 
     def _whole_counts(self) -> Tensor:
-        """Choices per set and expert, int64 [G, E], of the whole microbatch."""
+        """Choices per set and expert over the whole microbatch, int64 [G, E]."""
         if self._whole_counts_GE is None:
             self._whole_counts_GE = self._counts_GE
             if self._tokens.group.size > 1:
@@ -103,28 +104,28 @@ class BalancingLosses:
         return self._whole_counts_GE
 
     def over_microbatch(self) -> Tensor:
-        """The loss with shares and mean scores of this microbatch."""
+        """Loss from the shares and mean scores of this microbatch (aux_loss)."""
         counts_GE = self._whole_counts()
         return self._mean_loss(counts_GE if len(counts_GE) == 1 else counts_GE.sum(dim=0, keepdim=True), self._topk)
 
     def over_sequences(self) -> Tensor:
-        """Mean of the losses of the sequences. A sequence of padding alone is no sequence."""
+        """Mean of the losses of the sequences (seq_aux_loss); sequences without valid tokens are skipped."""
         return self._mean_loss(self._whole_counts(), self._topk)
 
     def with_shares_of(self, counts_E: Tensor) -> Tensor:
-        """The loss with the mean scores of this microbatch and the shares of `counts_E`."""
+        """Loss from the mean scores of this microbatch and the shares of `counts_E` (global_aux_loss)."""
         return self._mean_loss(counts_E[None], None)
 
     def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> Tensor:
-        """E * sum_e f_e P_e, mean over those of the sets of tokens G, which are one microbatch or its sequences, that
-        have tokens.
+        """E * sum_e f_e P_e, averaged over the sets G (the microbatch or its sequences) that have tokens.
 
-        counts_GE: choices, of whichever tokens f is taken over; `choices`: per token of the set, None: they are others.
+        counts_GE: choices of the tokens over which f is taken; `choices`: choices per token of the set, None if f is
+        taken over other tokens.
         """
         num_sets, num_experts = counts_GE.shape
         counts_GE = counts_GE.to(self._scores_GE.dtype)
         if self._tokens.valid_T is None:
-            # sizes are known to the host, and few small kernels are left
+            # host-known sizes leave few small kernels
             num_tokens = max(self._tokens.num_whole // num_sets, 1)
             scale = num_experts / (num_tokens * num_sets)
             total = counts_GE.sum().clamp(min=1) if choices is None else num_tokens * choices
@@ -140,29 +141,29 @@ class BalancingLosses:
         return (self._scores_GE * weights_GE).sum()
 
     def counts_over(self, group: ProcessGroup) -> Tensor:
-        """Choices per expert, int64 [E], over all ranks of a group that holds other microbatches too."""
+        """Choices per expert over the ranks of a group that holds several microbatches, int64 [E]."""
         # tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
         return all_reduce_(self._counts_GE.sum(dim=0), group)
 
 
 class BalancedRouter(Protocol):
-    """What `update_routers` needs of a router."""
+    """Interface of a router for `update_routers`."""
 
     def batch_sums(self) -> Tensor:
-        """fp64 [n]: what was counted since the last update, to be summed over ranks; n may be 0."""
+        """Statistics since the last update, to be summed over ranks: fp64 [n], n may be 0."""
         ...
 
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
-        """Moves expert bias and thresholds by the summed counts, unless `proceed` is False, and forgets the counts."""
+        """Updates expert bias and thresholds from the summed statistics unless `proceed` is False; resets them."""
         ...
 
 
 def update_routers(
     routers: Sequence[BalancedRouter], context: ParallelContext, *, proceed: Tensor | None = None
 ) -> None:
-    """Moves the routers' biases and thresholds; to be called once per global batch, after the last backward.
+    """Updates the expert biases and thresholds of all routers, once per global batch after the last backward.
 
-    `proceed`: bool scalar on the device, False after a bad step: then nothing moves. Counts are forgotten in any case.
+    `proceed`: bool device scalar, False after a bad step: nothing is updated, but the statistics are reset.
     """
     parts = [router.batch_sums() for router in routers]
     if not parts:

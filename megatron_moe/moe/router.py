@@ -1,6 +1,6 @@
-"""The router: given tokens, which experts do they visit, and with what weight.
+"""Router: selects experts for every token and computes their weights.
 
-Order of work: input jitter, gate matrix, forced logits (benchmarks), choice and all sums over tokens in one op,
+Order: input jitter, gate projection, forced logits (benchmarks), selection with all sums over tokens in one op,
 capacity, losses, counts.
 """
 
@@ -43,11 +43,11 @@ from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
 
 
 class Router(nn.Module):
-    """Chooses `topk` of `num_experts` experts for every token, or tokens for every expert.
+    """Selects `topk` of `num_experts` experts for every token, or tokens for every expert (expert choice).
 
-    Parameters: `weight` [E, H], and `bias` [E] if the spec asks for it. Buffers in fp32, saved with the model:
-    `expert_bias` [E] (aux-loss-free balancing, arXiv 2408.15664) and `quantile_thresholds` [E], each only when its
-    method is on. What is counted between two updates is not saved: a checkpoint falls between global batches.
+    Parameters: `weight` [E, H], and `bias` [E] if configured. fp32 buffers, saved with the model: `expert_bias` [E]
+    (aux-loss-free balancing, arXiv 2408.15664) and `quantile_thresholds` [E], each only if its method is enabled.
+    Statistics between two updates are not saved, because checkpoints are written between global batches.
     """
 
     weight: Parameter
@@ -70,7 +70,7 @@ class Router(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         num_experts = config.num_experts
-        # Under sequence parallelism every rank routes its own tokens.
+        # Under sequence parallelism every rank routes its own tokens, so gradients are partial.
         partial = ctx.config.sequence_parallel
         meta = ParamMeta(role="router", fan_in=config.hidden_size, partial_over_tp=partial)
         self.weight = new_parameter((num_experts, config.hidden_size), meta, ctx)
@@ -90,25 +90,26 @@ class Router(nn.Module):
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
         self._counts_ahead: dict[Key | None, Tensor] = {}
-        """By microbatch the counts of the global loss that a first forward took and that its second one will take."""
+        """Counts of the global loss by microbatch, kept from the first forward for the recomputed one."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
         self.register_buffer(name, value, persistent=saved)
 
     def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
-        """hidden [S, B, H] -> where its T = S * B tokens go, t = s * B + b.
+        """Routes hidden [S, B, H]: T = S * B tokens, t = s * B + b.
 
-        `given_ids_TK` replays a choice (`Routing.chosen_TK` of the first time) with today's weights. Losses are made in
-        training alone: they enter the gradient and are counted where gradients are enabled, and are reported where
-        there is a tally. A forward that is computed twice has a tally first and gradients then, so each happens once.
+        `given_ids_TK` replays a selection (an earlier `Routing.chosen_TK`) with the current weights. In training,
+        losses enter the gradient and choices are counted where gradients are enabled; metrics are recorded where
+        `meta.metrics` is set. A recomputed forward has metrics in its first pass and gradients in its second, so each
+        happens once.
         """
         recording = meta.training and (torch.is_grad_enabled() or meta.metrics is not None)
         valid_T = None if meta.valid_BS is None else my_positions(meta.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, meta)
         tokens = BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp"))
         if "expert_choice" in self.config.balancing:
-            assert given_ids_TK is None, "expert choice has no ids per token to replay"
+            assert given_ids_TK is None, "expert choice cannot replay ids per token"
             routed, routing = None, self._choose_tokens(logits_TE, valid_T)
         else:
             routed = self._choose_experts(logits_TE, tokens, given_ids_TK, recording=recording, balance=meta.training)
@@ -138,15 +139,14 @@ class Router(nn.Module):
         return logits_TE
 
     def _logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """For hidden states of `dtype`."""
+        """Dtype of the logits for hidden states of `dtype` (`--moe-router-dtype`)."""
         if self.config.dtype is None:
             return dtype
         return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
     def draw(self, num_tokens: int, dtype: torch.dtype, meta: TokenMeta) -> Tensor:
-        """The logits [T, E] that benchmarks force on hidden states of `dtype`. Noise differs between tokens,
-        microbatches and layers. The uneven part is common to all ranks: new in every step, or one for the whole run
-        when the given standard deviation is negative."""
+        """Forced logits [T, E] for benchmarks. The noise differs between tokens, microbatches and layers; the bias part
+        is common to all ranks: redrawn every step, or fixed for the run if the given standard deviation is negative."""
         key, std = meta.random_key or (self.ctx.seed,), self.config.force_biased
         fixed = std is not None and std < 0
         bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
@@ -163,7 +163,7 @@ class Router(nn.Module):
     def _choose_experts(
         self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *, recording: bool, balance: bool
     ) -> RoutedTokens:
-        """Every token takes experts: `spec.topk` of them. `recording`: with the sums that losses are made of."""
+        """Token choice: every token selects `topk` experts. `recording`: also computes the sums for the losses."""
         config, valid_T = self.config, tokens.valid_T
         z = recording and bool(config.z_loss_coeff)
         if "sinkhorn" in config.balancing:
@@ -196,7 +196,7 @@ class Router(nn.Module):
         return routing if self.capacity is None else self._limit(routing, self.capacity)
 
     def _limit(self, routing: Routing, config: CapacityConfig) -> Routing:
-        """Drops what is beyond the experts' capacity."""
+        """Drops choices beyond the capacity of the experts."""
         ids_TK, probs_TK = routing.ids_TK, routing.probs_TK
         assert ids_TK is not None and probs_TK is not None
         capacity = expert_capacity(len(ids_TK), self.config.topk, self.config.num_experts, config.factor)
@@ -210,7 +210,7 @@ class Router(nn.Module):
         )
 
     def _choose_tokens(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """Every expert takes tokens: as many as its capacity."""
+        """Expert choice: every expert selects as many tokens as its capacity."""
         config = self.config
         factor = 1.0 if self.capacity is None else self.capacity.factor
         capacity = expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
@@ -226,8 +226,8 @@ class Router(nn.Module):
     def _losses(
         self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, meta: TokenMeta
     ) -> list[tuple[str, Tensor, float]]:
-        """(name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None where experts
-        choose."""
+        """Yields (name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None for
+        expert choice."""
         made: list[tuple[str, Tensor, float]] = []
         if self.config.z_loss_coeff:
             z_sum = None if routed is None else routed.z_sum
@@ -240,7 +240,7 @@ class Router(nn.Module):
         return made
 
     def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], meta: TokenMeta) -> Routing:
-        """Reports the losses, and lets them into the gradient of the weights."""
+        """Records the losses and attaches them to the gradient of the probabilities."""
         if not made:
             return routing
         names, losses, coeffs = zip(*made, strict=True)
@@ -261,19 +261,19 @@ class Router(nn.Module):
             counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():
-                # by the second forward other microbatches or depths have counted, in another order
+                # in the recomputed forward other microbatches or depths have been counted, in another order
                 self._counts_ahead[meta.random_key] = counts_E
         return losses.with_shares_of(counts_E)
 
     def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
-        """Each rank has its part of a loss; the mean over ranks, which the tally takes, has to be their sum."""
+        """Scales a partial loss so that the metric's mean over ranks is the sum of the parts."""
         if meta.metrics is not None:
             size = self.ctx.group("tp_cp").size
             meta.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
-        """Remembers what the update at the end of the global batch needs."""
-        # by `add_`: `+=` would also set the attribute of the module, which costs the host more than the addition
+        """Accumulates the statistics for the update at the end of the global batch."""
+        # `+=` would also set the module attribute, which costs more host time than the addition
         if self.expert_bias is not None:
             self.tokens_since_update.add_(routing.counts_E)
         if self.quantile_thresholds is not None:
@@ -294,12 +294,12 @@ class Router(nn.Module):
         router_metrics.record_load(metrics, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
 
     def record_bias(self, metrics: MetricAccumulator) -> None:
-        """Reports the expert bias of a step, once: it only moves at the end."""
+        """Records the range of the expert bias once per step."""
         if self.expert_bias is not None:
             router_metrics.record_bias(metrics, self.layer, self.expert_bias)
 
     def batch_sums(self) -> Tensor:
-        """See `balance.BalancedRouter`."""
+        """See `BalancedRouter`."""
         parts: list[Tensor] = []
         if self.expert_bias is not None:
             parts.append(self.tokens_since_update.double())
@@ -309,7 +309,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
-        """See `balance.BalancedRouter`."""
+        """See `BalancedRouter`."""
         num_experts = self.config.num_experts
         if self.expert_bias is not None:
             tokens_E, sums = sums[:num_experts], sums[num_experts:]
@@ -333,7 +333,7 @@ class Router(nn.Module):
 
 
 def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
-    """What `arguments` refuses with better words; here so that no module computes nonsense."""
+    """Asserts combinations that the flag checks already reject with an explanation."""
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
     assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} with {config.aux_loss_coeffs}"
     assert not config.expert_bias or config.score_function != "softmax", (

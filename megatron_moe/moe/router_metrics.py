@@ -1,4 +1,4 @@
-"""What the router is doing, per layer: recorded in every training step, on the device."""
+"""Router metrics per layer, recorded on the device in every training step."""
 
 import math
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ from megatron_moe.parallel.context import ProcessGroup
 def record_load(
     metrics: MetricAccumulator, layer: int, counts_E: Tensor, group: ProcessGroup, *, dropless: bool = False
 ) -> None:
-    """Records how evenly one microbatch was spread. `counts_E`: tokens of this rank that asked for each expert, before
-    any drop; the ranks of `group` share the microbatch. `dropless`: all that asked were served.
+    """Records the load balance of one microbatch. `counts_E`: choices per expert on this rank before dropping; the
+    ranks
+    of `group` share the microbatch. `dropless`: no choice was dropped.
 
     moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664)
-    moe/load_entropy       entropy of the shares of the load / log E: 1 even, 0 all on one expert
-    moe/dead_experts       experts that no token asked for
+    moe/load_entropy       entropy of the load shares / log E: 1 if even, 0 if all tokens choose one expert
+    moe/dead_experts       number of experts without tokens
     moe/tokens_per_expert  [E], summed over microbatches and ranks
     moe/dropped_tokens     0, where `dropless`; else see `record_drops`
     """
@@ -27,7 +28,7 @@ def record_load(
 
 @dataclass(frozen=True)
 class _Loads:
-    """Works out the loads of many layers and microbatches at once."""
+    """Computes the load metrics of many layers and microbatches in one batch."""
 
     group: ProcessGroup
     dropless: bool
@@ -55,10 +56,10 @@ class _Loads:
 
 
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
-    """Records the part of the choices that went unserved (of the tokens, with expert choice) as moe/dropped_tokens."""
+    """Records the fraction of dropped choices (with expert choice: of tokens without expert) as moe/dropped_tokens."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)
 
 
 def record_bias(metrics: MetricAccumulator, layer: int, expert_bias_E: Tensor) -> None:
-    """Records largest - smallest expert bias as moe/expert_bias_range."""
+    """Records max - min of the expert bias as moe/expert_bias_range."""
     metrics.record("moe/expert_bias_range", expert_bias_E.max() - expert_bias_E.min(), layer=layer)

@@ -1,7 +1,7 @@
-"""Ways to choose experts that look at all tokens at once: Sinkhorn, quantile balancing, expert choice.
+"""Routing methods that consider all tokens at once: Sinkhorn, quantile balancing, expert choice.
 
-They choose; the weights of Sinkhorn and expert choice are made here too, those of quantile balancing by the ordinary
-score function. None of them reads the host.
+Sinkhorn and expert choice also compute the probabilities; quantile balancing uses the ordinary score function. No
+method synchronises with the host.
 """
 
 import torch
@@ -14,9 +14,9 @@ from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllGather, run
 
 SINKHORN_TOLERANCE = 1e-4
-"""Of the mean change of the expert scales between two iterations (Megatron's)."""
+"""Tolerance on the mean change of the expert scales between two iterations (Megatron's)."""
 SINKHORN_ITERATIONS = 64
-"""At most; the loop runs this often and stands still once the tolerance is met, so that the host need not ask."""
+"""Fixed number of iterations; values are frozen once the tolerance is met, which avoids a host synchronisation."""
 _SINKHORN_EPS = 1e-8
 
 
@@ -26,7 +26,7 @@ _SINKHORN_EPS = 1e-8
 def sinkhorn_choice(
     logits_TE: Tensor, topk: int, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
 ) -> tuple[Tensor, Tensor]:
-    """(ids_TK, probs_TK): choices by the balanced matrix in training (`balance`), by the weights in evaluation.
+    """(ids_TK, probs_TK): selected by the balanced matrix in training (`balance`), by the probabilities otherwise.
 
     The weight of a choice is sigmoid(logit) for k = 1 and otherwise its softmax over all experts, not normalised again.
     """
@@ -42,9 +42,9 @@ def sinkhorn_choice(
 def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
     """exp(logits) with rows and columns scaled in turn until rows sum to 1 / T and columns to 1 / E -> [T, E].
 
-    Padding tokens (`valid_T` False) hold nothing and get zeros.
+    Rows of padding tokens (`valid_T` False) are zero.
     """
-    # A factor per row is absorbed by that row's scale; taking out the largest keeps exp finite.
+    # A factor per row is absorbed by the row scale; subtracting the maximum keeps exp finite.
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp()
     if valid_T is not None:
         cost_TE = cost_TE * valid_T[:, None]
@@ -67,7 +67,7 @@ def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 
 
 def quantile_choice(logits_TE: Tensor, thresholds_E: Tensor, topk: int) -> Tensor:
-    """ids_TK of the k largest logits above their expert's threshold."""
+    """ids_TK of the K largest differences of logit and expert threshold."""
     wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
     return top_ids(wide_TE - thresholds_E.to(wide_TE.dtype), topk)
 
@@ -77,9 +77,11 @@ def quantile_thresholds(
 ) -> tuple[Tensor, Tensor]:
     """(thresholds_E, has_tokens): the thresholds that would have balanced these tokens, in fp64.
 
-    For every token the margin to beat is the (k + 1)-th largest of logits - thresholds. An expert that shall get
-    n = floor(tokens * K / E) tokens sets its threshold to the (n + 1)-th largest of logits - margin. Without any valid
-    token the thresholds are 0 and `has_tokens` is False.
+    The margin of a token is the (K + 1)-th largest of logits - thresholds. With n = floor(tokens * K / E), the
+    threshold
+    of an expert is the (n + 1)-th largest of logits - margin. Without valid tokens the thresholds are 0 and
+    `has_tokens`
+    is False.
     """
     wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
     excess_TE = wide_TE - thresholds_E.to(wide_TE.dtype)
@@ -96,7 +98,7 @@ def quantile_thresholds(
 
 
 def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
-    """Logits and validity of the tokens of all ranks of `group`, which share a microbatch, without gradient."""
+    """Gathers logits and validity over `group`, whose ranks share a microbatch; no gradient."""
     if group.size == 1:
         return logits_TE, valid_T
     # tp x cp: T * E logits and T bytes per layer and microbatch, for quantile balancing alone
@@ -111,11 +113,11 @@ def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGr
 def expert_choice(
     logits_TE: Tensor, config: RouterConfig, capacity: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(map_TE, probs_TE): every expert takes the `capacity` tokens that score highest with it.
+    """(map_TE, probs_TE): every expert selects its `capacity` tokens with the highest scores.
 
     S = softmax(X W) over the experts (or sigmoid and sqrtsoftplus scores normalised to sum to 1 per token); expert e
-    takes the top `capacity` of column e, ties to the earliest token, and weighs each with S[t, e] (section 3.2 of the
-    paper: G, I = TopK(S^T, k)). A token may meet any number of experts, also none; weights are not normalised again.
+    takes the top `capacity` of column e, ties to the earliest token, with weights S[t, e] (section 3.2 of the paper:
+    G, I = TopK(S^T, k)). A token may be selected by any number of experts; weights are not normalised again.
     """
     scores_TE = balance_scores(logits_TE, config)
     ranking_TE = scores_TE.detach()
@@ -132,7 +134,7 @@ def expert_choice(
 
 
 def _num_valid(valid_T: Tensor | None, like_TE: Tensor) -> Tensor:
-    """Number of tokens that are not padding, as a scalar on the device."""
+    """Number of valid tokens, a device scalar."""
     if valid_T is None:
         return like_TE.new_full((), len(like_TE))
     return valid_T.sum().to(like_TE.dtype)

@@ -1,12 +1,12 @@
-"""Upcycling: the weights of an MoE layer from those of a dense MLP, so that training starts where the dense model was.
+"""Upcycling: initialises an MoE layer from a dense MLP (`--moe-use-upcycling`).
 
-Plain (arXiv 2212.05055): every expert is a copy of the MLP. Granular (arXiv 2410.07524): the MLP is cut along its ffn
-width into g slices, g = dense ffn / expert ffn. Experts i * g ... i * g + g - 1 hold the g slices and form virtual
-group i, one whole MLP; the router gives them equal logits, so that top-k takes whole groups when g divides K.
+Plain (arXiv 2212.05055): every expert is a copy of the MLP. Granular (arXiv 2410.07524): the MLP is split along its ffn
+dim into g slices, g = dense ffn / expert ffn. Experts i * g ... i * g + g - 1 hold the g slices and form virtual group
+i, one whole MLP; the router gives them equal logits, so that top-k selects whole groups when g divides K.
 
 With p_i the weight of every expert of group i, the layer computes sum_i p_i * scale * MLP(x), which is MLP(x) for
-scale = g / (sum of a token's K weights). The whole scale goes on the second matrix: a gated activation is not linear in
-the first one.
+scale = g / (sum of a token's K weights). The scale is applied to the second matrix, because a gated activation is not
+linear in the first.
 """
 
 import math
@@ -21,20 +21,20 @@ from megatron_moe.config.moe import MoEConfig, RouterConfig
 
 @dataclass(frozen=True)
 class Upcycled:
-    """Weights of one MoE layer, and whether they compute what the dense MLP computed."""
+    """Weights of one upcycled MoE layer."""
 
     weights: dict[str, Tensor]
-    """By name below the layer: router.weight, experts.linear_fc1.weight, ..."""
+    """Weights by name within the layer: router.weight, experts.linear_fc1.weight, ..."""
     inexact: str | None
-    """Why the layer's output is not the dense MLP's, for a warning; None: it is, up to rounding."""
+    """Reason why the output differs from the dense MLP's, for a warning; None: equal up to rounding."""
 
 
 def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: MoEConfig) -> Upcycled:
-    """Turns a dense MLP into the MoE layer of `spec`.
+    """Converts a dense MLP into the MoE layer of `config`.
 
-    dense: linear_fc1.weight [fan * g * F, H] (gate rows first), linear_fc2.weight [H, g * F], and their biases if the
-    experts have some. router: freshly drawn weight [E, H] and optional bias [E]. Dtypes stay. Raises CheckpointProblem
-    when the sizes do not fit.
+    dense: linear_fc1.weight [fan * g * F, H] (gate rows first), linear_fc2.weight [H, g * F], and biases if the
+    experts have them. router: newly initialised weight [E, H] and optional bias [E]. Dtypes are kept. Raises
+    CheckpointProblem if the sizes do not fit.
     """
     granularity = _granularity(dense, config)
     num_experts = config.experts.num_experts
@@ -50,7 +50,7 @@ def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: M
     if config.experts.bias:
         first_bias = dense["linear_fc1.bias"].reshape(fan, granularity, ffn).transpose(0, 1).flatten(1, 2)
         weights["experts.linear_fc1.bias"] = first_bias.repeat(copies, 1)
-        # every slice brings its part of the one bias
+        # the bias is split evenly over the slices
         weights["experts.linear_fc2.bias"] = (dense["linear_fc2.bias"] * (scale / granularity)).repeat(num_experts, 1)
     for name, rows in router.items():
         weights[f"router.{name}"] = rows[:copies].repeat_interleave(granularity, dim=0)
@@ -58,8 +58,8 @@ def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: M
 
 
 def expected_weight_sum(router: RouterConfig) -> float:
-    """Sum of the weights of a token's K choices: a constant where they are normalised, else its value for a token whose
-    logits are all 0."""
+    """Sum of the K probabilities of a token: a constant if they are normalised, else its value for logits that are all
+    0."""
     even = router.topk / router.num_experts
     if "sinkhorn" in router.balancing:
         return even if router.topk > 1 else 0.5
@@ -72,7 +72,7 @@ def expected_weight_sum(router: RouterConfig) -> float:
 
 
 def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
-    """Why an upcycled layer does not compute what the dense MLP computed; None: it does."""
+    """Reason why an upcycled layer differs from the dense MLP; None if it does not."""
     router = config.router
     for kind in ("sinkhorn", "expert_choice"):
         if kind in router.balancing:
@@ -91,7 +91,7 @@ def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
 
 
 def _granularity(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
-    """Slices per dense MLP, after checking every size."""
+    """Number of slices per dense MLP; raises CheckpointProblem if a size does not fit."""
     experts = config.experts
     if config.shared is not None or config.latent_size is not None:
         raise CheckpointProblem(

@@ -1,4 +1,5 @@
-"""README, docs/ and CHANGELOG.md: links resolve, decision records have their form, and the vocabulary is the field's."""
+"""README, docs/ and CHANGELOG.md: links resolve, decision records have their form, and the vocabulary is the
+field's."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ PARTS = ("**Status.** ", "## Context\n", "## Decision\n", "## Consequences\n")
 PRIVATE_VOCABULARY = re.compile(
     r"\b(told|stands?|behind|beside|wish(es)?|nobody|whoever|somebody|so many|mend(s|ed)?|forgotten|travels?|goes on)\b"
 )
-"""Words that a reader of PyTorch documentation would not expect: `reported`, `after`, `request`, ... are used instead."""
+"""Words that a reader of PyTorch documentation would not expect: `reported`, `after`, `request`, ... are used
+instead."""
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:

@@ -58,7 +58,7 @@ def test_an_element_that_no_rank_knows_is_told():
             held.value[3, 5] = float("nan")
 
     (row,) = spoiled(forget).bad
-    assert row.remark == "1 elements are known to no rank"
+    assert row.remark == "1 elements are held by no rank"
 
 
 def test_an_error_of_a_thousandth_in_one_gradient_is_found():
