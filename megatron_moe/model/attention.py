@@ -150,7 +150,7 @@ class Attention(nn.Module):
         """q [S, B, N, D], k and v [S, B, G, D]"""
         config = self.config
         assert config.rope is not None and meta.rotary is not None, (
-            "the model must attach its rotations to the token meta"
+            "the rotary tables are not attached to the token meta"
         )
         cos_SBD, sin_SBD = meta.rotary[config.rope]
         norms = (self.q_layernorm, self.k_layernorm) if config.qk_norm != "none" else (None, None)

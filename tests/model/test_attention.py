@@ -126,5 +126,5 @@ def test_rows_of_a_query_group_stand_together():
 
 def test_layers_without_attached_rotations_are_refused():
     module = make(attention_config())
-    with pytest.raises(AssertionError, match="attach its rotations"):
+    with pytest.raises(AssertionError, match="rotary tables are not attached"):
         module(randn(3, 1, HIDDEN), token_meta(1, 3))

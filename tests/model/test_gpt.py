@@ -257,7 +257,7 @@ def test_packed_documents_equal_separate_sequences():
 def test_packed_boundaries_without_segments_are_refused():
     model, batch = build(model_config()), microbatch(1, 8)
     meta = replace(batch.meta, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
-    with pytest.raises(AssertionError, match="need their segments"):
+    with pytest.raises(AssertionError, match="need segments_BS"):
         model(replace(batch, meta=meta))
 
 
