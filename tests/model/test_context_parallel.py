@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
         x = randn(4, 1, 2, 3)
         core_attention(x, x, x, None, CoreAttentionConfig(softmax_scale=1.0), from_nowhere, "site", ctx, KERNELS)
 
-    with pytest.raises(AssertionError, match="which part of the sequence"):
+    with pytest.raises(AssertionError, match="TokenMeta.part is not set"):
         on_threads(ParallelConfig(world_size=2, cp=2), on_rank)
 
 
