@@ -117,7 +117,7 @@ def test_exit_code_0_means_that_the_run_would_start(ready):
     ("more", "without", "sentence"),
     [
         ("", "--data-path", "there is no training data; give --data-path, --train-data-path or --mock-data"),
-        ("--split 3,x", "", "--split 3,x is not up to three shares; write it like 99,1,0"),
+        ("--split 3,x", "", "--split 3,x is not a list of up to three weights; write it like 99,1,0"),
         ("--data-path 1 corpus_text_document 2 b", "", "2 of 4 files of --data-path do not exist, such as b.idx"),
         ("--data-path corpus", "", "2 of 2 files of --data-path do not exist, such as corpus.idx"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-30B-A3B", "", None),

@@ -1,6 +1,7 @@
-"""Coverage by construction: every sentence that a check can say is read out of the source, and some case makes it.
+"""Every message of the rules in arguments/checks is produced by a case.
 
-A sentence is the first part of a pair (what is wrong, what mends it) in arguments/checks; its blanks match anything.
+The messages are extracted from the source: first elements of returned (problem, remedy) pairs, with wildcards for
+formatted values.
 """
 
 import ast
@@ -16,11 +17,11 @@ from tests.arguments.test_checks import ALL_CASES, HINT_CASES, notes_of
 from tests.helpers.command_lines import texts_of
 
 CHECKS = Path(hints.__file__).parent
-NOT_RULES = ("run.py", "hints.py")
+OTHER_FILES = ("run.py", "hints.py")
 
 
 def pattern_of(node: ast.expr) -> str | None:
-    """The regular expression of a text with blanks; None if the expression is no text."""
+    """Regular expression that matches a string expression; None for other expressions."""
     match node:
         case ast.Constant(value=str(text)):
             return re.escape(text)
@@ -32,8 +33,8 @@ def pattern_of(node: ast.expr) -> str | None:
     return None
 
 
-def sentences_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, pattern) of the first part of every pair that a function returns."""
+def messages_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, pattern) of the first element of every returned pair."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):
@@ -50,48 +51,47 @@ def _of_value(value: ast.expr) -> Iterator[tuple[int, str]]:
 
 
 @cache
-def written() -> dict[str, str]:
-    """Every sentence in the source -> its place."""
+def declared() -> dict[str, str]:
+    """Pattern of every message -> file and line."""
     found = {}
     for path in sorted(CHECKS.glob("*.py")):
-        if path.name not in NOT_RULES:
-            for line, pattern in sentences_of(ast.parse(path.read_text(encoding="utf-8"))):
+        if path.name not in OTHER_FILES:
+            for line, pattern in messages_of(ast.parse(path.read_text(encoding="utf-8"))):
                 found[pattern] = f"{path.name}:{line}"
     return found
 
 
 @cache
-def said() -> tuple[str, ...]:
-    """Every sentence that the cases of the rules bring about."""
-    cases = ALL_CASES
-    return tuple(text for case in cases for text in texts_of(case.bad, case.without, case.environ))
+def produced() -> tuple[str, ...]:
+    """Every message that the cases produce."""
+    return tuple(text for case in ALL_CASES for text in texts_of(case.bad, case.without, case.environ))
 
 
-def test_every_sentence_is_said_by_a_case():
-    silent = [
+def test_every_message_is_produced_by_a_case():
+    missing = [
         f"{place}: {pattern}"
-        for pattern, place in written().items()
-        if not any(re.fullmatch(pattern, text) for text in said())
+        for pattern, place in declared().items()
+        if not any(re.fullmatch(pattern, text) for text in produced())
     ]
-    assert silent == []
+    assert missing == []
 
 
-def test_most_sentences_are_found():
-    assert len(written()) > 100
+def test_most_messages_are_found():
+    assert len(declared()) > 100
 
 
-def test_sentences_are_read_out_of_the_source():
+def test_messages_are_extracted_from_the_source():
     source = """
 def rule(x):
     if x:
-        return f"{x} is (bad)" + x, "mend it"
-    return None if x else ("plain", "mend")
+        return f"{x} is (bad)" + x, "fix it"
+    return None if x else ("plain", "fix")
 """
-    assert {pattern for _, pattern in sentences_of(ast.parse(source))} == {r".*\ is\ \(bad\).*", "plain"}
+    assert {pattern for _, pattern in messages_of(ast.parse(source))} == {r".*\ is\ \(bad\).*", "plain"}
 
 
 @pytest.mark.parametrize("hint", hints.HINTS, ids=lambda hint: hint.__name__)
-def test_every_hint_is_given_by_a_case(hint):
+def test_every_hint_is_produced_by_a_case(hint):
     notes = [note for more, without, _ in HINT_CASES for note in notes_of(more, without)]
     patterns = [
         pattern_of(node.value)
