@@ -16,7 +16,7 @@ _ROTARY = ("rope", "yarn")
 def heads_divide_hidden_size(
     hidden_size: int, num_attention_heads: int, kv_channels: int | None, multi_latent_attention: bool
 ) -> Violation:
-    """Without --kv-channels, the head dim is the hidden size divided by the number of heads."""
+    """The head dim defaults to the hidden size divided by the number of heads."""
     if kv_channels is not None or multi_latent_attention or hidden_size % num_attention_heads == 0:
         return None
     return (

@@ -227,7 +227,12 @@ def test_a_word_that_does_not_fit_is_reported(words, message):
 
 def test_all_problems_are_reported_at_once_and_rules_about_bad_values_are_not_tried():
     texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --optimizer muon")
-    assert [text.split(" ")[0] for text in texts] == ["--hidden-size", "--no-such-flag", "--moe-router-topk", "--optimizer"]
+    assert [text.split(" ")[0] for text in texts] == [
+        "--hidden-size",
+        "--no-such-flag",
+        "--moe-router-topk",
+        "--optimizer",
+    ]
 
 
 def test_the_report_numbers_problems_and_says_where_values_came_from():
