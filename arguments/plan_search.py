@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from arguments.checks.batch import length_is_given_once
+from arguments.checks.batch import train_length_given_once
 from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags, unknown_layers
 from arguments.errors import Problem
 from arguments.export import value_text
@@ -79,7 +79,7 @@ def unplannable(settings: Settings) -> list[Problem]:
     if unknown:
         what = f"the cost model does not know the layers of {' '.join(unknown)}, which cannot be built yet"
         missing.append(Problem(what=what, remedy="plan a model of attention, MLP and MoE layers"))
-    return missing or _forbidden(_with(settings, _ONE_RANK), 1, (*FULL_SIZE_RULES, length_is_given_once))
+    return missing or _forbidden(_with(settings, _ONE_RANK), 1, (*FULL_SIZE_RULES, train_length_given_once))
 
 
 def forbidden(settings: Settings, num_gpus: int) -> list[Problem]:

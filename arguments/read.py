@@ -32,9 +32,8 @@ from arguments.flags import Flags, Registry, normal
 from arguments.huggingface import compared_with, published_flags
 from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
 from arguments.parser import Given, Settings, near, settle, split, start_settings
-from arguments.proxy.fold import Wish
-from arguments.proxy.machine import NEEDLESS
-from arguments.proxy.shrink import proxied, wish_of
+from arguments.proxy.fold import FoldRequest
+from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxied
 from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_config
 from megatron_moe.config.data import TokenizerConfig
@@ -119,7 +118,7 @@ class _Told:
 
     settings: Settings
     environment: dict[str, str] = field(default_factory=dict)
-    wish: Wish | None = None
+    wish: FoldRequest | None = None
     """With `--proxy`: the layout that it folded."""
 
 
@@ -127,7 +126,7 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     words, problems = split(argv)
     asked = start_settings(argv, registry)
     paths, missing = files_asked_for(asked)
-    needless = NEEDLESS if asked.setting("proxy").value else frozenset()
+    needless = UNUSED_BY_PROXY if asked.setting("proxy").value else frozenset()
     files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
     folder = asked.setting("from_hf_config").value
@@ -146,7 +145,7 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
     return _Told(settings, environment)
 
 
-def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> Wish:
+def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
     """The layout that a command line with `--proxy` folds, for who chooses the ranks to fold it to.
 
     Raises FlagErrors.
@@ -190,7 +189,7 @@ def _small(
         raise FlagErrors([trouble.problem]) from None
     small, rewrites = proxied(full, pinned, num_ranks)
     small.notes = [*settings.notes, *rewrites]
-    return _Told(small, environment, wish_of(full, pinned))
+    return _Told(small, environment, fold_request(full, pinned))
 
 
 def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:

@@ -1,16 +1,16 @@
-"""Rules about ranks that split the sequence."""
+"""Rules about context parallelism."""
 
 from math import lcm
 
-from arguments.checks.violation import Violation
+from arguments.checks.violation import Violation, functions_returning
 from megatron_moe.config.exit_codes import counted
 
 
-def chunks_share_the_sequence(
+def cp_divides_sequence(
     context_parallel_size: int, seq_length: int, tensor_model_parallel_size: int, sequence_parallel: bool
 ) -> Violation:
-    """A rank holds two equal chunks of the sequence, an early and a late one, so that all have the same work; with
-    sequence parallelism its share is split once more."""
+    """A rank holds two equal chunks of the sequence, an early and a late one, so that causal attention is balanced;
+    sequence parallelism splits its part again."""
     cp, tp = context_parallel_size, tensor_model_parallel_size if sequence_parallel else 1
     unit = lcm(2 * cp, cp * tp)
     if cp == 1 or seq_length % unit == 0:
@@ -21,22 +21,23 @@ def chunks_share_the_sequence(
     )
 
 
-def layers_exchange_in_one_way(cp_comm_type: tuple[str, ...], num_layers: int) -> Violation:
-    """One way to exchange keys and values for all layers, or one for each."""
+def cp_comm_type_matches_layers(cp_comm_type: tuple[str, ...], num_layers: int) -> Violation:
+    """--cp-comm-type has one value for all layers or one per layer."""
     if len(cp_comm_type) in (1, num_layers):
         return None
     return (
-        f"{len(cp_comm_type)} ways to exchange keys and values for {counted(num_layers, 'layer')}",
-        "give --cp-comm-type one value, or one per layer",
+        f"--cp-comm-type has {len(cp_comm_type)} values for {counted(num_layers, 'layer')}",
+        "give one value, or one per layer",
     )
 
 
-def two_levels_make_the_ranks(
+def hierarchical_cp_sizes_multiply_to_cp(
     context_parallel_size: int,
     cp_comm_type: tuple[str, ...],
     hierarchical_context_parallel_sizes: tuple[int, ...] | None,
 ) -> Violation:
-    """a2a+p2p exchanges heads among neighbours and keys between such groups; their sizes multiply to all ranks."""
+    """a2a+p2p exchanges heads inside groups of neighbours and key/value blocks between groups; the two sizes multiply
+    to the context-parallel size."""
     if context_parallel_size == 1 or "a2a+p2p" not in cp_comm_type:
         return None
     sizes = hierarchical_context_parallel_sizes
@@ -50,7 +51,7 @@ def two_levels_make_the_ranks(
     )
 
 
-def heads_divide_among_the_ranks(
+def a2a_ranks_divide_heads(
     context_parallel_size: int,
     cp_comm_type: tuple[str, ...],
     hierarchical_context_parallel_sizes: tuple[int, ...] | None,
@@ -59,7 +60,7 @@ def heads_divide_among_the_ranks(
     num_query_groups: int,
     tensor_model_parallel_size: int,
 ) -> Violation:
-    """a2a gives every rank an equal share of the heads, with the keys and values that they read."""
+    """a2a gives every rank an equal share of the query heads and the key/value heads that they read."""
     sizes = hierarchical_context_parallel_sizes or (1,)
     ranks = max(context_parallel_size if "a2a" in cp_comm_type else 1, sizes[0] if "a2a+p2p" in cp_comm_type else 1)
     if context_parallel_size == 1 or ranks == 1:
@@ -71,53 +72,50 @@ def heads_divide_among_the_ranks(
         of_tp = f" of a tensor-parallel rank ({num_attention_heads} / {tp})" if tp > 1 else ""
         return (
             f"{counted(heads, 'head')}{of_tp} cannot be divided among {ranks} ranks",
-            f"a2a over a number of ranks that divides {heads}, or p2p",
+            f"use a2a over a number of ranks that divides {heads}, or use p2p",
         )
     if groups and groups % ranks and ranks % groups:
         return (
             f"{groups} query groups and {ranks} ranks that exchange heads: neither divides the other",
-            f"a2a over a number of ranks that divides {groups}, or p2p",
+            f"use a2a over a number of ranks that divides {groups}, or use p2p",
         )
     return None
 
 
-def dynamic_splits_have_a_limit(hybrid_context_parallel: bool, max_seqlen_per_dp_cp_rank: int | None) -> Violation:
-    """How many ranks a microbatch needs follows from how much of a document one rank may hold."""
+def dynamic_cp_has_token_limit(hybrid_context_parallel: bool, max_seqlen_per_dp_cp_rank: int | None) -> Violation:
+    """The number of ranks for a microbatch follows from the number of tokens that one rank may hold."""
     if not hybrid_context_parallel or max_seqlen_per_dp_cp_rank is not None:
         return None
-    return "--hybrid-context-parallel does not know how much a rank may hold", "give --max-seqlen-per-dp-cp-rank"
+    return "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
 
 
-def dynamic_splits_halve_the_ranks(hybrid_context_parallel: bool, context_parallel_size: int) -> Violation:
-    """Groups of 1, 2, 4, ... ranks are made at start, up to all context-parallel ranks."""
+def dynamic_cp_is_power_of_two(hybrid_context_parallel: bool, context_parallel_size: int) -> Violation:
+    """Process groups of 1, 2, 4, ... ranks are created at start, up to the context-parallel size."""
     if not hybrid_context_parallel or context_parallel_size.bit_count() == 1:
         return None
     return f"{context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
 
 
-def dynamic_splits_have_one_level(hybrid_context_parallel: bool, cp_comm_type: tuple[str, ...]) -> Violation:
-    """Two levels of ranks are made for one degree of splitting."""
+def dynamic_cp_is_not_hierarchical(hybrid_context_parallel: bool, cp_comm_type: tuple[str, ...]) -> Violation:
+    """Hierarchical groups are created for one context-parallel size only."""
     if hybrid_context_parallel and "a2a+p2p" in cp_comm_type:
-        return "a2a+p2p splits over all context-parallel ranks, not over a changing number of them", "use p2p or a2a"
+        return (
+            "a2a+p2p needs a fixed number of context-parallel ranks, but --hybrid-context-parallel varies it",
+            "use p2p or a2a",
+        )
     return None
 
 
-def dynamic_splits_balance_over_tokens(
+def dynamic_cp_excludes_seq_aux_loss(
     hybrid_context_parallel: bool, moe_router_load_balancing_type: tuple[str, ...]
 ) -> Violation:
-    """Ranks that hold different sequences cannot count the tokens of one sequence together."""
+    """Ranks that hold different sequences cannot sum token counts per sequence."""
     if hybrid_context_parallel and "seq_aux_loss" in moe_router_load_balancing_type:
-        return "seq_aux_loss counts every sequence over all context-parallel ranks", "use aux_loss or global_aux_loss"
+        return (
+            "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",
+            "use aux_loss or global_aux_loss",
+        )
     return None
 
 
-RULES = (
-    chunks_share_the_sequence,
-    layers_exchange_in_one_way,
-    two_levels_make_the_ranks,
-    heads_divide_among_the_ranks,
-    dynamic_splits_have_a_limit,
-    dynamic_splits_halve_the_ranks,
-    dynamic_splits_have_one_level,
-    dynamic_splits_balance_over_tokens,
-)
+RULES = functions_returning(Violation, globals())

@@ -1,14 +1,14 @@
-"""Rules about what of a step is recorded and replayed (CUDA graphs)."""
+"""Rules about CUDA graphs: captured modules and full iterations."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
 
 from arguments import derive
-from arguments.checks.violation import Violation
+from arguments.checks.violation import Violation, functions_returning, missing_feature
 from arguments.values import LayerPattern
 
 _IMPL = "--cuda-graph-impl"
-_WHOLE_STEP = f"{_IMPL} full_iteration"
+_FULL_ITERATION = f"{_IMPL} full_iteration"
 _RECOMPUTED_IN = MappingProxyType(
     {
         "attn": {"core_attn", "mla_up_proj", "layernorm"},
@@ -18,78 +18,83 @@ _RECOMPUTED_IN = MappingProxyType(
         "moe_preprocess": {"moe"},
     }
 )
-"""Modules of selective recompute that touch a recorded part."""
+"""Captured module -> modules of selective recompute inside it."""
 
 
-def whole_steps_have_no_parts(cuda_graph_impl: str, cuda_graph_modules: tuple[str, ...]) -> Violation:
-    """A whole step is one recording."""
+def full_iteration_has_no_modules(cuda_graph_impl: str, cuda_graph_modules: tuple[str, ...]) -> Violation:
+    """A full iteration is captured as one graph."""
     if cuda_graph_impl != "full_iteration" or not cuda_graph_modules:
         return None
     names = " ".join(cuda_graph_modules)
-    return f"{_WHOLE_STEP} with --cuda-graph-modules {names}", "leave out --cuda-graph-modules"
+    return f"{_FULL_ITERATION} with --cuda-graph-modules {names}", "leave out --cuda-graph-modules"
 
 
-def parts_are_recorded_once(cuda_graph_modules: tuple[str, ...]) -> Violation:
-    """The MoE layer contains its router and the sorting of its rows."""
+def captured_modules_do_not_overlap(cuda_graph_modules: tuple[str, ...]) -> Violation:
+    """Module moe includes its router and preprocessing."""
     inner = [name for name in ("moe_router", "moe_preprocess") if name in cuda_graph_modules]
     if "moe" not in cuda_graph_modules or not inner:
         return None
     return f"--cuda-graph-modules moe contains {' and '.join(inner)}", "keep moe, or its parts"
 
 
-def rows_are_sorted_behind_a_router(cuda_graph_modules: tuple[str, ...]) -> Violation:
-    """Megatron's rule: the second needs the first."""
+def preprocess_capture_needs_router(cuda_graph_modules: tuple[str, ...]) -> Violation:
+    """Megatron requires moe_router for moe_preprocess."""
     if "moe_preprocess" not in cuda_graph_modules or "moe_router" in cuda_graph_modules:
         return None
     return "--cuda-graph-modules moe_preprocess without moe_router", "add moe_router"
 
 
-def parts_exist(
+def captured_modules_exist(
     cuda_graph_impl: str,
     cuda_graph_modules: tuple[str, ...],
     num_layers: int,
     num_experts: int | None,
     moe_layer_freq: LayerPattern,
 ) -> Violation:
-    """A part that is to be recorded is a part of some layer."""
+    """Captured modules must exist in at least one layer."""
     if "mamba" in cuda_graph_modules:
         return "--cuda-graph-modules mamba has nothing to capture: Mamba layers are not available", "leave out mamba"
     if cuda_graph_impl == "none" or (not isinstance(moe_layer_freq, int) and len(moe_layer_freq) != num_layers):
         return None
     moe = derive.moe_layers(num_layers, num_experts, moe_layer_freq)
     if "mlp" in cuda_graph_modules and all(moe):
-        return "--cuda-graph-modules mlp has nothing to record: every layer has experts", "leave out mlp"
-    sparse = [name for name in cuda_graph_modules if name.startswith("moe")]
-    if sparse and not any(moe):
-        return f"--cuda-graph-modules {' '.join(sparse)} has nothing to record: no layer has experts", "leave it out"
+        return "--cuda-graph-modules mlp has nothing to capture: every layer has experts", "leave out mlp"
+    moe_modules = [name for name in cuda_graph_modules if name.startswith("moe")]
+    if moe_modules and not any(moe):
+        return (
+            f"--cuda-graph-modules {' '.join(moe_modules)} has nothing to capture: no layer has experts",
+            "leave it out",
+        )
     return None
 
 
-def replays_draw_nothing(
+@missing_feature
+def captured_modules_are_deterministic(
     cuda_graph_impl: str,
     attention_dropout: float,
     hidden_dropout: float,
     moe_input_jitter_eps: float | None,
 ) -> Violation:
-    """A replay would drop the same elements again and again."""
-    drawn = {
+    """A replayed graph would reuse the random numbers of its capture."""
+    random_ops = {
         "--attention-dropout": attention_dropout,
         "--hidden-dropout": hidden_dropout,
         "--moe-input-jitter-eps": moe_input_jitter_eps or 0.0,
     }
-    names = [f"{name} {value:g}" for name, value in drawn.items() if value]
-    if cuda_graph_impl == "none" or not names:
+    given = [f"{name} {value:g}" for name, value in random_ops.items() if value]
+    if cuda_graph_impl == "none" or not given:
         return None
-    return f"{_IMPL} {cuda_graph_impl} with {', '.join(names)}: a replay draws no random numbers", "set them to 0"
+    return f"{_IMPL} {cuda_graph_impl} with {', '.join(given)}: a replay draws no random numbers", "set them to 0"
 
 
-def recorded_parts_run_once(
+@missing_feature
+def captured_modules_are_not_recomputed(
     cuda_graph_impl: str,
     cuda_graph_modules: tuple[str, ...],
     recompute_granularity: str | None,
     recompute_modules: tuple[str, ...] | None,
 ) -> Violation:
-    """What is recorded stays in memory of its own; computing it twice would save nothing."""
+    """Captured modules keep their activations in a graph memory pool, so recomputing them saves nothing."""
     if cuda_graph_impl == "none" or recompute_granularity is None:
         return None
     if cuda_graph_impl == "full_iteration" or recompute_granularity == "full":
@@ -97,35 +102,37 @@ def recorded_parts_run_once(
             f"{_IMPL} {cuda_graph_impl} with --recompute-granularity {recompute_granularity}",
             "leave one of them out",
         )
-    recorded = cuda_graph_modules or tuple(_RECOMPUTED_IN)
-    again = sorted(set(recompute_modules or ("core_attn",)) & _touched(recorded))
-    if not again:
+    captured = cuda_graph_modules or tuple(_RECOMPUTED_IN)
+    recomputed = sorted(set(recompute_modules or ("core_attn",)) & _modules_inside(captured))
+    if not recomputed:
         return None
     return (
-        f"--recompute-modules {' '.join(again)} stands in recorded parts ({' '.join(recorded)})",
-        "leave it out of --recompute-modules, or record other --cuda-graph-modules",
+        f"--recompute-modules {' '.join(recomputed)} is inside captured modules ({' '.join(captured)})",
+        "remove it from --recompute-modules, or capture other --cuda-graph-modules",
     )
 
 
-def _touched(recorded: Sequence[str]) -> set[str]:
-    return {module for part in recorded for module in _RECOMPUTED_IN.get(part, ())}
+def _modules_inside(captured: Sequence[str]) -> set[str]:
+    return {module for name in captured for module in _RECOMPUTED_IN.get(name, ())}
 
 
-def recorded_experts_are_one_product(
+@missing_feature
+def captured_experts_use_grouped_gemm(
     cuda_graph_impl: str, cuda_graph_modules: tuple[str, ...], num_experts: int | None, moe_grouped_gemm: bool
 ) -> Violation:
-    """Where experts are multiplied one by one, the host asks how many rows each of them has."""
-    whole = cuda_graph_impl == "full_iteration" or "moe" in cuda_graph_modules
-    if cuda_graph_impl == "none" or not whole or not num_experts or moe_grouped_gemm:
+    """Without grouped GEMM the host reads the number of rows of each expert."""
+    experts_captured = cuda_graph_impl == "full_iteration" or "moe" in cuda_graph_modules
+    if cuda_graph_impl == "none" or not experts_captured or not num_experts or moe_grouped_gemm:
         return None
-    what = _WHOLE_STEP if cuda_graph_impl == "full_iteration" else "--cuda-graph-modules moe"
+    what = _FULL_ITERATION if cuda_graph_impl == "full_iteration" else "--cuda-graph-modules moe"
     return (
-        f"{what} without --moe-grouped-gemm: experts are multiplied one by one, and the host reads the rows of each",
-        "give --moe-grouped-gemm, or record attn and moe_router",
+        f"{what} without --moe-grouped-gemm: experts run one by one, and the host reads the number of rows of each",
+        "set --moe-grouped-gemm, or capture attn and moe_router",
     )
 
 
-def recorded_rows_do_not_wait(
+@missing_feature
+def captured_expert_rows_are_not_deferred(
     moe_expert_wgrad_interval: int,
     cuda_graph_impl: str,
     cuda_graph_modules: tuple[str, ...],
@@ -135,22 +142,23 @@ def recorded_rows_do_not_wait(
     expert_model_parallel_size: int,
     expert_tensor_parallel_size: int | None,
 ) -> Violation:
-    """Rows that wait for weight gradients stand where the next replay writes, if a recording made them."""
+    """The next replay overwrites captured rows that a deferred weight gradient still needs."""
     if moe_expert_wgrad_interval == 1 or cuda_graph_impl in ("none", "full_iteration"):
         return None
     ranks = derive.expert_ranks(expert_model_parallel_size, expert_tensor_parallel_size, tensor_model_parallel_size)
-    recorded = cuda_graph_modules or (("moe",) if derive.experts_are_recorded(ranks, bf16, moe_grouped_gemm) else ())
-    rows = [name for name in recorded if name in ("moe", "moe_preprocess")]
+    captured = cuda_graph_modules or (("moe",) if derive.experts_are_recorded(ranks, bf16, moe_grouped_gemm) else ())
+    rows = [name for name in captured if name in ("moe", "moe_preprocess")]
     if not rows:
         return None
     return (
-        f"--moe-expert-wgrad-interval {moe_expert_wgrad_interval} with recorded {' '.join(rows)} ({_IMPL} "
-        f"{cuda_graph_impl}): the next replay writes where rows of experts wait",
-        "--moe-expert-wgrad-interval 1, or other parts: --cuda-graph-modules attn moe_router",
+        f"--moe-expert-wgrad-interval {moe_expert_wgrad_interval} with captured {' '.join(rows)} ({_IMPL} "
+        f"{cuda_graph_impl}): the next replay overwrites the expert rows",
+        "use --moe-expert-wgrad-interval 1, or capture other modules: --cuda-graph-modules attn moe_router",
     )
 
 
-def recorded_parts_exchange_nothing(
+@missing_feature
+def captured_modules_have_no_collectives(
     cuda_graph_impl: str,
     cuda_graph_modules: tuple[str, ...],
     tensor_model_parallel_size: int,
@@ -158,7 +166,7 @@ def recorded_parts_exchange_nothing(
     expert_model_parallel_size: int,
     expert_tensor_parallel_size: int | None,
 ) -> Violation:
-    """Collectives stay outside of recordings, and NCCL's all-to-all reads the numbers of rows on the host."""
+    """Collectives are not captured, and NCCL's all-to-all reads its split sizes on the host."""
     if cuda_graph_impl == "none":
         return None
     sizes = {
@@ -167,27 +175,32 @@ def recorded_parts_exchange_nothing(
     }
     inside = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     if inside:
-        return f"{_IMPL} {cuda_graph_impl} with {' and '.join(inside)}: layers exchange tensors inside", "leave one out"
+        return (
+            f"{_IMPL} {cuda_graph_impl} with {' and '.join(inside)}: layers communicate inside captured modules",
+            "remove one of them",
+        )
     etp = expert_tensor_parallel_size or tensor_model_parallel_size
-    whole = cuda_graph_impl == "full_iteration" or "moe" in cuda_graph_modules
-    if not whole or expert_model_parallel_size * etp == 1:
+    experts_captured = cuda_graph_impl == "full_iteration" or "moe" in cuda_graph_modules
+    if not experts_captured or expert_model_parallel_size * etp == 1:
         return None
-    what = _WHOLE_STEP if cuda_graph_impl == "full_iteration" else "--cuda-graph-modules moe"
+    what = _FULL_ITERATION if cuda_graph_impl == "full_iteration" else "--cuda-graph-modules moe"
     return (
         f"{what} with experts over {expert_model_parallel_size * etp} ranks: rows are exchanged inside, and the host "
         f"reads how many",
-        "record attn and moe_router",
+        "capture attn and moe_router",
     )
 
 
-def recorded_steps_are_whole(
+@missing_feature
+def full_iteration_supports_schedule(
     cuda_graph_impl: str,
     pipeline_model_parallel_size: int,
     data_parallel_size: int,
     overlap_grad_reduce: bool,
     mtp_num_layers: int | None,
 ) -> Violation:
-    """Stages exchange activations in a step, and data-parallel ranks the gradients of buckets."""
+    """Pipeline and gradient-bucket communication within the step cannot be captured, and multi-token prediction is not
+    supported."""
     if cuda_graph_impl != "full_iteration":
         return None
     others = {
@@ -195,11 +208,14 @@ def recorded_steps_are_whole(
         "--overlap-grad-reduce": overlap_grad_reduce and data_parallel_size > 1,
         f"--mtp-num-layers {mtp_num_layers}": bool(mtp_num_layers),
     }
-    given = [name for name, there in others.items() if there]
-    return (f"{_WHOLE_STEP} with {' and '.join(given)}", "record parts: --cuda-graph-impl local") if given else None
+    given = [name for name, enabled in others.items() if enabled]
+    if not given:
+        return None
+    return f"{_FULL_ITERATION} with {' and '.join(given)}", "capture modules: --cuda-graph-impl local"
 
 
-def captured_work_waits_for_nothing(
+@missing_feature
+def captured_work_has_no_overlap(
     cuda_graph_impl: str,
     data_parallel_size: int,
     overlap_param_gather: bool,
@@ -208,49 +224,34 @@ def captured_work_waits_for_nothing(
     delay_wgrad_compute: bool,
     moe_shared_expert_overlap: bool,
 ) -> Violation:
-    """A captured graph cannot wait for other work, and no other work can run between its kernels. Overlap of expert
-    exchanges is work between captured modules, but inside a captured iteration."""
-    whole = cuda_graph_impl == "full_iteration"
+    """A captured graph cannot wait for other streams, and no other work can run between its kernels. Overlap of expert
+    communication runs between captured modules, but not inside a captured iteration."""
+    full_iteration = cuda_graph_impl == "full_iteration"
     others = {
         "--overlap-param-gather": overlap_param_gather and data_parallel_size > 1,
         "--overlap-optimizer-step": overlap_optimizer_step,
-        "--overlap-moe-expert-parallel-comm": whole and overlap_moe_expert_parallel_comm,
+        "--overlap-moe-expert-parallel-comm": full_iteration and overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": delay_wgrad_compute,
-        "--moe-shared-expert-overlap": whole and moe_shared_expert_overlap,
+        "--moe-shared-expert-overlap": full_iteration and moe_shared_expert_overlap,
     }
-    given = [name for name, there in others.items() if there]
+    given = [name for name, enabled in others.items() if enabled]
     if cuda_graph_impl == "none" or not given:
         return None
     return f"{_IMPL} {cuda_graph_impl} with {' and '.join(given)}", "leave one of them out"
 
 
-def timed_attention_is_computed(
+@missing_feature
+def straggler_log_needs_uncaptured_attention(
     cuda_graph_impl: str, cuda_graph_modules: tuple[str, ...], log_straggler: bool
 ) -> Violation:
-    """A replay has no point inside that could be timed, and events of its recording may not be asked for."""
-    recorded = cuda_graph_impl == "full_iteration" or not cuda_graph_modules or "attn" in cuda_graph_modules
-    if cuda_graph_impl == "none" or not recorded or not log_straggler:
+    """Timing events inside a captured graph cannot be queried."""
+    captured = cuda_graph_impl == "full_iteration" or not cuda_graph_modules or "attn" in cuda_graph_modules
+    if cuda_graph_impl == "none" or not captured or not log_straggler:
         return None
     return (
-        f"--log-straggler with {_IMPL} {cuda_graph_impl}: it times an attention, which is recorded",
-        "leave out --log-straggler, or record other parts: --cuda-graph-modules moe_router",
+        f"--log-straggler with {_IMPL} {cuda_graph_impl}: it times attention, which is captured",
+        "remove --log-straggler, or capture other modules: --cuda-graph-modules moe_router",
     )
 
 
-RULES = (
-    whole_steps_have_no_parts,
-    parts_are_recorded_once,
-    rows_are_sorted_behind_a_router,
-    parts_exist,
-)
-WAITING = (
-    replays_draw_nothing,
-    recorded_parts_run_once,
-    recorded_experts_are_one_product,
-    recorded_rows_do_not_wait,
-    recorded_parts_exchange_nothing,
-    recorded_steps_are_whole,
-    captured_work_waits_for_nothing,
-    timed_attention_is_computed,
-)
-"""Rules of this program that concern speed alone."""
+RULES = functions_returning(Violation, globals())

@@ -1,7 +1,7 @@
-"""Sizes of matrices that GPUs compute slowly. They are legal, so they are noted, at the start and by --dry-run.
+"""GEMM sizes that leave the fast GPU kernels; reported as notes at start and by --dry-run.
 
-The matrix units of GPUs since Hopper are fed by loads whose rows start at multiples of 16 bytes, which are 8 numbers of
-bf16 or fp16. Where rows start elsewhere, cuBLAS takes kernels made for older GPUs.
+Tensor-core loads since Hopper require rows aligned to 16 bytes, that is 8 elements of bf16 or fp16. Otherwise cuBLAS
+selects kernels written for older GPUs.
 """
 
 from collections.abc import Iterator
@@ -18,54 +18,53 @@ _PADDING = 128
 
 @dataclass(frozen=True)
 class Size:
-    """A size of the model that sets the width of matrices."""
+    """Model dimension that sets the width of GEMMs."""
 
     flag: str
-    whole: int
+    value: int
     ranks: int = 1
-    """It is shared by so many."""
+    """Number of ranks that split it."""
 
     @property
     def fits(self) -> bool:
-        return self.whole % (MULTIPLE * self.ranks) == 0
+        return self.value % (MULTIPLE * self.ranks) == 0
 
     def __str__(self) -> str:
-        shared = f" ({self.whole // self.ranks} on each of {self.ranks} ranks)" if self.ranks > 1 else ""
-        return f"{self.flag} {self.whole}{shared}"
+        per_rank = f" ({self.value // self.ranks} on each of {self.ranks} ranks)" if self.ranks > 1 else ""
+        return f"{self.flag} {self.value}{per_rank}"
 
 
 def slow_sizes(flags: Flags, plan: RunPlan) -> Iterator[str]:
-    """What there is to say of them; nothing of runs on CPUs, or in formats that do not need the matrix units."""
-    number = plan.precision.params
-    if number not in ("bf16", "fp16") or plan.device == "cpu":
+    """Yields notes on dimensions that slow down GEMMs in bf16 or fp16 on a GPU."""
+    dtype = plan.precision.params
+    if dtype not in ("bf16", "fp16") or plan.device == "cpu":
         return
     rows = plan.model.vocab_size // plan.parallel.tp
     if rows % MULTIPLE:
         yield (
-            f"the head has {rows:,} rows on a rank, no multiple of {MULTIPLE}: on GPUs its {number} products leave the "
-            "fast kernels (with 151,935 rows instead of 151,936 a step of Q6 on one H200 took 755 ms instead of 361); "
-            f"{_padding(flags, plan)}"
+            f"the output head has {rows:,} rows per rank, not a multiple of {MULTIPLE}: its {dtype} GEMMs leave the "
+            "fast GPU kernels (with 151,935 rows instead of 151,936, a step of q6 on one H200 took 755 ms "
+            f"instead of 361); {_padding(flags, plan)}"
         )
     slow = [size for size in dict.fromkeys(_sizes(plan)) if not size.fits]
     if slow:
         yield (
-            f"no multiple of {MULTIPLE}{' on a rank' if any(size.ranks > 1 for size in slow) else ''}: "
-            f"{', '.join(map(str, slow))}; on GPUs {number} products of such sizes leave the fast kernels, and torch's "
-            "grouped products of experts refuse them"
+            f"not a multiple of {MULTIPLE}{' per rank' if any(size.ranks > 1 for size in slow) else ''}: "
+            f"{', '.join(map(str, slow))}; {dtype} GEMMs of such sizes leave the fast GPU kernels, and torch's "
+            "grouped GEMM rejects them"
         )
 
 
 def _padding(flags: Flags, plan: RunPlan) -> str:
-    """What would mend the vocabulary."""
     unit = _PADDING * plan.parallel.tp
     if flags.model.padded_vocab_size is not None:
-        return f"--padded-vocab-size {-(-plan.model.vocab_size // unit) * unit} mends that"
+        return f"--padded-vocab-size {-(-plan.model.vocab_size // unit) * unit} avoids this"
     without = "" if flags.model.pad_vocab_size else ", without --disable-pad-vocab-size,"
-    return f"--make-vocab-size-divisible-by {_PADDING}{without} mends that"
+    return f"--make-vocab-size-divisible-by {_PADDING}{without} avoids this"
 
 
 def _sizes(plan: RunPlan) -> Iterator[Size]:
-    """Of the model's layers, in the order in which a token meets them."""
+    """Yields the dimensions of all layers in execution order."""
     tp = plan.parallel.tp
     yield Size("--hidden-size", plan.model.hidden_size)
     for layer in plan.model.layers:
@@ -77,7 +76,6 @@ def _sizes(plan: RunPlan) -> Iterator[Size]:
 
 
 def _of_mixer(mixer: AttentionConfig | MLAConfig) -> Iterator[Size]:
-    """Heads are whole on every rank, and so are latents."""
     if isinstance(mixer, AttentionConfig):
         yield Size("--kv-channels", mixer.head_dim)
         return

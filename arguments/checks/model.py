@@ -1,19 +1,19 @@
-"""Rules about layers, positions, activations and multi-token prediction."""
+"""Rules about positions, activations, multi-token prediction and the vocabulary."""
 
 from arguments import derive
-from arguments.checks.violation import Violation, unfit_pattern
+from arguments.checks.violation import Violation, functions_returning, unfit_pattern
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
 _ROTARY = ("rope", "yarn")
 
 
-def sequence_fits_the_positions(seq_length: int, max_position_embeddings: int) -> Violation:
+def sequence_fits_positions(seq_length: int, max_position_embeddings: int) -> Violation:
     """Every token of a sequence needs a position."""
     if seq_length <= max_position_embeddings:
         return None
     return (
-        f"sequences of {seq_length} tokens have more positions than the {max_position_embeddings} the model knows",
+        f"--seq-length {seq_length} exceeds --max-position-embeddings {max_position_embeddings}",
         f"--max-position-embeddings {seq_length}, or a shorter --seq-length",
     )
 
@@ -22,52 +22,52 @@ def one_activation(swiglu: bool, quick_geglu: bool, geglu: bool, squared_relu: b
     """A feed-forward block has one activation."""
     if swiglu + quick_geglu + geglu + squared_relu + openai_gelu <= 1:
         return None
-    return "several activations are asked for", "keep one of them; none of them is plain GELU"
+    return "several activations are requested", "use one of them; the default is GELU"
 
 
-def offset_needs_a_gate(glu_linear_offset: float, swiglu: bool, quick_geglu: bool, geglu: bool) -> Violation:
+def glu_offset_needs_gate(glu_linear_offset: float, swiglu: bool, quick_geglu: bool, geglu: bool) -> Violation:
     """The offset is added to the linear half of a gated block."""
     if not glu_linear_offset or swiglu or quick_geglu or geglu:
         return None
     return (
-        f"--glu-linear-offset {glu_linear_offset:g} has no gated activation to act on",
+        f"--glu-linear-offset {glu_linear_offset:g} needs a gated activation",
         "add --swiglu or --quick-geglu",
     )
 
 
-def clamp_needs_a_gate(
+def clamp_needs_gate(
     activation_func_clamp_value: float | None, swiglu: bool, quick_geglu: bool, geglu: bool
 ) -> Violation:
     """Only gated activations clamp their inputs."""
     if activation_func_clamp_value is None or swiglu or quick_geglu or geglu:
         return None
     return (
-        f"--activation-func-clamp-value {activation_func_clamp_value:g} has no gated activation to act on",
+        f"--activation-func-clamp-value {activation_func_clamp_value:g} needs a gated activation",
         "add --swiglu or --quick-geglu",
     )
 
 
-def no_table_where_one_is_asked_for(add_position_embedding: bool, position_embedding_type: str) -> Violation:
-    """The old switch cannot take the learned table away again."""
+def position_embedding_flags_agree(add_position_embedding: bool, position_embedding_type: str) -> Violation:
+    """The deprecated --no-position-embedding cannot disable an explicitly requested position embedding."""
     if add_position_embedding or position_embedding_type != "learned_absolute":
         return None
     return (
-        "--no-position-embedding contradicts learned absolute positions",
+        "--no-position-embedding contradicts --position-embedding-type learned_absolute",
         "--position-embedding-type none, or rope",
     )
 
 
-def one_way_to_stretch(
+def one_rope_scaling(
     position_embedding_type: str, use_rope_scaling: bool, rotary_seq_len_interpolation_factor: int | None
 ) -> Violation:
-    """Rotations are stretched for long contexts in one way: YaRN, Llama 3's, or evenly."""
+    """RoPE is scaled in one way: YaRN, Llama 3 scaling, or linear interpolation."""
     evenly = rotary_seq_len_interpolation_factor not in (None, 1)
     if (position_embedding_type == "yarn") + use_rope_scaling + evenly <= 1:
         return None
-    return "rotations are stretched in several ways at once", "keep one of them"
+    return "several kinds of RoPE scaling are requested", "use one of them"
 
 
-def yarn_has_a_ramp(
+def yarn_ramp_is_valid(
     position_embedding_type: str,
     multi_latent_attention: bool,
     rope_type: str | None,
@@ -75,23 +75,25 @@ def yarn_has_a_ramp(
     yarn_beta_fast: float | None,
     yarn_beta_slow: float | None,
 ) -> Violation:
-    """YaRN keeps dims that turn often and stretches those that turn seldom; between the two it goes over slowly."""
+    """YaRN interpolates dims with few rotations, keeps dims with many, and ramps linearly between the two limits."""
     yarn = rope_type != "rope" if multi_latent_attention else position_embedding_type == "yarn"
     fast, slow = derive.yarn_turns(yarn_beta_fast, yarn_beta_slow)
     if not yarn or (rotary_base > 1 and 0 < slow <= fast):
         return None
     return (
-        f"YaRN cannot go over from {fast:g} turns to {slow:g} with a base of {rotary_base:g}",
-        "a --rotary-base above 1, a --yarn-beta-slow above 0 and a --yarn-beta-fast that is not smaller",
+        f"YaRN cannot ramp from {fast:g} to {slow:g} rotations with --rotary-base {rotary_base:g}",
+        "use --rotary-base above 1, --yarn-beta-slow above 0 and --yarn-beta-fast at least as large",
     )
 
 
-def unrotated_layers_fit(num_layers: int, no_rope_freq: LayerPattern | None, position_embedding_type: str) -> Violation:
-    """Every layer either rotates or does not."""
+def no_rope_pattern_matches_layers(
+    num_layers: int, no_rope_freq: LayerPattern | None, position_embedding_type: str
+) -> Violation:
+    """The pattern selects the layers without RoPE."""
     if no_rope_freq is None:
         return None
     if position_embedding_type not in _ROTARY:
-        return "--no-rope-freq leaves out rotations, but there are none", "--position-embedding-type rope"
+        return "--no-rope-freq needs a model with RoPE", "use --position-embedding-type rope"
     if isinstance(no_rope_freq, int) and no_rope_freq > 0 and num_layers % no_rope_freq:
         return (
             f"--no-rope-freq {no_rope_freq} does not divide {counted(num_layers, 'layer')}",
@@ -100,17 +102,17 @@ def unrotated_layers_fit(num_layers: int, no_rope_freq: LayerPattern | None, pos
     return unfit_pattern("--no-rope-freq", no_rope_freq, num_layers)
 
 
-def multi_token_prediction_knows_no_table(mtp_num_layers: int | None, position_embedding_type: str) -> Violation:
-    """Multi-token prediction shifts the tokens, which a learned table of positions does not follow."""
+def mtp_has_no_learned_positions(mtp_num_layers: int | None, position_embedding_type: str) -> Violation:
+    """Multi-token prediction shifts the tokens, but not the rows of a learned position table."""
     if not mtp_num_layers or position_embedding_type in (*_ROTARY, "none"):
         return None
     return (
-        f"multi-token prediction does not work with {position_embedding_type} positions",
+        f"--mtp-num-layers does not support --position-embedding-type {position_embedding_type}",
         "--position-embedding-type rope or none",
     )
 
 
-def padding_holds_the_vocabulary(
+def padded_vocab_holds_vocabulary(
     padded_vocab_size: int | None, vocab_size: int | None, tensor_model_parallel_size: int
 ) -> Violation:
     """Every token needs a row of the embedding, and every tensor-parallel rank the same number of rows."""
@@ -118,7 +120,7 @@ def padding_holds_the_vocabulary(
         return None
     if vocab_size is not None and padded_vocab_size < vocab_size:
         return (
-            f"--padded-vocab-size {padded_vocab_size} does not hold {vocab_size} tokens",
+            f"--padded-vocab-size {padded_vocab_size} is smaller than the vocabulary of {vocab_size} tokens",
             f"--padded-vocab-size {vocab_size} or more",
         )
     if padded_vocab_size % tensor_model_parallel_size:
@@ -129,23 +131,11 @@ def padding_holds_the_vocabulary(
     return None
 
 
-def dense_width_is_left(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> Violation:
-    """The width that follows from a small hidden size is rounded down to a multiple of 64."""
+def dense_width_is_positive(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> Violation:
+    """The default width of a gated block is rounded down to a multiple of 64."""
     if derive.ffn_hidden_size(ffn_hidden_size, hidden_size, swiglu) > 0:
         return None
-    return f"hidden size {hidden_size} is too small for a width of its own", "give --ffn-hidden-size"
+    return f"--hidden-size {hidden_size} is too small for a default feed-forward width", "set --ffn-hidden-size"
 
 
-RULES = (
-    sequence_fits_the_positions,
-    one_activation,
-    offset_needs_a_gate,
-    clamp_needs_a_gate,
-    no_table_where_one_is_asked_for,
-    one_way_to_stretch,
-    yarn_has_a_ramp,
-    unrotated_layers_fit,
-    multi_token_prediction_knows_no_table,
-    padding_holds_the_vocabulary,
-    dense_width_is_left,
-)
+RULES = functions_returning(Violation, globals())

@@ -1,103 +1,107 @@
-"""Rules about layers with experts: where they are, what they are made of, how they come from a dense model."""
+"""Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
 from arguments.checks.violation import (
     Violation,
     divisors,
+    functions_returning,
+    missing_feature,
     unfit_pattern,
 )
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
-_KINDS_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
+_BALANCING_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
 
-def expert_layers_fit(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> Violation:
-    """The pattern says which layers have experts, one entry per layer."""
+def moe_layer_pattern_matches_layers(
+    num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern
+) -> Violation:
+    """The pattern has one entry per layer and selects the MoE layers."""
     return unfit_pattern("--moe-layer-freq", moe_layer_freq, num_layers) if num_experts else None
 
 
 def shared_experts_have_no_bias(
     num_experts: int | None, moe_shared_expert_intermediate_size: int | None, add_bias_linear: bool
 ) -> Violation:
-    """Shared experts exist without biases only."""
+    """Shared experts do not support biases."""
     if num_experts and moe_shared_expert_intermediate_size and add_bias_linear:
-        return "shared experts cannot have biases", "--disable-bias-linear"
+        return "shared experts do not support biases", "use --disable-bias-linear"
     return None
 
 
 def gate_needs_shared_experts(
     num_experts: int | None, moe_shared_expert_gate: bool, moe_shared_expert_intermediate_size: int | None
 ) -> Violation:
-    """The gate weighs the shared experts' output."""
+    """The gate scales the output of the shared experts."""
     if num_experts and moe_shared_expert_gate and not moe_shared_expert_intermediate_size:
-        return "there are no shared experts to gate", "give --moe-shared-expert-intermediate-size"
+        return "--moe-shared-expert-gate without shared experts", "set --moe-shared-expert-intermediate-size"
     return None
 
 
 def capacity_is_positive(moe_expert_capacity_factor: float | None) -> Violation:
-    """An expert with a capacity of 0 takes no token at all."""
+    """An expert with capacity 0 drops every token."""
     if moe_expert_capacity_factor != 0:
         return None
-    return "a capacity factor of 0 drops every token", "use a factor around 1, or leave it out to drop none"
+    return "a capacity factor of 0 drops every token", "use a factor around 1, or remove it to drop no tokens"
 
 
-def padding_needs_a_capacity(
+def padding_needs_capacity(
     moe_pad_expert_input_to_capacity: bool, moe_expert_capacity_factor: float | None
 ) -> Violation:
-    """Experts are padded to their capacity."""
+    """Expert inputs are padded to the expert capacity."""
     if moe_pad_expert_input_to_capacity and (moe_expert_capacity_factor is None or moe_expert_capacity_factor < 0):
-        return "experts are padded to a capacity that is not given", "give --moe-expert-capacity-factor"
+        return "--moe-pad-expert-input-to-capacity without a capacity", "set --moe-expert-capacity-factor"
     return None
 
 
-def capacity_fits_the_balancing(
+def capacity_supports_balancing(
     moe_expert_capacity_factor: float | None, moe_router_load_balancing_type: tuple[str, ...]
 ) -> Violation:
-    """Ways of choosing that balance by themselves leave no token to drop."""
-    strange = set(moe_router_load_balancing_type).difference(_KINDS_WITH_CAPACITY)
-    if moe_expert_capacity_factor is None or moe_expert_capacity_factor < 0 or not strange:
+    """These routing methods balance the experts by construction and do not drop tokens."""
+    unsupported = set(moe_router_load_balancing_type).difference(_BALANCING_WITH_CAPACITY)
+    if moe_expert_capacity_factor is None or moe_expert_capacity_factor < 0 or not unsupported:
         return None
     return (
-        f"{', '.join(sorted(strange))} goes with no capacity",
-        "leave out --moe-expert-capacity-factor, or balance with aux_loss",
+        f"{', '.join(sorted(unsupported))} does not support a capacity",
+        "remove --moe-expert-capacity-factor, or use aux_loss",
     )
 
 
-def weights_on_input_need_one_choice(moe_apply_probs_on_input: bool, moe_router_topk: int) -> Violation:
-    """The input of an expert can carry one weight per token, not one per choice."""
+def probs_on_input_need_top1(moe_apply_probs_on_input: bool, moe_router_topk: int) -> Violation:
+    """The input row of an expert can carry one probability per token."""
     if moe_apply_probs_on_input and moe_router_topk != 1:
-        return f"top-{moe_router_topk} has several weights per token", "--moe-router-topk 1"
+        return f"--moe-apply-probs-on-input with top-{moe_router_topk}", "use --moe-router-topk 1"
     return None
 
 
-def weights_have_one_place(moe_apply_probs_on_input: bool, moe_memory_efficient_permutation: bool) -> Violation:
-    """Weights on the input do not come after the second matrix as well."""
+def probs_are_applied_once(moe_apply_probs_on_input: bool, moe_memory_efficient_permutation: bool) -> Violation:
+    """Probabilities are applied before the experts or after the second expert GEMM."""
     if moe_apply_probs_on_input and not moe_memory_efficient_permutation:
         return (
-            "--moe-apply-probs-on-input with --no-moe-memory-efficient-permutation: one weighs the rows before an "
-            "expert, the other behind it",
+            "--moe-apply-probs-on-input with --no-moe-memory-efficient-permutation: one applies the probabilities "
+            "before the experts, the other after them",
             "leave out one of them",
         )
     return None
 
 
-def upcycling_needs_a_dense_checkpoint(
+def upcycling_needs_dense_checkpoint(
     moe_use_upcycling: bool, num_experts: int | None, load: str | None, save: str | None, run_dir: str | None
 ) -> Violation:
-    """Upcycling reads a dense model, turns it into experts, and saves the result."""
+    """Upcycling reads a dense checkpoint, converts it to experts and saves the result."""
     if not moe_use_upcycling:
         return None
     if not num_experts:
-        return "upcycling makes experts, but the model has none", "give --num-experts"
+        return "--moe-use-upcycling without experts", "set --num-experts"
     if not load:
-        return "upcycling needs a dense checkpoint", "give --load"
+        return "--moe-use-upcycling without a dense checkpoint", "set --load"
     if not save and not run_dir:
-        return "upcycling saves the new model, but there is no folder for it", "give --save or --run-dir"
+        return "--moe-use-upcycling without a directory for the new checkpoint", "set --save or --run-dir"
     return None
 
 
-def slices_make_the_dense_width(
+def upcycled_slices_make_dense_width(
     moe_use_upcycling: bool,
     moe_upcycling_granularity: int,
     moe_ffn_hidden_size: int | None,
@@ -106,11 +110,14 @@ def slices_make_the_dense_width(
     swiglu: bool,
     moe_latent_size: int | None,
 ) -> Violation:
-    """Every dense feed-forward block is cut into as many slices as the granularity says, each an expert."""
+    """Upcycling cuts every dense feed-forward block into --moe-upcycling-granularity slices, one per expert."""
     if not moe_use_upcycling:
         return None
     if moe_latent_size:
-        return "a dense model has no latent space to take experts from", "leave out --moe-latent-size"
+        return (
+            "--moe-use-upcycling with --moe-latent-size: a dense model has no latent projections",
+            "remove --moe-latent-size",
+        )
     dense = derive.ffn_hidden_size(ffn_hidden_size, hidden_size, swiglu)
     expert = moe_ffn_hidden_size or dense
     if expert * moe_upcycling_granularity == dense:
@@ -123,10 +130,10 @@ def slices_make_the_dense_width(
     )
 
 
-def slices_make_whole_groups(
+def upcycled_slices_make_whole_groups(
     moe_use_upcycling: bool, num_experts: int | None, moe_upcycling_granularity: int
 ) -> Violation:
-    """The slices of one dense block form a group of experts; there are only whole groups."""
+    """The slices of one dense block form a group of experts, and all groups are complete."""
     if not moe_use_upcycling or not num_experts or num_experts % moe_upcycling_granularity == 0:
         return None
     return (
@@ -135,13 +142,13 @@ def slices_make_whole_groups(
     )
 
 
-def expert_width_divides_among_tensor_ranks(
+def etp_divides_expert_width(
     num_experts: int | None,
     moe_ffn_hidden_size: int | None,
     expert_tensor_parallel_size: int | None,
     tensor_model_parallel_size: int,
 ) -> Violation:
-    """A rank computes an equal share of the channels of its experts."""
+    """Every expert-tensor-parallel rank computes an equal share of the expert channels."""
     etp = expert_tensor_parallel_size or tensor_model_parallel_size
     if not num_experts or moe_ffn_hidden_size is None or moe_ffn_hidden_size % etp == 0:
         return None
@@ -151,14 +158,16 @@ def expert_width_divides_among_tensor_ranks(
     )
 
 
-def flex_stays_on_one_rank(
+@missing_feature
+def flex_needs_one_expert_rank(
     num_experts: int | None,
     moe_token_dispatcher_type: str,
     expert_model_parallel_size: int,
     expert_tensor_parallel_size: int | None,
     tensor_model_parallel_size: int,
 ) -> Violation:
-    """Its libraries are not used yet. Where one rank has all experts nothing travels: all dispatchers are the same."""
+    """The communication libraries of the flex dispatcher are not supported yet. On a single expert rank all dispatchers
+    are equivalent."""
     etp = expert_tensor_parallel_size or tensor_model_parallel_size
     if not num_experts or moe_token_dispatcher_type != "flex" or expert_model_parallel_size * etp == 1:
         return None
@@ -169,13 +178,14 @@ def flex_stays_on_one_rank(
     )
 
 
-def shared_experts_overlap_with_nothing_else(
+def shared_expert_overlap_is_supported(
     num_experts: int | None,
     moe_shared_expert_overlap: bool,
     moe_latent_size: int | None,
     overlap_moe_expert_parallel_comm: bool,
 ) -> Violation:
-    """Shared experts can work while rows travel when rows are tokens, and when no other microbatch works then."""
+    """Shared experts overlap with the token exchange only if the exchanged rows are hidden states and no other
+    microbatch overlaps it."""
     if not num_experts or not moe_shared_expert_overlap:
         return None
     if moe_latent_size:
@@ -185,26 +195,10 @@ def shared_experts_overlap_with_nothing_else(
         )
     if overlap_moe_expert_parallel_comm:
         return (
-            "--moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm both fill the time in which rows "
-            "travel",
+            "--moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm both overlap with the exchange of rows",
             "choose one of them",
         )
     return None
 
 
-RULES = (
-    expert_layers_fit,
-    shared_experts_have_no_bias,
-    gate_needs_shared_experts,
-    capacity_is_positive,
-    padding_needs_a_capacity,
-    capacity_fits_the_balancing,
-    weights_on_input_need_one_choice,
-    weights_have_one_place,
-    upcycling_needs_a_dense_checkpoint,
-    slices_make_the_dense_width,
-    slices_make_whole_groups,
-    expert_width_divides_among_tensor_ranks,
-    flex_stays_on_one_rank,
-    shared_experts_overlap_with_nothing_else,
-)
+RULES = functions_returning(Violation, globals())

@@ -1,19 +1,18 @@
-"""Rules about what the optimizer keeps, in which formats and where, and how gradients and weights travel to and from
-it."""
+"""Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
-from arguments.checks.violation import Violation
+from arguments.checks.violation import Violation, functions_returning
 
 _AWARE = "--use-precision-aware-optimizer"
 
 
-def formats_belong_to_the_precision_aware_optimizer(
+def state_dtypes_need_precision_aware_optimizer(
     use_precision_aware_optimizer: bool,
     main_grads_dtype: str,
     main_params_dtype: str,
     exp_avg_dtype: str,
     exp_avg_sq_dtype: str,
 ) -> Violation:
-    """Megatron's rule: without the switch everything is fp32."""
+    """As in Megatron, all optimizer state is fp32 without the precision-aware optimizer."""
     named = {
         "--main-grads-dtype": main_grads_dtype,
         "--main-params-dtype": main_params_dtype,
@@ -26,162 +25,150 @@ def formats_belong_to_the_precision_aware_optimizer(
     return f"{narrow} without {_AWARE}", f"give {_AWARE}"
 
 
-def formats_are_of_bf16_parameters(bf16: bool, main_grads_dtype: str, main_params_dtype: str) -> Violation:
-    """Masters and gradients are not kept in a narrower format than the parameters."""
+def narrow_main_dtypes_need_bf16(bf16: bool, main_grads_dtype: str, main_params_dtype: str) -> Violation:
+    """Main parameters and gradients are not narrower than the parameters."""
     named = {"--main-grads-dtype": main_grads_dtype, "--main-params-dtype": main_params_dtype}
     narrow = " and ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
     if bf16 or not narrow:
         return None
-    return f"{narrow} for parameters in a wider format", "give --bf16, or leave it out"
+    return f"{narrow} with wider parameters", "set --bf16, or remove it"
 
 
-def double_precision_is_everywhere(fp64: bool, exp_avg_dtype: str, exp_avg_sq_dtype: str) -> Violation:
-    """A proof in double precision keeps all state in it."""
+def fp64_has_no_narrow_moments(fp64: bool, exp_avg_dtype: str, exp_avg_sq_dtype: str) -> Violation:
+    """With --fp64, all optimizer state is fp64."""
     if fp64 and (exp_avg_dtype, exp_avg_sq_dtype) != ("fp32", "fp32"):
         return f"--fp64 with moments in {exp_avg_dtype} and {exp_avg_sq_dtype}", "leave out --fp64, or the formats"
     return None
 
 
-def gradients_have_one_format(main_grads_dtype: str, accumulate_allreduce_grads_in_fp32: bool) -> Violation:
-    """The optimizer reads the buffer in which gradients are summed."""
+def main_grads_have_one_dtype(main_grads_dtype: str, accumulate_allreduce_grads_in_fp32: bool) -> Violation:
+    """The optimizer reads the buffer in which gradients are accumulated."""
     if main_grads_dtype == "bf16" and accumulate_allreduce_grads_in_fp32:
         return (
             "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32",
-            "leave one of them out: the optimizer reads gradients where they are summed",
+            "remove one of them: the optimizer reads the accumulation buffer",
         )
     return None
 
 
-def blocks_hold_finite_numbers(
+def scaled_state_needs_nan_check(
     check_for_nan_in_loss_and_grad: bool, main_params_dtype: str, exp_avg_dtype: str, exp_avg_sq_dtype: str
 ) -> Violation:
-    """One number that is not finite would spoil the scale of its whole block for good."""
+    """A single non-finite value would corrupt the scale of its whole block."""
     scaled = sorted({main_params_dtype, exp_avg_dtype, exp_avg_sq_dtype} & {"fp16", "fp8"})
     if check_for_nan_in_loss_and_grad or not scaled:
         return None
     return (
-        f"optimizer state in {' and '.join(scaled)}, whose 128 neighbours share a scale, without a check for numbers "
-        f"that are not finite",
+        f"optimizer state in {' and '.join(scaled)}, with a scale per block of 128, without a check for NaN",
         "leave out --no-check-for-nan-in-loss-and-grad",
     )
 
 
-def state_waits_in_one_way(optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool) -> Violation:
-    """The host steps the state, or the device does."""
+def one_optimizer_offload(optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool) -> Violation:
+    """Offloaded optimizer state is updated either on the CPU or on the GPU."""
     if optimizer_cpu_offload and chunked_optimizer_state_offload:
         return (
-            "--optimizer-cpu-offload steps the state on the host, --chunked-optimizer-state-offload on the device",
+            "--optimizer-cpu-offload updates the state on the CPU, --chunked-optimizer-state-offload on the GPU",
             "keep one of them",
         )
     return None
 
 
 def fractions_are_at_most_one(optimizer_offload_fraction: float, optimizer_state_offload_fraction: float) -> Violation:
-    """A share of the state."""
+    """A fraction of the state is at most 1."""
     given = {
         "--optimizer-offload-fraction": optimizer_offload_fraction,
         "--optimizer-state-offload-fraction": optimizer_state_offload_fraction,
     }
     wrong = ", ".join(f"{name} {value:g}" for name, value in given.items() if value > 1)
-    return (f"{wrong} is more than there is", "use a number from 0 to 1") if wrong else None
+    return (f"{wrong} is above 1", "use a number from 0 to 1") if wrong else None
 
 
-def torch_steps_in_fp32(
+def torch_cpu_optimizer_excludes_fp64(
     fp64: bool, use_torch_optimizer_for_cpu_offload: bool, optimizer_cpu_offload: bool
 ) -> Violation:
-    """A proof in double precision has one arithmetic."""
+    """torch's CPU optimizer updates fp32 state only."""
     if fp64 and optimizer_cpu_offload and use_torch_optimizer_for_cpu_offload:
-        return "--fp64 with torch's optimizer on the host", "leave out --use-torch-optimizer-for-cpu-offload"
+        return "--fp64 with torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload"
     return None
 
 
-def whole_steps_ask_no_host(
+def full_iteration_excludes_optimizer_offload(
     cuda_graph_impl: str, optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool
 ) -> Violation:
-    """A recorded step has no host in it, and all its memory stands at fixed places."""
+    """A captured iteration has no host work, and all its memory has fixed device addresses."""
     name = "--optimizer-cpu-offload" if optimizer_cpu_offload else "--chunked-optimizer-state-offload"
     if cuda_graph_impl != "full_iteration" or not (optimizer_cpu_offload or chunked_optimizer_state_offload):
         return None
-    return f"--cuda-graph-impl full_iteration with {name}", "leave one of them out, or record parts of layers"
+    return f"--cuda-graph-impl full_iteration with {name}", "remove one of them, or capture modules of layers"
 
 
-def weights_travel_when_shards_are_stepped(
+def param_gather_overlap_needs_sharded_optimizer(
     overlap_param_gather: bool, use_distributed_optimizer: bool, overlap_grad_reduce: bool
 ) -> Violation:
-    """Only a sharded optimizer gathers weights, and its gradients come in the same buckets."""
+    """Only a distributed optimizer gathers weights, in the buckets in which gradients are reduced."""
     if not overlap_param_gather or (use_distributed_optimizer and overlap_grad_reduce):
         return None
     missing = "--overlap-grad-reduce" if use_distributed_optimizer else "--use-distributed-optimizer"
-    return f"--overlap-param-gather without {missing} has nothing to overlap", f"give {missing}"
+    return f"--overlap-param-gather without {missing}", f"give {missing}"
 
 
-def updates_hide_on_the_device(
+def optimizer_overlap_excludes_offload(
     overlap_optimizer_step: bool, optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool
 ) -> Violation:
-    """State in host memory travels on streams of its own."""
+    """Offloaded optimizer state is copied on separate streams."""
     name = "--optimizer-cpu-offload" if optimizer_cpu_offload else "--chunked-optimizer-state-offload"
     if overlap_optimizer_step and (optimizer_cpu_offload or chunked_optimizer_state_offload):
         return f"--overlap-optimizer-step with {name}", "leave one of them out"
     return None
 
 
-def updates_hide_where_weights_are_waited_for(
+def optimizer_overlap_needs_param_gather_overlap(
     overlap_optimizer_step: bool, use_distributed_optimizer: bool, overlap_param_gather: bool
 ) -> Violation:
-    """A forward that waits for all weights leaves nothing to hide the update under."""
+    """A forward that waits for all gathered weights leaves no work to overlap with the optimizer step."""
     if overlap_optimizer_step and use_distributed_optimizer and not overlap_param_gather:
         return (
-            "--overlap-optimizer-step with --use-distributed-optimizer, and all weights gathered before the forward",
-            "give --overlap-param-gather too",
+            "--overlap-optimizer-step with --use-distributed-optimizer, but without --overlap-param-gather",
+            "add --overlap-param-gather",
         )
     return None
 
 
-def buckets_have_one_size(ddp_bucket_size: int | None, ddp_num_buckets: int | None) -> Violation:
-    """The size of a bucket follows from their number."""
+def bucket_size_given_once(ddp_bucket_size: int | None, ddp_num_buckets: int | None) -> Violation:
+    """The bucket size follows from the number of buckets."""
     if ddp_bucket_size is not None and ddp_num_buckets is not None:
-        return f"buckets of {ddp_bucket_size} elements and {ddp_num_buckets} of them are both given", "keep one of them"
+        return (
+            f"--ddp-bucket-size {ddp_bucket_size} and --ddp-num-buckets {ddp_num_buckets} are both given",
+            "use one of them",
+        )
     return None
 
 
-def token_sums_are_not_averaged(ddp_average_in_collective: bool, calculate_per_token_loss: bool) -> Violation:
-    """With a loss per token gradients are summed over ranks and divided by the tokens of all ranks."""
+def per_token_loss_excludes_averaging(ddp_average_in_collective: bool, calculate_per_token_loss: bool) -> Violation:
+    """A per-token loss sums gradients over ranks and divides them by the global number of tokens."""
     if ddp_average_in_collective and calculate_per_token_loss:
-        return "a mean over ranks is not a mean over tokens", "leave --ddp-average-in-collective out"
+        return "--ddp-average-in-collective with --calculate-per-token-loss", "remove --ddp-average-in-collective"
     return None
 
 
-def fp32_sums_are_sharded(
+def fp32_accumulation_needs_distributed_optimizer(
     ddp_reduce_scatter_with_fp32_accumulation: bool, use_distributed_optimizer: bool
 ) -> Violation:
-    """Gradients are summed where they arrive, each shard at its owner."""
+    """fp32 accumulation sums each gradient shard on the rank that owns it."""
     if ddp_reduce_scatter_with_fp32_accumulation and not use_distributed_optimizer:
-        return "only a sharded optimizer sums gradients in shards", "give --use-distributed-optimizer"
+        return (
+            "--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer",
+            "set --use-distributed-optimizer",
+        )
     return None
 
 
-def bf16_gradients_are_of_bf16_weights(grad_reduce_in_bf16: bool, bf16: bool) -> Violation:
-    """Gradients are not kept in a narrower format than the weights."""
+def bf16_grad_reduce_needs_bf16(grad_reduce_in_bf16: bool, bf16: bool) -> Violation:
+    """Gradients are not narrower than the parameters."""
     if grad_reduce_in_bf16 and not bf16:
-        return "gradients in bf16 of weights in a wider format", "give --bf16, or leave --grad-reduce-in-bf16 out"
+        return "--grad-reduce-in-bf16 with wider parameters", "set --bf16, or remove --grad-reduce-in-bf16"
     return None
 
 
-RULES = (
-    weights_travel_when_shards_are_stepped,
-    updates_hide_on_the_device,
-    updates_hide_where_weights_are_waited_for,
-    buckets_have_one_size,
-    token_sums_are_not_averaged,
-    fp32_sums_are_sharded,
-    bf16_gradients_are_of_bf16_weights,
-    formats_belong_to_the_precision_aware_optimizer,
-    formats_are_of_bf16_parameters,
-    double_precision_is_everywhere,
-    gradients_have_one_format,
-    blocks_hold_finite_numbers,
-    state_waits_in_one_way,
-    fractions_are_at_most_one,
-    torch_steps_in_fp32,
-    whole_steps_ask_no_host,
-)
+RULES = functions_returning(Violation, globals())

@@ -1,9 +1,9 @@
-"""Rules about pipeline stages: which layers they hold, and in which order microbatches pass them."""
+"""Rules about pipeline stages, the schedule, and overlap of expert communication."""
 
 from typing import Any
 
 from arguments import derive
-from arguments.checks.violation import Violation, asks_for
+from arguments.checks.violation import Violation, functions_returning, takes_flags
 from megatron_moe.pipeline.layout import LayoutError
 from megatron_moe.pipeline.schedule import (
     ScheduleConfig,
@@ -12,7 +12,7 @@ from megatron_moe.pipeline.schedule import (
 )
 
 
-def layers_are_placed_once(
+def layer_placement_given_once(
     pipeline_model_parallel_layout: str | None,
     num_layers_per_virtual_pipeline_stage: int | None,
     num_virtual_stages_per_pipeline_rank: int | None,
@@ -21,40 +21,42 @@ def layers_are_placed_once(
     account_for_embedding_in_pipeline_split: bool,
     account_for_loss_in_pipeline_split: bool,
 ) -> Violation:
-    """A layout says all of it; without one, either the ends are given or embedding and loss count as layers."""
+    """A layout places all layers; otherwise either the first and last stage are given, or embedding and loss count as
+    layers."""
     ends = decoder_first_pipeline_num_layers is not None or decoder_last_pipeline_num_layers is not None
     counted = account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split
     virtual = num_layers_per_virtual_pipeline_stage is not None, num_virtual_stages_per_pipeline_rank is not None
     if all(virtual):
-        return "virtual stages are given by their number and by their layers", "leave out one of the two"
+        return "both the number of virtual stages and their number of layers are given", "remove one of the two"
     if pipeline_model_parallel_layout is not None:
         written = pipeline_model_parallel_layout != derive.AUTO and virtual[1]
         if ends or counted or virtual[0] or written:
             return (
-                f"the layout {pipeline_model_parallel_layout} places the layers, and so do other flags",
-                "leave out the other flags, or the layout",
+                f"--pipeline-model-parallel-layout {pipeline_model_parallel_layout} with other flags that place layers",
+                "remove the other flags, or the layout",
             )
     elif ends and (counted or virtual[0]):
         return (
-            "layers of the first or last rank are given, and other flags share them out too",
-            "give --num-virtual-stages-per-pipeline-rank at most, or a layout",
+            "the layers of the first or last stage are given, and other flags place them too",
+            "combine them only with --num-virtual-stages-per-pipeline-rank, or use a layout",
         )
     return None
 
 
-@asks_for(derive.PLACEMENT)
-def layers_fit_the_stages(**placement: Any) -> Violation:
-    """Every layer stands on one stage. Without a layout stages have the same number of layers but for the ends."""
+@takes_flags(derive.PLACEMENT)
+def layers_fit_stages(**placement: Any) -> Violation:
+    """Every layer belongs to one stage. Without a layout, all stages except the first and the last have the same number
+    of layers."""
     try:
         derive.pipeline_layout(**placement)
     except LayoutError as error:
         if placement["pipeline_model_parallel_layout"] not in (None, derive.AUTO):
-            return str(error), "mend the layout (docs/schedule.md has the language), or let `auto` write one"
+            return str(error), "fix the layout (docs/schedule.md has the syntax), or use `auto`"
         return str(error), "--pipeline-model-parallel-layout auto places any number of layers"
     return None
 
 
-def microbatches_fill_the_stages(
+def microbatches_fill_stages(
     data_parallel_size: int,
     virtual_stages: int,
     pipeline_model_parallel_size: int,
@@ -63,15 +65,15 @@ def microbatches_fill_the_stages(
     global_batch_size: int | None,
     rampup_batch_size: tuple[int, int, int] | None,
 ) -> Violation:
-    """A rank with virtual stages takes microbatches in groups; a group smaller than the pipeline would stop it."""
+    """A rank with virtual stages runs microbatches in groups; a group smaller than the pipeline would deadlock."""
     last = derive.global_batch_size(global_batch_size, micro_batch_size, data_parallel_size)
     start, increment, _ = rampup_batch_size or (last, 1, 0)
     unit = micro_batch_size * data_parallel_size
     growing = range(start, last, max(increment, 1))
     if any(size % unit for size in (*growing[:2], last)):
-        return None  # batches that are no whole microbatches have a rule of their own
+        return None  # checked by global_batch_is_whole_microbatches and rampup_steps_are_whole
     group = microbatch_group_size_per_virtual_pipeline_stage or pipeline_model_parallel_size
-    for size in (*growing[: group if virtual_stages > 1 else 1], last):  # remainders by the group repeat themselves
+    for size in (*growing[: group if virtual_stages > 1 else 1], last):  # later sizes repeat the remainders
         config = ScheduleConfig(
             num_microbatches=size // unit,
             pp=pipeline_model_parallel_size,
@@ -81,11 +83,11 @@ def microbatches_fill_the_stages(
         try:
             check_schedule(config)
         except ScheduleError as error:
-            return str(error), _mended(config, unit)
+            return str(error), _fitting_batch(config, unit)
     return None
 
 
-def something_travels_while_another_computes(
+def ep_overlap_has_exchange(
     overlap_moe_expert_parallel_comm: bool,
     num_experts: int | None,
     expert_model_parallel_size: int,
@@ -93,14 +95,15 @@ def something_travels_while_another_computes(
     pipeline_model_parallel_size: int,
     virtual_stages: int,
 ) -> Violation:
-    """Pairs of microbatches hide an exchange of rows between ranks; over a pipeline they need virtual stages."""
+    """Two microbatches overlap to hide the all-to-all of the experts; with pipeline parallelism this needs virtual
+    stages."""
     if not overlap_moe_expert_parallel_comm or expert_model_parallel_size == 1:
-        return None  # on one expert-parallel rank nothing travels, and the order is the plain one
+        return None  # no exchange to overlap: the plain schedule runs
     if not num_experts:
-        return None  # experts over several ranks are refused by a rule of their own
+        return None  # checked by ep_divides_experts
     if moe_token_dispatcher_type == "allgather":
         return (
-            "--overlap-moe-expert-parallel-comm hides an all-to-all, and the dispatcher is allgather",
+            "--overlap-moe-expert-parallel-comm with --moe-token-dispatcher-type allgather",
             "use --moe-token-dispatcher-type alltoall",
         )
     if pipeline_model_parallel_size > 1 and virtual_stages == 1:
@@ -112,7 +115,7 @@ def something_travels_while_another_computes(
     return None
 
 
-def nothing_else_cuts_the_layers_of_a_pair(
+def ep_overlap_supports_recompute_and_mtp(
     overlap_moe_expert_parallel_comm: bool,
     mtp_num_layers: int | None,
     recompute_granularity: str | None,
@@ -120,14 +123,14 @@ def nothing_else_cuts_the_layers_of_a_pair(
     recompute_num_layers: int | None,
     recompute_modules: tuple[str, ...] | None,
 ) -> Violation:
-    """Layers that run node by node cannot be recomputed as wholes."""
+    """Overlapped layers run node by node and cannot be recomputed as a whole."""
     if not overlap_moe_expert_parallel_comm:
         return None
     whole = recompute_granularity == "full" or recompute_method is not None or recompute_num_layers is not None
     if whole or "moe" in (recompute_modules or ()):
         what = "whole layers" if whole else "whole MoE blocks"
         return (
-            f"--overlap-moe-expert-parallel-comm runs layers node by node, and {what} are to be recomputed",
+            f"--overlap-moe-expert-parallel-comm with recompute of {what}",
             "recompute smaller modules: --recompute-granularity selective --recompute-modules core_attn moe_act",
         )
     if mtp_num_layers is not None and mtp_num_layers > 1:
@@ -138,30 +141,23 @@ def nothing_else_cuts_the_layers_of_a_pair(
     return None
 
 
-def early_release_belongs_to_pairs(
+def early_release_needs_ep_overlap(
     overlap_moe_expert_parallel_comm: bool, ep_overlap_early_attn_memory_release: bool
 ) -> Violation:
-    """It moves a node of a pair."""
+    """Early release reorders the nodes of overlapped microbatches."""
     if ep_overlap_early_attn_memory_release and not overlap_moe_expert_parallel_comm:
         return (
-            "--ep-overlap-early-attn-memory-release changes the order of a schedule that is not asked for",
+            "--ep-overlap-early-attn-memory-release without --overlap-moe-expert-parallel-comm",
             "add --overlap-moe-expert-parallel-comm, or leave it out",
         )
     return None
 
 
-def _mended(config: ScheduleConfig, unit: int) -> str:
+def _fitting_batch(config: ScheduleConfig, unit: int) -> str:
     if config.pp == 1:
         return "leave out virtual stages, or raise --pipeline-model-parallel-size"
     more = -(-config.num_microbatches // config.pp) * config.pp
     return f"{more} microbatches fit groups of {config.pp}: --global-batch-size {more * unit}"
 
 
-RULES = (
-    layers_are_placed_once,
-    layers_fit_the_stages,
-    microbatches_fill_the_stages,
-    something_travels_while_another_computes,
-    nothing_else_cuts_the_layers_of_a_pair,
-    early_release_belongs_to_pairs,
-)
+RULES = functions_returning(Violation, globals())

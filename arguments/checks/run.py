@@ -1,8 +1,8 @@
-"""Tries every rule on the settings and collects what is wrong.
+"""Runs all rules on the settings and collects the problems.
 
-A rule is a function whose parameters are flags by name, or facts of the launch. It returns None, or what is wrong with
-the numbers and what would mend it; its docstring is the reason. A rule is not tried when one of its flags has no usable
-value, because that is reported already.
+A rule is a function whose parameters are flags or facts of the launch (`FACTS`). It returns None, or the problem (with
+the numbers) and its remedy; its docstring is the reason shown to the user. A rule is skipped if one of its flags has no
+valid value, because that is already reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,8 +48,6 @@ RULES: tuple[Rule, ...] = (
     *memory.RULES,
     *cuda_graphs.RULES,
     *optimizer.RULES,
-    *memory.WAITING,
-    *cuda_graphs.WAITING,
     *data.RULES,
     *output.RULES,
 )
@@ -59,30 +57,28 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
     *moe.RULES,
     *moe_router.RULES,
     *tensor_parallel.RULES,
-    batch.ranks_share_the_experts,
+    batch.ep_divides_experts,
     *context_parallel.RULES,
     *pipeline.RULES,
 )
-"""Rules that `--proxy` must not hide: what they are about does not depend on the machine."""
+"""Rules about the full-size model, which `--proxy` checks before it rewrites the settings."""
 
-_LEAVE_OUT = "it changes no number: --allow-ignored-flags leaves it out"
-WAITING: tuple[Rule, ...] = (moe.flex_stays_on_one_rank, *memory.WAITING, *cuda_graphs.WAITING)
-"""Rules about missing features: a plan that breaks them or the rules about data can be reported, not trained."""
+_LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 
 _LAYER_GROUPS = ("attention", "model")
 _LAYER_FLAGS = ("moe_n_hash_layers",)
 _SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
-"""Flags of these groups that add no parameter and no product."""
+"""Flags of these groups that add no parameters and no GEMMs."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 FACTS = ("world_size", "data_parallel_size", "virtual_stages")
-"""What rules may ask for besides flags. The second is unknown when the sizes do not divide the world, the third when
-layers do not fit the stages."""
+"""Rule parameters other than flags. `data_parallel_size` is unknown if the sizes do not divide the world,
+`virtual_stages` if the layers do not fit the stages."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something rules may ask for that is not a flag."""
+    """Launch property or derived value that rules can take as a parameter, like a flag."""
 
     value: Any
     label: str
@@ -90,15 +86,15 @@ class Fact:
 
 
 def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RULES) -> Iterator[Problem]:
-    """Every rule that does not hold."""
+    """Yields a problem for every violated rule."""
     facts = _facts(settings, launch)
     for rule in rules:
         names = parameters(rule)
         if all(name in facts or (name in settings.registry.flags and settings.known(name)) for name in names):
-            complaint = rule(**{name: _value(name, settings, facts) for name in names})
-            if complaint:
-                what, remedy = complaint
-                only_given = hasattr(rule, "asks_for")
+            violation = rule(**{name: _value(name, settings, facts) for name in names})
+            if violation:
+                what, remedy = violation
+                only_given = hasattr(rule, "takes_flags")
                 listed = [name for name in names if name in facts or _is_listed(name, settings, only_given)]
                 given = tuple(_row(name, settings, facts) for name in listed)
                 yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=_waits(rule))
@@ -107,12 +103,12 @@ def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RUL
 def _waits(rule: Rule) -> Waits:
     if rule in data.RULES:
         return "for an input"
-    return "for a feature" if rule in WAITING else ""
+    return "for a feature" if hasattr(rule, "missing_feature") else ""
 
 
 def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
-    told_by = "no launcher" if launch.launcher == "none" else launch.launcher
-    facts = {"world_size": Fact(launch.world_size, "ranks", told_by)}
+    launcher = "no launcher" if launch.launcher == "none" else launch.launcher
+    facts = {"world_size": Fact(launch.world_size, "ranks", launcher)}
     if all(settings.known(name) for name in MODEL_PARALLEL):
         size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
         if launch.world_size % size == 0:
@@ -133,7 +129,7 @@ def _virtual_stages(settings: Settings) -> int | None:
 
 
 def given_hints(settings: Settings) -> Iterator[str]:
-    """What may not be meant, of settings that break no rule."""
+    """Yields a note on every legal setting that is likely unintended."""
     for hint in hints.HINTS:
         text = hint(**{name: settings.setting(name).value for name in parameters(hint)})
         if text:
@@ -141,15 +137,15 @@ def given_hints(settings: Settings) -> Iterator[str]:
 
 
 def missing_flags(settings: Settings, groups: Sequence[str] | None = None) -> Iterator[Problem]:
-    """Flags that must be given and are not, of all groups or of some."""
+    """Yields a problem for every required flag that is missing, in all groups or in `groups`."""
     for name, flag in settings.registry.flags.items():
-        asked_for = flag.required and (groups is None or flag.group in groups)
-        if asked_for and name not in settings.values and name not in settings.failed:
+        requested = flag.required and (groups is None or flag.group in groups)
+        if requested and name not in settings.values and name not in settings.failed:
             yield Problem(what=f"{flag.option} is required", remedy=f"--help {flag.option} explains it")
 
 
 def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Problem]:
-    """Values that this program does not have, apart from those it may ignore."""
+    """Yields a problem for every unsupported value, except harmless ones if `ignore_harmless`."""
     for flag in _unavailable(settings):
         if not (ignore_harmless and flag.declaration.harmless):
             yield _not_available(settings, flag)
@@ -158,7 +154,7 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
 
 
 def unknown_layers(settings: Settings) -> tuple[str, ...]:
-    """Flags whose layers this program cannot build yet, so that parameters, memory and time are not known."""
+    """Returns the flags of unsupported layers, for which parameters, memory and time cannot be computed."""
     return tuple(
         flag.option
         for flag in _unavailable(settings)
@@ -169,7 +165,7 @@ def unknown_layers(settings: Settings) -> tuple[str, ...]:
 
 
 def ignored_flags(settings: Settings) -> dict[str, str]:
-    """Flags that are ignored on request, with a line about each."""
+    """Returns a note per flag that --allow-ignored-flags ignores."""
     return {
         flag.name: f"ignored: {option_and_value(settings, flag)} is not available"
         for flag in _unavailable(settings)
@@ -178,7 +174,7 @@ def ignored_flags(settings: Settings) -> dict[str, str]:
 
 
 def flags_without_effect(settings: Settings) -> Iterator[str]:
-    """One line per reason: the given flags that change nothing."""
+    """Yields one line per reason, with the given flags that have no effect."""
     by_reason: dict[str, list[str]] = {}
     for given, reason in settings.without_effect.values():
         by_reason.setdefault(reason, []).append(" ".join((given.option, *(given.words or ()))))
@@ -187,7 +183,7 @@ def flags_without_effect(settings: Settings) -> Iterator[str]:
 
 
 def option_and_value(settings: Settings, flag: Flag) -> str:
-    """`--lr 0.001`, `--no-load-optim`."""
+    """Formats a setting as on the command line: `--lr 0.001`, `--no-load-optim`."""
     value = settings.setting(flag.name).value
     if flag.is_switch:
         return flag.option if value else flag.off_options[0]
@@ -195,7 +191,7 @@ def option_and_value(settings: Settings, flag: Flag) -> str:
 
 
 def shown(flag: Flag, value: object) -> str:
-    """A value for people."""
+    """Formats a value for messages."""
     if flag.is_switch:
         return "on" if value else "off"
     return "not set" if value is None else " ".join(words_of(flag.type, value))
@@ -208,14 +204,14 @@ def _unavailable(settings: Settings) -> Iterator[Flag]:
 
 
 def _not_available(settings: Settings, flag: Flag) -> Problem:
-    asked = option_and_value(settings, flag)
+    text = option_and_value(settings, flag)
     origin = settings.setting(flag.name).origin
-    ever = "not available yet" if flag.declaration.status == "not yet" else "not available"
+    status = "not available yet" if flag.declaration.status == "not yet" else "not available"
     hints = [flag.declaration.note] if flag.declaration.note else []
     if flag.declaration.harmless:
         hints.append(_LEAVE_OUT)
     waits: Waits = "for a feature" if flag.declaration.status == "not yet" else ""
-    return Problem(what=f"{asked} is {ever} ({origin})", remedy="; ".join(hints), waits=waits)
+    return Problem(what=f"{text} is {status} ({origin})", remedy="; ".join(hints), waits=waits)
 
 
 def _value(name: str, settings: Settings, facts: Mapping[str, Fact]) -> Any:
@@ -230,16 +226,17 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
 
 
 def parameters(function: Callable[..., object]) -> list[str]:
-    """What a rule or a hint asks for. (Asking its code is twenty times as fast as `inspect.signature`.)"""
-    asked = getattr(function, "asks_for", None)
-    if asked is not None:
-        return list(asked)
+    """Returns the parameter names of a rule or hint. (Reading the code object is 20 times as fast as
+    `inspect.signature`.)"""
+    declared = getattr(function, "takes_flags", None)
+    if declared is not None:
+        return list(declared)
     code = function.__code__
     return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
-    """Whether a problem lists a flag: one that was given, or whose default is more than off or not set."""
+    """Returns whether a problem lists a flag: a given one, or one with a default other than off or unset."""
     default = settings.registry.flags[name].default
     return name in settings.values or not (only_given or default is None or default is False)
 

@@ -1,12 +1,12 @@
-"""Rules about what tensor-parallel ranks share out."""
+"""Rules about tensor parallelism: sizes that the ranks divide."""
 
 from arguments import derive
-from arguments.checks.violation import Violation, divisors
+from arguments.checks.violation import Violation, divisors, functions_returning
 from megatron_moe.config.exit_codes import counted
 
 
-def heads_divide_among_tensor_ranks(num_attention_heads: int, tensor_model_parallel_size: int) -> Violation:
-    """A rank computes whole attention heads."""
+def tp_divides_heads(num_attention_heads: int, tensor_model_parallel_size: int) -> Violation:
+    """Every rank computes whole attention heads."""
     if num_attention_heads % tensor_model_parallel_size == 0:
         return None
     return (
@@ -16,10 +16,10 @@ def heads_divide_among_tensor_ranks(num_attention_heads: int, tensor_model_paral
     )
 
 
-def groups_divide_among_tensor_ranks(
+def tp_divides_query_groups(
     group_query_attention: bool, num_query_groups: int, tensor_model_parallel_size: int
 ) -> Violation:
-    """A rank computes whole query groups, or equally many ranks share each group."""
+    """Every rank computes whole query groups, or an equal number of ranks shares each group."""
     groups, tp = num_query_groups, tensor_model_parallel_size
     if not group_query_attention or groups % tp == 0 or tp % groups == 0:
         return None
@@ -29,7 +29,7 @@ def groups_divide_among_tensor_ranks(
     )
 
 
-def shared_groups_have_equal_rows(
+def tp_divides_shared_kv_channels(
     group_query_attention: bool,
     num_query_groups: int,
     num_attention_heads: int,
@@ -37,7 +37,7 @@ def shared_groups_have_equal_rows(
     kv_channels: int | None,
     tensor_model_parallel_size: int,
 ) -> Violation:
-    """Ranks that share a query group divide its query, key and value channels."""
+    """Ranks that share a query group divide its key and value channels."""
     tp = tensor_model_parallel_size
     width = 2 * num_query_groups * derive.head_dim(kv_channels, hidden_size, num_attention_heads)
     if not group_query_attention or num_query_groups >= tp or width % tp == 0:
@@ -48,10 +48,10 @@ def shared_groups_have_equal_rows(
     )
 
 
-def dense_width_divides_among_tensor_ranks(
+def tp_divides_dense_width(
     ffn_hidden_size: int | None, hidden_size: int, swiglu: bool, tensor_model_parallel_size: int
 ) -> Violation:
-    """A rank computes an equal share of the channels of a feed-forward block."""
+    """Every rank computes an equal share of the feed-forward channels."""
     width = derive.ffn_hidden_size(ffn_hidden_size, hidden_size, swiglu)
     if width % tensor_model_parallel_size == 0:
         return None
@@ -62,10 +62,10 @@ def dense_width_divides_among_tensor_ranks(
     )
 
 
-def shared_expert_divides_among_tensor_ranks(
+def tp_divides_shared_expert(
     num_experts: int | None, moe_shared_expert_intermediate_size: int | None, tensor_model_parallel_size: int
 ) -> Violation:
-    """A rank computes an equal share of the channels of the shared experts."""
+    """Every rank computes an equal share of the shared-expert channels."""
     width = moe_shared_expert_intermediate_size or 0
     if not num_experts or width % tensor_model_parallel_size == 0:
         return None
@@ -75,33 +75,33 @@ def shared_expert_divides_among_tensor_ranks(
     )
 
 
-def vocabulary_divides_among_tensor_ranks(padded_vocab_size: int | None, tensor_model_parallel_size: int) -> Violation:
-    """A rank holds an equal share of the rows of the embedding."""
+def tp_divides_padded_vocab(padded_vocab_size: int | None, tensor_model_parallel_size: int) -> Violation:
+    """Every rank holds an equal number of embedding rows."""
     if padded_vocab_size is None or padded_vocab_size % tensor_model_parallel_size == 0:
         return None
     return (
         f"--padded-vocab-size {padded_vocab_size} cannot be divided among {tensor_model_parallel_size} tensor-parallel "
         "ranks",
-        "leave --padded-vocab-size out: the padding then fits",
+        "remove --padded-vocab-size: the default padding fits",
     )
 
 
-def unpadded_vocabulary_is_on_one_rank(
+def unpadded_vocab_needs_tp1(
     pad_vocab_size: bool, padded_vocab_size: int | None, tensor_model_parallel_size: int
 ) -> Violation:
-    """The ranks hold equal shares of the rows of the embedding, which padding makes possible."""
+    """Every rank holds an equal number of embedding rows, which requires padding."""
     if pad_vocab_size or padded_vocab_size is not None or tensor_model_parallel_size == 1:
         return None
     return (
         f"a vocabulary without padding may not be divisible among {tensor_model_parallel_size} tensor-parallel ranks",
-        "leave --disable-pad-vocab-size out, or give --padded-vocab-size",
+        "remove --disable-pad-vocab-size, or set --padded-vocab-size",
     )
 
 
 def experts_need_sequence_parallel(
     num_experts: int | None, tensor_model_parallel_size: int, sequence_parallel: bool
 ) -> Violation:
-    """Without it every tensor-parallel rank would route and compute the same tokens."""
+    """Without sequence parallelism every tensor-parallel rank would route and compute the same tokens."""
     if not num_experts or tensor_model_parallel_size == 1 or sequence_parallel:
         return None
     return (
@@ -110,10 +110,10 @@ def experts_need_sequence_parallel(
     )
 
 
-def sequence_divides_among_tensor_ranks(
+def tp_divides_sequence(
     seq_length: int, sequence_parallel: bool, tensor_model_parallel_size: int, context_parallel_size: int
 ) -> Violation:
-    """Under sequence parallelism every tensor-parallel rank holds an equal stretch of the sequence."""
+    """With sequence parallelism every tensor-parallel rank holds an equal part of the sequence."""
     if not sequence_parallel or context_parallel_size > 1 or seq_length % tensor_model_parallel_size == 0:
         return None
     return (
@@ -122,14 +122,4 @@ def sequence_divides_among_tensor_ranks(
     )
 
 
-RULES = (
-    heads_divide_among_tensor_ranks,
-    groups_divide_among_tensor_ranks,
-    shared_groups_have_equal_rows,
-    dense_width_divides_among_tensor_ranks,
-    shared_expert_divides_among_tensor_ranks,
-    vocabulary_divides_among_tensor_ranks,
-    unpadded_vocabulary_is_on_one_rank,
-    experts_need_sequence_parallel,
-    sequence_divides_among_tensor_ranks,
-)
+RULES = functions_returning(Violation, globals())

@@ -1,20 +1,22 @@
-"""Small words that several rules share."""
+"""Result type and helpers of the rules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
+from types import FunctionType
+from typing import Any
 
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
 _LARGEST_TRIED = 10_000
-"""Numbers beyond its square are typing errors, whose divisors nobody waits for."""
+"""Bounds the search: numbers above its square are typing errors."""
 _MOST_SHOWN = 12
 Violation = tuple[str, str] | None
-"""What is wrong, with the numbers, and what would mend it; None: nothing."""
+"""(problem with the numbers, remedy), or None if the rule holds."""
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number for people, the largest ones if there are many."""
+    """Formats the divisors of a number, only the largest ones if there are many."""
     small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_TRIED) + 1) if number % divisor == 0]
     found = sorted({*small, *(number // divisor for divisor in small)})
     shown = found[-_MOST_SHOWN:]
@@ -22,7 +24,7 @@ def divisors(number: int) -> str:
 
 
 def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violation:
-    """A layer pattern that does not fit the number of layers."""
+    """Checks a layer pattern against the number of layers."""
     if isinstance(pattern, int):
         return (f"{option} {pattern} is not a distance between layers", "use 1 or more") if pattern < 1 else None
     if len(pattern) != num_layers:
@@ -30,17 +32,35 @@ def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violat
             f"{option} describes {counted(len(pattern), 'layer')}, but the model has {num_layers}",
             "make the list as long as --num-layers",
         )
-    strange = sorted(set(pattern) - {0, 1})
-    if strange:
-        return f"{option} holds {', '.join(map(str, strange))}, but a layer is 0 or 1", "use only 0 and 1"
+    invalid = sorted(set(pattern) - {0, 1})
+    if invalid:
+        return f"{option} holds {', '.join(map(str, invalid))}, but a layer is 0 or 1", "use only 0 and 1"
     return None
 
 
-def asks_for(flags: Sequence[str]) -> Callable[[Callable[..., Violation]], Callable[..., Violation]]:
-    """A rule over `**flags` says so which ones it asks for."""
+def takes_flags(flags: Sequence[str]) -> Callable[[Callable[..., Violation]], Callable[..., Violation]]:
+    """Declares the flags that a rule over `**flags` takes."""
 
     def mark(rule: Callable[..., Violation]) -> Callable[..., Violation]:
-        rule.asks_for = tuple(flags)  # type: ignore[attr-defined]
+        rule.takes_flags = tuple(flags)  # type: ignore[attr-defined]
         return rule
 
     return mark
+
+
+def missing_feature(rule: Callable[..., Violation]) -> Callable[..., Violation]:
+    """Marks a rule about a missing feature: --dry-run still reports a plan that violates it."""
+    rule.missing_feature = True  # type: ignore[attr-defined]
+    return rule
+
+
+def functions_returning(annotation: object, module_globals: Mapping[str, Any]) -> tuple[Callable[..., Any], ...]:
+    """Returns the public functions of a module with this return annotation, in source order."""
+    return tuple(
+        function
+        for name, function in module_globals.items()
+        if isinstance(function, FunctionType)
+        and function.__module__ == module_globals["__name__"]
+        and not name.startswith("_")
+        and function.__annotations__["return"] == annotation
+    )

@@ -1,4 +1,4 @@
-"""Fewer layers: which ones stay, and on which pipeline stages they stand."""
+"""Selects the layers of a proxy and places them on its pipeline stages."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -8,100 +8,100 @@ from megatron_moe.pipeline.layout import PipelineLayout, place_layers
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is left of the layers."""
+class SelectedLayers:
+    """Layers of the proxy."""
 
     layers: tuple[int, ...]
-    """Indices in the model at full size."""
+    """Indices in the full-size model."""
     layout: str | None
-    """Of the stages, in the layout language; None where there is one stage."""
+    """Pipeline layout string; None for a single stage."""
 
 
 @dataclass
 class _Stage:
-    """A stage that stays."""
+    """Stage of the proxy."""
 
-    first: int
-    """Where it stood among all stages."""
+    index: int
+    """Index of its full-size stage."""
     layers: list[int] = field(default_factory=list)
-    range: list[int] = field(default_factory=list)
-    """Layers that it may take: its own and those of the stages behind it that go."""
+    candidates: list[int] = field(default_factory=list)
+    """Layers of its full-size stage and of the following stages that are dropped."""
 
 
-def fewer_layers(
-    kinds: Sequence[Hashable], layout: PipelineLayout, *, pp: int, vpp: int, num_mtp: int, at_least: int | None
-) -> Kept:
-    """One layer of every kind that a stage has, on pp x vpp stages that look like those of `layout`.
+def select_layers(
+    kinds: Sequence[Hashable],
+    layout: PipelineLayout,
+    *,
+    pp: int,
+    vpp: int,
+    num_mtp: int,
+    min_layers: int | None,
+) -> SelectedLayers:
+    """Keeps one layer of every kind per stage, on pp x vpp stages that resemble those of `layout`.
 
-    The first and the last stage stay, and the one with multi-token prediction where a pipeline of `pp` ranks may have
-    it apart from the loss. A kind that no stage shows goes to the stage before its place. A single stage keeps one
-    layer more than there are kinds, so that layers follow each other.
+    The first and the last stage are kept, and the stage with multi-token prediction if pp > 2. A kind that is missing
+    from all kept stages is added to the preceding stage. A single stage keeps one layer more than there are kinds, so
+    that two layers of a kind follow each other.
 
     Args:
-        kinds: what distinguishes the layers at full size, one entry per layer.
-        layout: of all stages at full size.
-        num_mtp: layers of multi-token prediction that are left.
-        at_least: layers to keep if there are so many, besides those.
+        kinds: kind of each layer of the full-size model.
+        layout: full-size layout.
+        num_mtp: number of multi-token prediction layers of the proxy.
+        min_layers: minimum number of layers, if the model has that many.
     """
     num_stages = pp * vpp
-    mtp_stage = next((index for index, stage in enumerate(layout.stages) if stage.num_mtp), len(layout.stages) - 1)
-    stays = _stages_that_stay(kinds, layout, num_stages, mtp_stage if pp > 2 else len(layout.stages) - 1)
-    stages = [_Stage(index) for index in stays]
-    for stage, following in zip(stages, [*stays[1:], len(layout.stages)], strict=True):
-        stage.range = [layer for each in layout.stages[stage.first : following] for layer in each.layers]
-        own = layout.stages[stage.first].layers if num_stages > 1 else stage.range
-        stage.layers = _one_of_each(own, kinds)
+    last = len(layout.stages) - 1
+    mtp_stage = next((index for index, stage in enumerate(layout.stages) if stage.num_mtp), last)
+    indices = _select_stages(kinds, layout, num_stages, mtp_stage if pp > 2 else last)
+    stages = [_Stage(index) for index in indices]
+    for stage, following in zip(stages, [*indices[1:], last + 1], strict=True):
+        stage.candidates = [layer for each in layout.stages[stage.index : following] for layer in each.layers]
+        layers = layout.stages[stage.index].layers if num_stages > 1 else stage.candidates
+        first_of_kind = {kinds[layer]: layer for layer in reversed(layers)}
+        stage.layers = sorted(first_of_kind.values())
     _add_missing_kinds(stages, kinds)
-    _add_layers(stages, len(set(kinds)) + 1 if at_least is None and num_stages == 1 else at_least or 0)
-    layers = tuple(layer for stage in stages for layer in stage.layers)
+    _add_layers(stages, len(set(kinds)) + 1 if min_layers is None and num_stages == 1 else min_layers or 0)
+    selected = tuple(layer for stage in stages for layer in stage.layers)
     if pp == 1:
-        return Kept(layers, None)
-    holder = stays.index(mtp_stage) if mtp_stage in stays and pp > 2 else num_stages - 1
-    placed = place_layers([len(stage.layers) for stage in stages], pp, num_mtp, holder)
-    return Kept(layers, str(placed))
+        return SelectedLayers(selected, None)
+    holder = indices.index(mtp_stage) if mtp_stage in indices and pp > 2 else num_stages - 1
+    return SelectedLayers(selected, str(place_layers([len(stage.layers) for stage in stages], pp, num_mtp, holder)))
 
 
-def _stages_that_stay(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages: int, mtp_stage: int) -> list[int]:
-    """The ends and the stage with multi-token prediction; between them those that show another kind, then those that
-    look like most stages do, if possible before multi-token prediction."""
-    shows = [frozenset(kinds[layer] for layer in stage.layers) for stage in layout.stages]
-    last = len(shows) - 1
-    stays = list(dict.fromkeys((0, last, mtp_stage)))[:num_stages]
-    seen = {kind for index in stays for kind in shows[index]}
-    usual = Counter(shows)
-    others = [index for index in range(1, last) if index not in stays]
-    while len(stays) < num_stages:
-        best = min(others, key=lambda index: (not shows[index] - seen, index > mtp_stage, -usual[shows[index]], index))
-        others.remove(best)
-        stays.append(best)
-        seen |= shows[best]
-    return sorted(stays)
-
-
-def _one_of_each(layers: Sequence[int], kinds: Sequence[Hashable]) -> list[int]:
-    """The first layer of every kind."""
-    first: dict[Hashable, int] = {}
-    for layer in layers:
-        first.setdefault(kinds[layer], layer)
-    return sorted(first.values())
+def _select_stages(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages: int, mtp_stage: int) -> list[int]:
+    """Selects the end stages and the MTP stage, then stages with new kinds, then the most common ones before MTP."""
+    kinds_of = [frozenset(kinds[layer] for layer in stage.layers) for stage in layout.stages]
+    last = len(kinds_of) - 1
+    selected = list(dict.fromkeys((0, last, mtp_stage)))[:num_stages]
+    seen = {kind for index in selected for kind in kinds_of[index]}
+    frequency = Counter(kinds_of)
+    rest = [index for index in range(1, last) if index not in selected]
+    while len(selected) < num_stages:
+        best = min(rest, key=lambda i: (not kinds_of[i] - seen, i > mtp_stage, -frequency[kinds_of[i]], i))
+        rest.remove(best)
+        selected.append(best)
+        seen |= kinds_of[best]
+    return sorted(selected)
 
 
 def _add_missing_kinds(stages: Sequence[_Stage], kinds: Sequence[Hashable]) -> None:
-    shown = {kinds[layer] for stage in stages for layer in stage.layers}
+    seen = {kinds[layer] for stage in stages for layer in stage.layers}
     for stage in stages:
-        for layer in stage.range:
-            if kinds[layer] not in shown:
-                shown.add(kinds[layer])
+        for layer in stage.candidates:
+            if kinds[layer] not in seen:
+                seen.add(kinds[layer])
                 stage.layers = sorted([*stage.layers, layer])
 
 
-def _add_layers(stages: Sequence[_Stage], at_least: int) -> None:
-    """Goes round the stages; each takes the layer behind its last one."""
-    while sum(len(stage.layers) for stage in stages) < at_least:
-        before = sum(len(stage.layers) for stage in stages)
+def _add_layers(stages: Sequence[_Stage], min_layers: int) -> None:
+    """Adds the next candidate of each stage in turn until there are `min_layers` layers or no candidates."""
+    missing = min_layers - sum(len(stage.layers) for stage in stages)
+    while missing > 0:
+        before = missing
         for stage in stages:
-            behind = [layer for layer in stage.range if stage.layers and layer > stage.layers[-1]]
-            if behind and sum(len(each.layers) for each in stages) < at_least:
-                stage.layers.append(behind[0])
-        if sum(len(stage.layers) for stage in stages) == before:
+            following = [layer for layer in stage.candidates if stage.layers and layer > stage.layers[-1]]
+            if following and missing > 0:
+                stage.layers.append(following[0])
+                missing -= 1
+        if missing == before:
             return

@@ -21,9 +21,10 @@ from tests.helpers.command_lines import (
     vocab_size_of,
     words,
 )
-from tools.write_dry_runs import DOCUMENT, FOLDER, numbers, with_example
+from tools.write_dry_runs import DOCUMENT, FOLDER, REPORTED, TOTALS, numbers, totals, with_example
 
 UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
+GOLDEN_TOTALS = {line.split("\t")[0]: line for line in TOTALS.read_text(encoding="utf-8").splitlines()[1:]}
 DEEPSEEK = "--recipe deepseek-v3-h100-1024"
 NO_DATA = "there is no training data; give --data-path, --train-data-path or --mock-data"
 
@@ -43,13 +44,19 @@ def facts(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_the_report_of_a_recipe_is_the_stored_one(name):
+@pytest.mark.parametrize("name", REPORTED)
+def test_the_report_of_a_recipe_is_the_golden_one(name):
     assert numbers(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8"), UPDATE
 
 
-def test_no_report_is_left_of_a_recipe_that_is_gone():
-    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == recipe_names(), UPDATE
+def test_golden_reports_and_totals_cover_the_listed_recipes():
+    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == sorted(REPORTED)
+    assert list(GOLDEN_TOTALS) == recipe_names(), UPDATE
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_totals_of_a_recipe_are_the_golden_ones(name):
+    assert totals(name) == GOLDEN_TOTALS[name], UPDATE
 
 
 def test_the_example_of_the_guide_is_todays():
@@ -118,7 +125,7 @@ def test_exit_code_0_means_that_the_run_would_start(ready):
     ("more", "without", "sentence"),
     [
         ("", "--data-path", NO_DATA),
-        ("--split 3,x", "", "--split 3,x is not up to three shares; write it like 99,1,0"),
+        ("--split 3,x", "", "--split 3,x is not a list of up to three weights; write it like 99,1,0"),
         ("--data-path 1 corpus_text_document 2 b", "", "2 of 4 files of --data-path do not exist, such as b.idx"),
         ("--data-path corpus", "", "2 of 2 files of --data-path do not exist, such as corpus.idx"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-30B-A3B", "", None),

@@ -18,7 +18,7 @@ from arguments.parser import Setting, Settings, settle, split
 from arguments.read import read_plan
 from arguments.values import LayerPattern, is_optional, without_none
 from megatron_moe.config.run import RunPlan
-from tests.arguments.test_checks import CASES
+from tests.arguments.test_checks import ALL_CASES
 from tests.helpers.command_lines import (
     SMALL,
     VOCAB_SIZE,
@@ -41,7 +41,8 @@ LEGIBLE = ANY.filter(_is_legible)
 """Other characters are written by JSON as pairs of escapes, which YAML takes apart."""
 FRAMED = ANY.map(lambda text: f"a{text}z")
 """Words that begin or end with blanks and the like may be what a shell or a clipboard has made of other words."""
-LEGAL = [case for case in CASES if not case.environ]
+LEGAL = list({case.rule: case for case in ALL_CASES if not case.environ}.values())
+"""One case per rule on one rank."""
 
 
 def value_of(flag: Flag, text: st.SearchStrategy) -> st.SearchStrategy:

@@ -4,7 +4,7 @@ import pytest
 
 from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
 from megatron_moe.config.parallel import Launch
-from tests.helpers.check_cases_parallel import EIGHT_RANKS
+from tests.helpers.check_cases import EIGHT_RANKS
 from tests.helpers.command_lines import (
     plan_of,
     problems_of,

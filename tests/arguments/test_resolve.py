@@ -26,7 +26,8 @@ from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.parameters import count_parameters
-from tests.helpers.check_cases_cuda_graphs import GRAPHS, OVERLAPPED
+from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS
+from tests.helpers.check_cases_cuda_graphs import OVERLAP
 from tests.helpers.command_lines import (
     SMALL,
     plan_of,
@@ -38,7 +39,6 @@ from tests.helpers.zoo import command_line, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
 ITERS = "--train-iters --lr-warmup-iters"
-EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
 
 
 def layer(more: str = "", index: int = 1, without: str = ""):
@@ -507,14 +507,14 @@ def test_nothing_is_overlapped_where_nothing_travels():
     """So that steps are recorded whole, whatever a recipe for many ranks asks for."""
     still = "--attention-dropout 0 --hidden-dropout 0"
     for impl in ("full_iteration", "local"):
-        plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAPPED}")
+        plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAP}")
         assert plan.data_parallel == DataParallelConfig(sharded_optimizer=True)
     heads = "--no-group-query-attention --num-attention-heads 8"
     for ranks in (  # copies of everything, and of the experts alone
         "--context-parallel-size 8",
         "--tensor-model-parallel-size 8 --sequence-parallel --expert-tensor-parallel-size 1",
     ):
-        config = plan_of(f"{OVERLAPPED} {heads} {ranks}", environ=EIGHT_RANKS).data_parallel
+        config = plan_of(f"{OVERLAP} {heads} {ranks}", environ=EIGHT_RANKS).data_parallel
         assert config.overlap_grad_reduce and config.overlap_param_gather
 
 

@@ -16,39 +16,39 @@ UNPADDED = "--vocab-size 1001 --make-vocab-size-divisible-by 1"
 
 
 def slow_notes(more: str, without: str = "", environ: dict[str, str] | None = None) -> list[str]:
-    return [note for note in plan_of(f"{ROUTER} {more}", without, environ).notes if "fast kernels" in note]
+    return [note for note in plan_of(f"{ROUTER} {more}", without, environ).notes if "fast GPU kernels" in note]
 
 
 @pytest.mark.parametrize(
     ("more", "rows", "remedy"),
     [
-        (UNPADDED, "1,001", "--make-vocab-size-divisible-by 128 mends that"),
-        ("--vocab-size 1001 --disable-pad-vocab-size", "1,001", "128, without --disable-pad-vocab-size, mends that"),
-        ("--padded-vocab-size 1028", "1,028", "--padded-vocab-size 1152 mends that"),
+        (UNPADDED, "1,001", "--make-vocab-size-divisible-by 128 avoids this"),
+        ("--vocab-size 1001 --disable-pad-vocab-size", "1,001", "128, without --disable-pad-vocab-size, avoids this"),
+        ("--padded-vocab-size 1028", "1,028", "--padded-vocab-size 1152 avoids this"),
     ],
 )
-def test_a_head_of_odd_rows_is_told_with_what_mends_it(more, rows, remedy):
+def test_an_unaligned_output_head_is_reported_with_a_remedy(more, rows, remedy):
     (note,) = slow_notes(more)
-    assert note.startswith(f"the head has {rows} rows on a rank, no multiple of 8") and note.endswith(remedy)
+    assert note.startswith(f"the output head has {rows} rows per rank, not a multiple of 8") and note.endswith(remedy)
     assert "755 ms instead of 361" in note
 
 
-def test_what_mends_it_does():
+def test_the_remedy_removes_the_note():
     assert slow_notes("--vocab-size 1001 --make-vocab-size-divisible-by 128") == []
     assert slow_notes("--padded-vocab-size 1152") == []
 
 
-def test_rows_count_on_a_tensor_parallel_rank():
+def test_rows_are_counted_per_tensor_parallel_rank():
     over = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 4 --vocab-size 1000"
     assert slow_notes("--make-vocab-size-divisible-by 4 --vocab-size 1000") == []
     (note,) = slow_notes(over, environ=TWO_RANKS)
-    assert note.startswith("the head has 500 rows on a rank")
+    assert note.startswith("the output head has 500 rows per rank")
 
 
 @pytest.mark.parametrize(("more", "count"), [("", 0), ("--bf16", 2), ("--bf16 --device cpu", 0), ("--fp64", 0)])
-def test_only_gpus_in_half_precision_are_concerned(more, count):
+def test_only_half_precision_on_gpus_is_reported(more, count):
     notes = plan_of(f"{UNPADDED} --moe-ffn-hidden-size 132 {more}").notes
-    assert len([note for note in notes if "fast kernels" in note]) == count
+    assert len([note for note in notes if "fast GPU kernels" in note]) == count
 
 
 @pytest.mark.parametrize(
@@ -65,29 +65,29 @@ def test_only_gpus_in_half_precision_are_concerned(more, count):
         ),
     ],
 )
-def test_other_sizes_are_named_in_one_sentence(more, named):
+def test_other_sizes_share_one_note(more, named):
     (note,) = slow_notes(more)
-    assert note.startswith(f"no multiple of 8: {named}")
+    assert note.startswith(f"not a multiple of 8: {named}")
 
 
-def test_experts_count_on_an_expert_tensor_parallel_rank():
+def test_expert_widths_are_counted_per_expert_tensor_parallel_rank():
     over = "--tensor-model-parallel-size 2 --sequence-parallel --moe-ffn-hidden-size 136 --ffn-hidden-size 520"
     (note,) = slow_notes(over, environ=TWO_RANKS)
     assert note.startswith(
-        "no multiple of 8 on a rank: --ffn-hidden-size 520 (260 on each of 2 ranks), "
+        "not a multiple of 8 per rank: --ffn-hidden-size 520 (260 on each of 2 ranks), "
         "--moe-ffn-hidden-size 136 (68 on each of 2 ranks);"
     )
     (note,) = slow_notes(f"{over} --expert-tensor-parallel-size 1", environ=TWO_RANKS)
     assert "--moe-ffn" not in note
 
 
-def test_a_dry_run_tells_it():
-    with pytest.raises(Finished) as told:
+def test_a_dry_run_reports_it():
+    with pytest.raises(Finished) as caught:
         read_plan(["--recipe", "q6", "--vocab-size", "151935", "--dry-run"], {}, vocab_size_of=vocab_size_of)
-    assert "the head has 151,935 rows on a rank, no multiple of 8" in " ".join(told.value.text.split())
+    assert "the output head has 151,935 rows per rank, not a multiple of 8" in " ".join(caught.value.text.split())
 
 
 @pytest.mark.parametrize("recipe", ["q6", "m8", "ds4"])
-def test_the_recipes_that_are_timed_are_free_of_it(recipe):
+def test_benchmarked_recipes_have_no_such_note(recipe):
     plan = read_plan(["--recipe", recipe], {}, vocab_size_of=lambda config: config.vocab_size or 0)
-    assert not [note for note in plan.notes if "fast kernels" in note]
+    assert not [note for note in plan.notes if "fast GPU kernels" in note]

@@ -143,7 +143,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         36: (
             "tests/arguments/test_launch.py::test_an_environment_that_says_nothing_usable_is_refused",
-            "tests/arguments/test_checks.py::test_an_impossible_fold_is_refused_with_what_is_near",
+            "tests/arguments/test_checks.py::test_an_impossible_fold_is_rejected_with_the_nearest_sizes",
         ),
         37: (
             "tests/parallel/test_rendezvous.py::test_a_rank_that_never_comes_is_named_with_place_and_time",

@@ -1,120 +1,145 @@
-"""Rules about recompute and activations on the host, each with a command line that breaks it and one that barely does
-not."""
+"""Cases of the memory rules (arguments/checks/memory.py)."""
 
-from tests.helpers.check_cases_parallel import (
-    CHOSEN,
-    EIGHT_RANKS,
-    EP2,
-    WHOLE,
-    Case,
-)
+from tests.helpers.check_cases import EIGHT_RANKS, EP2, MLA, SHARED, TP2, Case
 
-MLA = "--multi-latent-attention --rope-type rope"
-PAGED = "--moe-paged-stash"
-MOVED, MODULES = "--fine-grained-activation-offloading", "--offload-modules"
+PAGED_STASH = "--moe-paged-stash"
+OFFLOAD = "--fine-grained-activation-offloading"
+OFFLOAD_MODULES = "--offload-modules"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
-MEMORY_CASES = (
+CASES = (
     Case(
-        "whole_layers_are_counted",
+        "full_recompute_selects_layers",
         "--recompute-granularity full --recompute-method block",
-        "does not say which layers",
+        "does not select layers",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
     ),
     Case(
-        "method_belongs_to_whole_layers",
+        "recompute_method_needs_full",
         "--recompute-activations --recompute-method uniform",
         "--recompute-method with --recompute-granularity selective",
         "--recompute-activations",
     ),
     Case(
-        "modules_belong_to_a_choice",
-        f"{WHOLE} --recompute-modules core_attn",
+        "recompute_modules_need_selective",
+        f"{FULL_RECOMPUTE} --recompute-modules core_attn",
         "--recompute-modules without --recompute-granularity selective",
-        f"{CHOSEN} core_attn",
+        f"{SELECTIVE} core_attn",
     ),
-    Case("modules_can_be_recomputed", f"{CHOSEN} mhc", "mhc has nothing to recompute", f"{CHOSEN} mlp moe"),
+    Case("recompute_modules_exist", f"{SELECTIVE} mhc", "mhc has nothing to recompute", f"{SELECTIVE} mlp moe"),
     Case(
-        "modules_can_be_recomputed",
-        f"{CHOSEN} mla_up_proj",
+        "recompute_modules_exist",
+        f"{SELECTIVE} mla_up_proj",
         "attention is not multi-latent",
-        f"{MLA} --no-group-query-attention {CHOSEN} mla_up_proj layernorm",
+        f"{MLA} --no-group-query-attention {SELECTIVE} mla_up_proj layernorm",
     ),
     Case(
-        "saved_inputs_can_be_spread",
-        "--distribute-saved-activations --recompute-activations",
-        "without --recompute-granularity full",
-        WHOLE,
-    ),
-    Case("offloaded_modules_are_named", MOVED, "without modules", f"{MOVED} {MODULES} moe_act"),
-    Case(
-        "offloaded_modules_are_named", f"{MODULES} moe_act", "--offload-modules without", f"{MOVED} {MODULES} moe_act"
-    ),
-    Case(
-        "modules_can_be_offloaded",
-        f"{MOVED} {MODULES} attn_proj",
-        "core_attn keeps the same tensor",
-        f"{MOVED} {MODULES} attn_proj core_attn",
-    ),
-    Case(
-        "offloaded_modules_are_kept",
-        f"{MOVED} {MODULES} moe_act {WHOLE}",
-        "inputs of layers alone are kept",
-        f"{MOVED} {MODULES} moe_act {CHOSEN} moe_act",
-    ),
-    Case(
-        "offloaded_modules_are_kept",
-        f"{MOVED} {MODULES} expert_fc1 {CHOSEN} moe",
-        "which keeps nothing inside of it",
-        f"{MOVED} {MODULES} attn_norm {CHOSEN} moe",
-    ),
-    Case(
-        "offloading_and_graphs_exclude_each_other",
-        f"{MOVED} {MODULES} moe_act --cuda-graph-impl local",
-        "with --cuda-graph-impl local",
-        f"{MOVED} {MODULES} moe_act",
-    ),
-    Case(
-        "pages_keep_unused_rows_out",
-        f"{PAGED} --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1",
-        "all rows of every expert count as used",
-        f"{PAGED} --moe-expert-capacity-factor 1",
-    ),
-    Case(
-        "pages_keep_unused_rows_out",
-        f"{PAGED} {EP2}",
-        "exactly the rows that come",
-        f"{PAGED} {EP2} --moe-token-dispatcher-type allgather",
+        "overlapped_shared_experts_are_not_recomputed",
+        f"{EP2} {SHARED} --moe-shared-expert-overlap {SELECTIVE} shared_experts",
+        "shared_experts with --moe-shared-expert-overlap",
+        f"{EP2} {SHARED} {SELECTIVE} shared_experts",
         environ=EIGHT_RANKS,
     ),
-    Case("pages_keep_unused_rows_out", PAGED, "no layer has experts", "", without="--num-experts"),
     Case(
-        "pages_keep_rows_of_experts_alone", f"{PAGED} --no-moe-memory-efficient-permutation", "keeps other rows", PAGED
+        "saved_activations_can_be_distributed",
+        "--distribute-saved-activations --recompute-activations",
+        "without --recompute-granularity full",
+        FULL_RECOMPUTE,
     ),
     Case(
-        "pages_stand_alone",
-        f"{PAGED} {WHOLE}",
+        "saved_activations_can_be_distributed",
+        f"--distribute-saved-activations {FULL_RECOMPUTE}",
+        "needs several tensor-parallel ranks",
+        FULL_RECOMPUTE,
+    ),
+    Case(
+        "saved_activations_can_be_distributed",
+        f"{TP2} --distribute-saved-activations {FULL_RECOMPUTE}",
+        "with --sequence-parallel, which already distributes them",
+        f"{TP2} {FULL_RECOMPUTE}",
+        environ=EIGHT_RANKS,
+    ),
+    Case("offload_modules_match_switch", OFFLOAD, "without modules", f"{OFFLOAD} {OFFLOAD_MODULES} moe_act"),
+    Case(
+        "offload_modules_match_switch",
+        f"{OFFLOAD_MODULES} moe_act",
+        "--offload-modules without",
+        f"{OFFLOAD} {OFFLOAD_MODULES} moe_act",
+    ),
+    Case(
+        "offloaded_modules_free_memory",
+        f"{OFFLOAD} {OFFLOAD_MODULES} attn_proj",
+        "core_attn saves the same tensor",
+        f"{OFFLOAD} {OFFLOAD_MODULES} attn_proj core_attn",
+    ),
+    Case(
+        "offloaded_modules_are_not_recomputed",
+        f"{OFFLOAD} {OFFLOAD_MODULES} moe_act {FULL_RECOMPUTE}",
+        "which saves layer inputs only",
+        f"{OFFLOAD} {OFFLOAD_MODULES} moe_act {SELECTIVE} moe_act",
+    ),
+    Case(
+        "offloaded_modules_are_not_recomputed",
+        f"{OFFLOAD} {OFFLOAD_MODULES} expert_fc1 {SELECTIVE} moe",
+        "which saves no inner activations",
+        f"{OFFLOAD} {OFFLOAD_MODULES} attn_norm {SELECTIVE} moe",
+    ),
+    Case(
+        "offloading_excludes_cuda_graphs",
+        f"{OFFLOAD} {OFFLOAD_MODULES} moe_act --cuda-graph-impl local",
+        "with --cuda-graph-impl local",
+        f"{OFFLOAD} {OFFLOAD_MODULES} moe_act",
+    ),
+    Case(
+        "paged_stash_has_unused_rows",
+        f"{PAGED_STASH} --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1",
+        "all rows of every expert count as used",
+        f"{PAGED_STASH} --moe-expert-capacity-factor 1",
+    ),
+    Case(
+        "paged_stash_has_unused_rows",
+        f"{PAGED_STASH} {EP2}",
+        "exactly the received rows",
+        f"{PAGED_STASH} {EP2} --moe-token-dispatcher-type allgather",
+        environ=EIGHT_RANKS,
+    ),
+    Case("paged_stash_has_unused_rows", PAGED_STASH, "no layer has experts", "", without="--num-experts"),
+    Case(
+        "paged_stash_supports_saved_tensors",
+        f"{PAGED_STASH} --no-moe-memory-efficient-permutation",
+        "saves other rows",
+        PAGED_STASH,
+    ),
+    Case(
+        "paged_stash_excludes_other_policies",
+        f"{PAGED_STASH} {FULL_RECOMPUTE}",
         "--moe-paged-stash with --recompute-granularity full",
-        f"{PAGED} {CHOSEN} moe_act",
+        f"{PAGED_STASH} {SELECTIVE} moe_act",
     ),
     Case(
-        "rows_wait_for_weight_gradients_of_experts",
+        "expert_wgrad_interval_is_supported",
         "--moe-expert-wgrad-interval 2",
-        "interval 2 has nothing to compute later",
+        "interval 2 without effect",
         "--moe-expert-wgrad-interval 1",
         without="--num-experts",
     ),
     Case(
-        "rows_wait_for_weight_gradients_of_experts",
-        f"{PAGED} --moe-expert-wgrad-interval 2",
+        "expert_wgrad_interval_is_supported",
+        f"{PAGED_STASH} --moe-expert-wgrad-interval 2",
         "interval 2 with --moe-paged-stash",
         "--moe-expert-wgrad-interval 2",
     ),
-    Case("lost_rows_are_noticed", f"{PAGED} --no-check-for-nan-in-loss-and-grad", "that found no room", PAGED),
     Case(
-        "fractions_are_shares",
+        "paged_stash_needs_nan_check",
+        f"{PAGED_STASH} --no-check-for-nan-in-loss-and-grad",
+        "that overflowed the pages",
+        PAGED_STASH,
+    ),
+    Case(
+        "activation_offload_fraction_is_at_most_one",
         "--activation-offload-fraction 1.5",
-        "is more than all",
+        "is above 1",
         "--activation-offload-fraction 1.0",
     ),
-    Case("saved_inputs_can_be_spread", f"--distribute-saved-activations {WHOLE}", "has no ranks", WHOLE),
 )

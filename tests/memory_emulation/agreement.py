@@ -11,7 +11,7 @@ from arguments import plan_search
 from arguments.checks.run import broken_rules
 from arguments.flags import Registry
 from arguments.parser import Settings
-from arguments.proxy.draft import Draft
+from arguments.proxy.rewrite import Draft
 from arguments.recipes import about, recipe_names
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.parallel import Launch

@@ -163,7 +163,7 @@ def test_the_original_layouts_that_were_mended_are_refused(tmp_path):
     stages = texts_of(f"--recipe kimi-k2-gb200-128 --config {path}", 128)
     assert any("1 layer" in text and "4 virtual stages" in text for text in stages), stages
     v2 = "--recipe deepseek-v2-h100-256 --num-layers-per-virtual-pipeline-stage 1"
-    assert "virtual stages are given by their number and by their layers" in texts_of(v2, 256)
+    assert "both the number of virtual stages and their number of layers are given" in texts_of(v2, 256)
 
 
 def test_a_recipe_that_is_not_there_is_answered_with_those_that_are_near():

@@ -1,4 +1,4 @@
-"""`--proxy`: a big run becomes a small one that takes the same paths, and says what it rewrote."""
+"""`--proxy` rewrites a large run into a small one with the same code paths and reports every rewrite."""
 
 from collections.abc import Sequence
 
@@ -26,12 +26,12 @@ def environ(num_ranks: int) -> dict[str, str]:
     return dict(zip(names, map(str, (0, 0, num_ranks, num_ranks)), strict=True))
 
 
-def proxy(argv: Sequence[str], behind: str = "", num_ranks: int = 1) -> RunPlan:
-    return read_plan([*argv, "--proxy", *words(behind)], environ(num_ranks))
+def proxy(argv: Sequence[str], after: str = "", num_ranks: int = 1) -> RunPlan:
+    return read_plan([*argv, "--proxy", *words(after)], environ(num_ranks))
 
 
-def small(more: str = "", behind: str = "", num_ranks: int = 1) -> RunPlan:
-    return proxy([*words(SMALL), *words(more)], behind, num_ranks)
+def small(more: str = "", after: str = "", num_ranks: int = 1) -> RunPlan:
+    return proxy([*words(SMALL), *words(more)], after, num_ranks)
 
 
 def rewrites(plan: RunPlan) -> list[str]:
@@ -39,7 +39,7 @@ def rewrites(plan: RunPlan) -> list[str]:
 
 
 def kind(layer: LayerConfig) -> tuple[bool, bool, bool]:
-    """Has it experts, a window, a rotation?"""
+    """(MoE, sliding window, RoPE)"""
     rotates = not isinstance(layer.mixer, AttentionConfig) or layer.mixer.rope is not None
     return layer.is_moe, layer.mixer.core.window is not None, rotates
 
@@ -108,62 +108,62 @@ def test_any_layout_of_any_public_model_folds_to_any_number_of_ranks(case: tuple
     assert sum(stage.num_mtp for stage in plan.layout.stages) == row.integer("mtp-num-layers")
 
 
-def test_every_rewrite_is_told_with_both_values_and_its_reason():
+def test_every_rewrite_is_reported_with_both_values_and_its_reason():
     plan = small()
-    told = rewrites(plan)
-    assert "proxy: --hidden-size 256 -> 64 (narrower)" in told
-    assert "proxy: --data-path corpus_text_document -> not set (random tokens)" in told
-    assert "proxy: --mock-data off -> on (random tokens)" in told
-    assert "proxy: --moe-layer-freq ([0]*1+[1]*3) -> ([0]*1+[1]*2) (the layers that are left)" in told
+    lines = rewrites(plan)
+    assert "proxy: --hidden-size 256 -> 64 (narrower)" in lines
+    assert "proxy: --data-path corpus_text_document -> not set (random tokens)" in lines
+    assert "proxy: --mock-data off -> on (random tokens)" in lines
+    assert "proxy: --moe-layer-freq ([0]*1+[1]*3) -> ([0]*1+[1]*2) (the remaining layers)" in lines
     marked = [line for line in plan.resolved_yaml.splitlines() if line.endswith("# proxy")]
-    assert len(marked) == len(told) == len(set(told))
+    assert len(marked) == len(lines) == len(set(lines))
 
 
-def test_a_run_that_is_small_already_is_not_made_larger():
+def test_a_small_run_is_not_enlarged():
     tiny = small("--num-layers 2 --moe-layer-freq 1 --hidden-size 32 --num-experts 4 --seq-length 16")
     layer = tiny.model.layers[0]
     assert (len(tiny.model.layers), tiny.model.hidden_size, tiny.data.seq_length) == (2, 32, 16)
     assert layer.feed_forward.experts.num_experts == 4
 
 
-def test_the_folder_of_the_run_at_full_size_is_left_alone():
+def test_directories_of_the_full_size_run_are_not_used():
     plan = small("--load x --tensorboard-dir y --save z")
     assert plan.logging.run_dir is None and plan.checkpoint.save is None and plan.checkpoint.load is None
     assert plan.logging.tensorboard_dir is None
 
 
-def test_a_folder_for_checkpoints_behind_it_gets_one_at_the_end():
-    plan = small("--save z --save-interval 1000", behind="--save mine")
+def test_a_save_directory_after_proxy_gets_a_final_checkpoint():
+    plan = small("--save z --save-interval 1000", after="--save mine")
     assert (str(plan.checkpoint.save), plan.checkpoint.save_interval) == ("mine", plan.loop.train_iters)
 
 
-def test_flags_behind_it_stay_as_they_are():
-    plan = small(behind="--train-iters 7 --hidden-size 128 --run-dir mine --bf16")
+def test_flags_after_proxy_are_kept():
+    plan = small(after="--train-iters 7 --hidden-size 128 --run-dir mine --bf16")
     assert (plan.loop.train_iters, plan.model.hidden_size, plan.precision.params) == (7, 128, "bf16")
     assert str(plan.logging.run_dir) == "mine"
     assert not any("--hidden-size" in note or "--train-iters" in note for note in plan.notes)
 
 
-def test_a_number_of_layers_behind_it_is_kept_with_patterns_to_match():
+def test_a_number_of_layers_after_proxy_is_kept_with_matching_patterns():
     plan = small("--num-layers 12 --moe-layer-freq ([0]*2+[1]*10) --window-size 31,0", "--num-layers 6")
     assert [layer.is_moe for layer in plan.model.layers] == [False, True, True, True, True, True]
 
 
-def test_sizes_behind_it_are_not_folded():
+def test_sizes_after_proxy_are_not_folded():
     layout = "--pipeline-model-parallel-size 8 --num-layers 16 --moe-layer-freq 1 --global-batch-size 64"
     plan = small(layout, "--pipeline-model-parallel-size 4", num_ranks=4)
     assert (plan.parallel.pp, str(plan.layout)) == (4, "Et|(t|)*2tL")
-    with pytest.raises(FlagErrors, match="the sizes behind --proxy do not fit 6 ranks: pp 4"):
+    with pytest.raises(FlagErrors, match="the sizes given after --proxy do not fit 6 ranks: pp 4"):
         small(layout, "--pipeline-model-parallel-size 4", num_ranks=6)
 
 
 @pytest.mark.parametrize(("num_ranks", "tp", "groups"), [(8, 2, 1), (1, 1, 1)])
-def test_query_groups_that_ranks_share_remain_shared(num_ranks: int, tp: int, groups: int):
+def test_query_groups_shared_by_ranks_remain_shared(num_ranks: int, tp: int, groups: int):
     plan = small("--num-attention-heads 16 --tensor-model-parallel-size 8 --sequence-parallel", num_ranks=num_ranks)
     assert (plan.parallel.tp, plan.model.layers[0].mixer.num_query_groups) == (tp, groups)
 
 
-def test_what_is_wrong_at_full_size_is_told_at_full_size():
+def test_problems_of_the_full_size_run_are_reported():
     with pytest.raises(FlagErrors, match="at full size: 3 groups do not divide 8 experts"):
         small("--moe-router-num-groups 3")
     with pytest.raises(FlagErrors, match="--num-layers is required"):
@@ -171,7 +171,7 @@ def test_what_is_wrong_at_full_size_is_told_at_full_size():
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "lines"),
     [
         ("--bf16 --fp8-format e4m3", "--fp8-format e4m3 -> not set"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex -> alltoall"),
@@ -182,21 +182,21 @@ def test_what_is_wrong_at_full_size_is_told_at_full_size():
         ("--trust-remote-code", "--trust-remote-code on -> off"),
     ],
 )
-def test_what_the_machine_does_not_have_is_replaced(more: str, told: str):
-    assert any(told in note for note in rewrites(small(more)))
+def test_unavailable_hardware_is_replaced(more: str, lines: str):
+    assert any(lines in note for note in rewrites(small(more)))
 
 
-def test_a_feature_that_does_not_exist_is_still_refused():
+def test_a_missing_feature_is_still_rejected():
     with pytest.raises(FlagErrors, match="--use-megatron-fsdp is not available yet"):
         small("--use-megatron-fsdp")
 
 
-def test_double_precision_behind_it_replaces_all_other_formats():
+def test_fp64_after_proxy_replaces_all_other_dtypes():
     plan = small("--bf16 --grad-reduce-in-bf16", "--fp64")
     assert (plan.precision.params, plan.precision.grads, plan.precision.master) == ("fp64", "fp64", "fp64")
 
 
-def test_variables_that_only_the_run_at_full_size_needs_may_be_missing(tmp_path):
+def test_variables_of_the_full_size_run_may_be_unset(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("tokenizer-model: ${TOKENIZER}\ndata-path: ['${DATA}/a']\nload: ${LOAD}\n")
     argv = [*words(SMALL, "--tokenizer-model --data-path"), "--config", str(recipe)]
@@ -216,22 +216,22 @@ def test_run_yaml_of_a_proxy_starts_the_same_run(tmp_path):
     assert (again.model, again.data, again.loop, again.lr) == (plan.model, plan.data, plan.loop, plan.lr)
 
 
-def test_groups_and_choices_keep_their_ratio():
+def test_groups_and_topk_keep_their_ratio():
     argv = command_line(next(row for row in ROWS if str(row) == "DeepSeek-V3"))
     router = proxy(argv).model.layers[-1].feed_forward.router
     assert (router.num_experts, router.topk, router.num_groups, router.group_topk) == (8, 4, 4, 2)  # 256, 8, 8, 4
 
 
 @pytest.mark.parametrize(("num_experts", "of_a_rank"), [(128, 2), (64, 1)])
-def test_ranks_that_had_several_experts_keep_several(num_experts: int, of_a_rank: int):
+def test_ranks_with_several_experts_keep_several(num_experts: int, of_a_rank: int):
     plan = small(f"--num-experts {num_experts} --expert-model-parallel-size 64", num_ranks=11)
     moe = plan.model.layers[-1].feed_forward
     assert plan.parallel.ep == 11 and moe.experts.num_experts == 11 * of_a_rank
 
 
-def test_a_rule_about_layers_becomes_a_list_where_it_does_not_fit_any_more():
+def test_a_layer_interval_becomes_a_list_if_it_no_longer_fits():
     plan = small("--no-rope-freq 2 --moe-layer-freq 1 --num-layers 8")
-    assert "proxy: --no-rope-freq 2 -> ([0]*1+[1]*1+[0]*1) (the layers that are left)" in rewrites(plan)
+    assert "proxy: --no-rope-freq 2 -> ([0]*1+[1]*1+[0]*1) (the remaining layers)" in rewrites(plan)
     plan = small("--window-size 31,0 --window-attn-skip-freq 2 --moe-layer-freq 1 --num-layers 8")
     assert not any("--window-attn-skip-freq" in note for note in plan.notes)
     assert [layer.mixer.core.window is not None for layer in plan.model.layers] == [True, False, True]
@@ -252,5 +252,5 @@ def test_windows_stay_shorter_than_the_sequence():
         ("--position-embedding-type none --rotary-percent 0", 16),
     ],
 )
-def test_heads_stay_wide_enough_to_be_rotated(more: str, width: int):
+def test_head_dims_stay_large_enough_to_rotate(more: str, width: int):
     assert small(more).model.layers[0].mixer.head_dim == width

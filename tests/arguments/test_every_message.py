@@ -1,0 +1,105 @@
+"""Every message of the rules in arguments/checks is produced by a case.
+
+The messages are extracted from the source: first elements of returned (problem, remedy) pairs, with wildcards for
+formatted values.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from arguments.checks import hints
+from tests.arguments.test_checks import ALL_CASES, HINT_CASES, notes_of
+from tests.helpers.command_lines import texts_of
+
+CHECKS = Path(hints.__file__).parent
+OTHER_FILES = ("run.py", "hints.py")
+
+
+def pattern_of(node: ast.expr) -> str | None:
+    """Regular expression that matches a string expression; None for other expressions."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.escape(text)
+        case ast.JoinedStr(values=parts):
+            return "".join(pattern_of(part) or ".*" for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            sides = (pattern_of(left), pattern_of(right))
+            return "".join(side or ".*" for side in sides) if any(sides) else None
+    return None
+
+
+def messages_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, pattern) of the first element of every returned pair."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Return) and node.value is not None:
+                    yield from _of_value(node.value)
+
+
+def _of_value(value: ast.expr) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(value):
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            pattern = pattern_of(node.elts[0])
+            if pattern is not None:
+                yield node.lineno, pattern
+
+
+@cache
+def declared() -> dict[str, str]:
+    """Pattern of every message -> file and line."""
+    found = {}
+    for path in sorted(CHECKS.glob("*.py")):
+        if path.name not in OTHER_FILES:
+            for line, pattern in messages_of(ast.parse(path.read_text(encoding="utf-8"))):
+                found[pattern] = f"{path.name}:{line}"
+    return found
+
+
+@cache
+def produced() -> tuple[str, ...]:
+    """Every message that the cases produce."""
+    return tuple(text for case in ALL_CASES for text in texts_of(case.bad, case.without, case.environ))
+
+
+def test_every_message_is_produced_by_a_case():
+    missing = [
+        f"{place}: {pattern}"
+        for pattern, place in declared().items()
+        if not any(re.fullmatch(pattern, text) for text in produced())
+    ]
+    assert missing == []
+
+
+def test_most_messages_are_found():
+    assert len(declared()) > 100
+
+
+def test_messages_are_extracted_from_the_source():
+    source = """
+def rule(x):
+    if x:
+        return f"{x} is (bad)" + x, "fix it"
+    return None if x else ("plain", "fix")
+"""
+    assert {pattern for _, pattern in messages_of(ast.parse(source))} == {r".*\ is\ \(bad\).*", "plain"}
+
+
+@pytest.mark.parametrize("hint", hints.HINTS, ids=lambda hint: hint.__name__)
+def test_every_hint_is_produced_by_a_case(hint):
+    notes = [note for more, without, _ in HINT_CASES for note in notes_of(more, without)]
+    patterns = [
+        pattern_of(node.value)
+        for function in ast.parse((CHECKS / "hints.py").read_text(encoding="utf-8")).body
+        if isinstance(function, ast.FunctionDef) and function.name == hint.__name__
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and node.value is not None and pattern_of(node.value) is not None
+    ]
+    assert patterns
+    for pattern in patterns:
+        assert any(re.fullmatch(pattern or "", note) for note in notes), pattern

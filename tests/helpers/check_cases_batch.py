@@ -1,0 +1,155 @@
+"""Cases of the batch and schedule rules (arguments/checks/batch.py)."""
+
+from tests.helpers.check_cases import EIGHT_RANKS, PP2, TP2, Case
+
+PP_INSIDE_DP = "--use-tp-pp-dp-mapping"
+ITERS = "--train-iters --lr-warmup-iters"
+
+CASES = (
+    Case(
+        "model_parallel_sizes_divide_world",
+        "--tensor-model-parallel-size 3",
+        "the model cannot be split: 3 x 1 x 1 = 3 does not divide 8 ranks",
+        TP2,
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "expert_parallel_sizes_divide_world",
+        "--expert-model-parallel-size 16 --num-experts 16 --pipeline-model-parallel-size 2",
+        "experts cannot be folded: 1 x 16 x 2 = 32 does not divide 8 ranks",
+        "--expert-model-parallel-size 4 --num-experts 16 --pipeline-model-parallel-size 2",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "pipeline_stages_match_in_both_grids",
+        f"{PP2} --num-experts 16 --expert-model-parallel-size 4 {PP_INSIDE_DP}",
+        "stages of 1 x 1 = 1 rank (tensor x context) differ from expert stages of 1 x 4 = 4 ranks",
+        f"{PP2} --num-experts 16 {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 {PP_INSIDE_DP}",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "ep_divides_experts",
+        "--expert-model-parallel-size 8 --num-experts 12",
+        "8 ranks do not divide 12 experts",
+        "--expert-model-parallel-size 4 --num-experts 12 --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "ep_divides_experts",
+        "--expert-model-parallel-size 4 --num-experts 0 --global-batch-size 32",
+        "--expert-model-parallel-size 4 without experts",
+        "--expert-model-parallel-size 1 --num-experts 0 --global-batch-size 32",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "global_batch_is_whole_microbatches",
+        "--global-batch-size 48",
+        "48 is not a multiple of 32 = 4 sequences x 8 data-parallel ranks",
+        "--global-batch-size 64",
+        environ=EIGHT_RANKS,
+    ),
+    Case(
+        "rampup_steps_are_whole",
+        "--train-samples 3200 --rampup-batch-size 32 4 100",
+        "starts with 32 sequences",
+        "--train-samples 3200 --rampup-batch-size 16 4 100",
+        ITERS,
+    ),
+    Case(
+        "rampup_steps_are_whole",
+        "--train-samples 3200 --rampup-batch-size 4 8 100",
+        "from 4 to 16 in steps of 8",
+        "--train-samples 3200 --rampup-batch-size 8 8 100",
+        ITERS,
+    ),
+    Case(
+        "rampup_steps_are_whole",
+        "--train-samples 3200 --rampup-batch-size 4 2 100",
+        "are not multiples of 4",
+        "--train-samples 3200 --rampup-batch-size 4 4 100",
+        ITERS,
+    ),
+    Case("train_length_given_once", "", "is not given", "--train-iters 30", "--train-iters"),
+    Case("train_length_given_once", "--train-iters 9 --train-samples 160", "given twice", "--train-samples 160", ITERS),
+    Case(
+        "train_samples_fill_one_batch",
+        "--train-samples 15",
+        "--train-samples 15 does not fill one batch of 16",
+        "--train-samples 16",
+        ITERS,
+    ),
+    Case("lr_schedule_unit_matches_run", "--lr-decay-samples 9", "its learning rate in samples", "--lr-decay-iters 99"),
+    Case(
+        "lr_schedule_unit_matches_run",
+        "--train-samples 3200 --lr-warmup-iters 2",
+        "its learning rate in iterations",
+        "--train-samples 3200 --lr-warmup-samples 2",
+        ITERS,
+    ),
+    Case(
+        "warmup_given_once",
+        "--lr-warmup-fraction 0.1",
+        "warm-up is given twice",
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 0",
+    ),
+    Case(
+        "warmup_ends_before_decay",
+        "--lr-warmup-iters 200",
+        "warm-up of 200 iterations does not end before decay does at 200",
+        "--lr-warmup-iters 199",
+    ),
+    Case(
+        "warmup_ends_before_decay",
+        "--train-samples 3200 --lr-decay-samples 16 --lr-warmup-samples 16",
+        "warm-up of 16 samples",
+        "--train-samples 3200 --lr-decay-samples 17 --lr-warmup-samples 16",
+        ITERS,
+    ),
+    Case("learning_rates_are_ordered", "--min-lr 2e-3", "0.002 is above the largest 0.001", "--min-lr 1e-3"),
+    Case("learning_rates_are_ordered", "--lr-warmup-init 2e-3", "warm-up starts at 0.002", "--lr-warmup-init 1e-3"),
+    Case(
+        "decoupled_learning_rates_are_ordered",
+        "--decoupled-min-lr 1",
+        "without --decoupled-lr",
+        "--decoupled-lr 1 --decoupled-min-lr 1",
+    ),
+    Case(
+        "decoupled_learning_rates_are_ordered",
+        "--decoupled-lr 0.1 --decoupled-min-lr 0.2",
+        "0.2 is above the largest 0.1",
+        "--decoupled-lr 0.2 --decoupled-min-lr 0.1",
+    ),
+    Case("decoupled_learning_rates_are_ordered", "--decoupled-lr 5e-5", "0.0001 is above", "--decoupled-lr 1e-4"),
+    Case(
+        "wsd_decay_has_length",
+        "--lr-decay-style WSD",
+        "without the length of its annealing",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 20",
+    ),
+    Case(
+        "wsd_phases_fit_in_run",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 181",
+        "181 iterations of annealing and 20 of warm-up are more than the 200",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 180",
+    ),
+    Case("weight_decay_ramp_is_complete", "--start-weight-decay 0.1", "takes no start and end", "--weight-decay 0.1"),
+    Case(
+        "weight_decay_ramp_is_complete",
+        "--weight-decay-incr-style linear --end-weight-decay 1",
+        "needs a start and an end",
+        "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+    ),
+    Case(
+        "weight_decay_ramp_is_complete",
+        "--weight-decay-incr-style cosine --start-weight-decay 1 --end-weight-decay 0",
+        "cannot grow from 1 to 0",
+        "--weight-decay-incr-style cosine --start-weight-decay 1 --end-weight-decay 1",
+    ),
+    Case(
+        "one_lr_schedule_source",
+        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+        "contradicts --use-checkpoint",
+        "--override-opt_param-scheduler",
+    ),
+    Case("one_parameter_dtype", "--bf16 --fp64", "several parameter dtypes", "--fp64"),
+)
