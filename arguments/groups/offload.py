@@ -1,69 +1,70 @@
-"""What waits in host memory."""
+"""Offload flags."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag import flag
 
-_ACTIVATIONS_STAY = "activations stay on the device; smaller microbatches or more ranks need less memory"
-_ON_DEVICE = "pages are on the device; --moe-paged-stash-buffer-size-factor-cuda says how many"
+_ACTIVATIONS_STAY = "use --fine-grained-activation-offloading"
+_ON_DEVICE = "pages are kept on the device only; see --moe-paged-stash-buffer-size-factor-cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFlags:
-    """Activations and optimizer state in host memory: saves device memory, changes no number."""
+    """Offload of activations and optimizer state to host memory. Saves device memory without changing results."""
 
     fine_grained_activation_offloading: bool = flag(False)
-    """What chosen modules save for the backward pass waits in host memory."""
+    """Offload the saved tensors of `--offload-modules` to host memory between forward and backward."""
     offload_modules: tuple[
         Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
-    ] = flag((), status="close", note="memory moves once, whichever of the modules save it")
-    """Modules of `--fine-grained-activation-offloading`."""
+    ] = flag((), status="close", note="a tensor saved by several modules is copied once")
+    """Modules for `--fine-grained-activation-offloading`."""
     min_offloaded_tensor_size: int = flag(1048576, least=0)
-    """Of `--fine-grained-activation-offloading`: smallest tensor that moves, in elements."""
-    delay_offload_until_cuda_graph: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
-    """Start copies after the replay of a captured part."""
+    """Minimum number of elements of a tensor to offload, for `--fine-grained-activation-offloading`."""
+    delay_offload_until_cuda_graph: bool = flag(
+        False, status="not yet", harmless=True, note="copies are not delayed; leave it out"
+    )
+    """Start offload copies after the replay of a captured module."""
     fine_grained_offloading_max_inflight_offloads: int | None = flag(None, least=0)
-    """Copies of one module under way at a time."""
+    """Maximum number of concurrent offload copies per module."""
     cpu_offloading: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
-    """Keep activations of whole layers in host memory."""
+    """Offload the activations of whole layers."""
     cpu_offloading_num_layers: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
-    """Layers of `--cpu-offloading`."""
+    """Number of layers for `--cpu-offloading`."""
     optimizer_cpu_offload: bool = flag(False)
-    """Keep optimizer state in host memory and step there."""
+    """Keep optimizer state in host memory and run the optimizer step on the CPU."""
     optimizer_offload_fraction: float = flag(
-        1.0, least=0, status="close", note="the first elements of every flat buffer, in blocks of 128"
+        1.0, least=0, status="close", note="offloads the first elements of every flat buffer, in blocks of 128"
     )
-    """Share of the optimizer's state that `--optimizer-cpu-offload` keeps in host memory."""
+    """Fraction of the optimizer state offloaded by `--optimizer-cpu-offload`."""
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False)
-    """Of `--optimizer-cpu-offload`: copy gradients and weights while the host steps."""
+    """Overlap copies of gradients and weights with the CPU step of `--optimizer-cpu-offload`."""
     use_torch_optimizer_for_cpu_offload: bool = flag(False)
-    """Of `--optimizer-cpu-offload`: step by torch's fused kernel on the host."""
+    """Use torch's fused CPU kernel for `--optimizer-cpu-offload`."""
     chunked_optimizer_state_offload: bool = flag(False)
-    """Park optimizer state in host memory between steps."""
-    optimizer_state_offload_chunk_size_mb: int = flag(
-        0, least=0, status="close", note="0: a whole flat buffer at a time"
-    )
-    """Of `--chunked-optimizer-state-offload`: size of the pieces that come back, in MiB."""
+    """Keep optimizer state in host memory between steps and copy it to the device in chunks for the step."""
+    optimizer_state_offload_chunk_size_mb: int = flag(0, least=0, status="close", note="0: one flat buffer per chunk")
+    """Chunk size in MiB for `--chunked-optimizer-state-offload`."""
     optimizer_state_offload_fraction: float = flag(1.0, least=0)
-    """Share of the optimizer's state that `--chunked-optimizer-state-offload` parks."""
+    """Fraction of the optimizer state offloaded by `--chunked-optimizer-state-offload`."""
     moe_paged_stash: bool = flag(
-        False, status="close", note="a step whose rows find no room is refused instead of repeated"
+        False, status="close", note="a step that overflows the buffer is rejected instead of repeated"
     )
-    """Rows of experts wait for the backward in pages of a common buffer, as far as they are used."""
+    """Store the expert activations saved for backward in pages of a common buffer, sized by actual rather than
+    worst-case use."""
     moe_paged_stash_page_size: int = flag(64, least=1)
-    """Of `--moe-paged-stash`: tokens in a page."""
+    """Tokens per page of `--moe-paged-stash`."""
     moe_paged_stash_buffer_size_factor_cuda: float = flag(
-        1.1, least=0, status="close", note="of all rows that wait at the same time, counted from the schedule"
+        1.1, least=0, status="close", note="relative to the peak of in-flight rows, computed from the schedule"
     )
-    """Size of the device's buffer, as a multiple of the fair share."""
+    """Size of the device buffer as a multiple of the size for even routing."""
     moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True, note=_ON_DEVICE)
-    """Size of the host's buffer, as a multiple of the fair share."""
+    """Size of the host buffer as a multiple of the size for even routing."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
-    """Bytes of every microbatch and chunk that a pipeline rank moves less than the rank before it."""
+    """Reduction of the offloaded bytes per microbatch and chunk from each pipeline rank to the next."""
     activation_offload_fraction: float = flag(1.0, least=0)
-    """Share of the groups of saved tensors that move, the first ones."""
+    """Fraction of the groups of saved tensors to offload, starting with the first."""
     pin_cpu_grads: bool = flag(True)
-    """Gradients in pinned host memory."""
+    """Use pinned host memory for gradients."""
     pin_cpu_params: bool = flag(True)
-    """Parameters in pinned host memory."""
+    """Use pinned host memory for parameters."""

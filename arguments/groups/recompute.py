@@ -1,4 +1,4 @@
-"""What is forgotten in the forward pass and computed again in the backward pass."""
+"""Activation-recomputation flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,21 +8,24 @@ from arguments.flag import flag
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFlags:
-    """Activation recomputation: saves memory, changes no number."""
+    """Activation recomputation. Saves memory without changing results."""
 
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
-    """Recompute whole layers, or those modules that `--recompute-modules` names."""
+    """Recompute whole layers, or the modules of `--recompute-modules`."""
     recompute_method: Literal["uniform", "block"] | None = flag(None)
-    """Of `--recompute-granularity full`: all layers in chunks, or the first ones of every virtual stage alone."""
+    """For `--recompute-granularity full`: recompute all layers in chunks (uniform), or the first layers of each virtual
+    stage (block)."""
     recompute_num_layers: int | None = flag(None, least=1)
-    """Of `--recompute-granularity full`: layers in a chunk, which keeps its input alone (uniform), or recomputed
-    layers of a virtual stage (block)."""
+    """For `--recompute-granularity full`: layers per chunk, of which only the input is saved (uniform), or recomputed
+    layers per virtual stage (block)."""
     recompute_modules: (
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
         | None
     ) = flag(
-        None, status="close", note="layernorm covers both norms of every layer; gated delta attention has no modules"
+        None,
+        status="close",
+        note="layernorm covers both norms of every layer; gated delta attention has no recomputable modules",
     )
-    """Modules that `--recompute-granularity selective` recomputes; core_attn if none is given."""
+    """Modules recomputed by `--recompute-granularity selective`. Not set: core_attn."""
     distribute_saved_activations: bool = flag(False)
-    """Spread the inputs of recomputed layers over tensor-parallel ranks."""
+    """Shard the saved inputs of recomputed layers over tensor-parallel ranks."""

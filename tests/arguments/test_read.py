@@ -90,7 +90,7 @@ def test_help_on_everything_shows_every_flag():
 
 def test_help_on_a_flag_is_a_page():
     page = answer_to("--help", "--moe-router-dtype")
-    for part in ("Format of the router's matrix product", "fp32 | fp64", "not set", "as in Megatron-LM", "quickstart"):
+    for part in ("Dtype of the router GEMM", "fp32 | fp64", "not set", "as in Megatron-LM", "quickstart"):
         assert part in page
     assert "--disable-bias-linear" in answer_to("--help", "--add-bias-linear")
     assert "Today: --micro-batch-size" in answer_to("--help", "--batch-size")
@@ -120,7 +120,7 @@ def test_find_searches_names_texts_choices_defaults_and_old_names():
     assert "--adam-beta2" in answer_to("--find", "0.999")
     assert "--bf16" not in answer_to("--find", "not set")
     assert "--moe-router-padding-for-fp8" in answer_to("--find", "padding-for-fp8")
-    assert "--untie-embeddings-and-output-weights" in answer_to("--find", "output head")
+    assert "--untie-embeddings-and-output-weights" in answer_to("--find", "output layer")
     assert "No flag has 'zzz'" in answer_to("--find", "zzz")
 
 
