@@ -1,9 +1,11 @@
 """Registry of all flags, searchable by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
+from inspect import signature
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from arguments.flag import Flag, flag, flags_of
 from arguments.groups.attention import AttentionFlags
@@ -21,6 +23,8 @@ from arguments.groups.precision import PrecisionFlags
 from arguments.groups.recompute import RecomputeFlags
 from arguments.groups.resilience import ResilienceFlags
 from arguments.groups.training import TrainingFlags
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,19 @@ class Flags:
 
 def group_classes() -> dict[str, Any]:
     return {group.name: group.type for group in fields(Flags)}
+
+
+def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
+    """Calls a config class or function with `values`; its other parameters get the flag of the same name, if any."""
+    named = {name: getattr(getattr(flags, group), name) for name, group in _flag_parameters(function)}
+    return function(**{**named, **values})
+
+
+@cache
+def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
+    """(flag, group) of every parameter with the name of a flag."""
+    group_of = {entry.name: group for group, group_class in group_classes().items() for entry in fields(group_class)}
+    return tuple((name, group_of[name]) for name in signature(function).parameters if name in group_of)
 
 
 @dataclass(frozen=True)
