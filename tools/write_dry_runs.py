@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.dry_run.report import report  # noqa: E402
-from arguments.dry_run.request import without_words  # noqa: E402
+from arguments.dry_run.request import figures  # noqa: E402
 from arguments.errors import Finished  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from arguments.recipes import recipe_names  # noqa: E402
@@ -30,7 +30,7 @@ def numbers(recipe: str) -> str:
     try:
         read_plan(["--recipe", recipe, "--dry-run=json"], {}, vocab_size_of=lambda config: VOCABULARY)
     except Finished as answer:
-        return report(without_words(json.loads(answer.text))) + "\n"
+        return report(figures(json.loads(answer.text))) + "\n"
     raise AssertionError(f"the dry run of {recipe} gave no answer")
 
 

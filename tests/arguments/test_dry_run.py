@@ -230,9 +230,9 @@ def test_the_last_file_says_the_machine_and_flags_win(ready):
 @pytest.mark.parametrize(
     ("about", "sentence"),
     [
-        ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not a whole number of at least 1"),
-        ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of h100, "),
-        ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', but model, gpu, gpus"),
+        ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not an integer of at least 1"),
+        ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of a100, h100, "),
+        ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', only model, gpu, gpus"),
     ],
 )
 def test_a_file_that_says_no_machine_is_rejected(ready, about, sentence):
@@ -285,7 +285,7 @@ def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
             "--vocab-file v --merge-file m",
             "--tokenizer-type --tokenizer-model",
             50257,
-            "; the figures assume 50,257 tokens, as in GPT-2",
+            "; the figures assume GPT-2's vocabulary of 50,257 tokens",
         ),
         ("--vocab-file v --merge-file m --vocab-size 999", "--tokenizer-type --tokenizer-model", 999, ""),
     ],
@@ -296,7 +296,8 @@ def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: 
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--dry-run=json"], {}, vocab_size_of=missing)
     told = json.loads(caught.value.text)
-    assert told["missing_inputs"] == ["there is no training data", f"the tokenizer is not here{assumed}"]
+    no_data = "there is no training data; give --data-path, --train-data-path or --mock-data"
+    assert told["missing_inputs"] == [no_data, f"the tokenizer is not here{assumed}"]
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda config: size)
     assert json.loads(caught.value.text)["model"] == told["model"]
