@@ -13,14 +13,12 @@ from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.data import DataFlags
 from arguments.groups.kernels import KernelFlags
 from arguments.groups.logging import LoggingFlags
+from arguments.groups.memory import OffloadFlags, RecomputeFlags
 from arguments.groups.model import ModelFlags
 from arguments.groups.moe import MoEFlags
-from arguments.groups.offload import OffloadFlags
 from arguments.groups.optimizer import OptimizerFlags
-from arguments.groups.parallel import ParallelFlags
-from arguments.groups.pipeline import PipelineFlags
+from arguments.groups.parallel import ParallelFlags, PipelineFlags
 from arguments.groups.precision import PrecisionFlags
-from arguments.groups.recompute import RecomputeFlags
 from arguments.groups.resilience import ResilienceFlags
 from arguments.groups.training import TrainingFlags
 
