@@ -1,4 +1,4 @@
-"""Files that list data sets: `--data-args-path` and `--per-split-data-args-path` stand for the flags they hold."""
+"""Reads `--data-args-path` and `--per-split-data-args-path`: files that contain the values of dataset flags."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ _SPLITS = ("train", "valid", "test")
 
 
 def read_data_lists(settings: Settings) -> None:
-    """Puts what the files list in the place of the flags that it could be given by; what is wrong becomes a problem."""
+    """Sets the dataset flags from the files; errors are added to `settings.problems`."""
     for name, read in (("data_args_path", _words), ("per_split_data_args_path", _splits)):
         path = settings.setting(name).value
         if path is None:
@@ -21,7 +21,7 @@ def read_data_lists(settings: Settings) -> None:
             listed = read(Path(path).read_text(encoding="utf-8"))
         except OSError as trouble:
             settings.problems.append(_problem(settings, name, f"cannot be read: {trouble.strerror}"))
-        except (ValueError, RecursionError) as trouble:  # BadValue, and what is no UTF-8 or JSON
+        except (ValueError, RecursionError) as trouble:  # also UnicodeDecodeError and JSONDecodeError
             settings.problems.append(_problem(settings, name, str(trouble)))
         else:
             for flag, words in listed.items():
@@ -33,10 +33,10 @@ def _words(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def _splits(text: str) -> dict[str, tuple[str, ...]]:
-    """Under train, valid and test a list of words, or a text of them."""
+    """Maps train, valid and test to a list of words, or a text that is split into words."""
     content = json.loads(text)
     if not isinstance(content, dict) or not content or set(content) - set(_SPLITS):
-        raise BadValue(f"holds no lists under {', '.join(_SPLITS)}")
+        raise BadValue(f"must map {', '.join(_SPLITS)} to lists")
     return {f"{split}_data_path": _listed(content[split]) for split in _SPLITS if split in content}
 
 
@@ -44,7 +44,7 @@ def _listed(entry: Any) -> tuple[str, ...]:
     if isinstance(entry, str):
         return tuple(cut(entry))
     if not isinstance(entry, list) or not all(isinstance(word, str | int | float) for word in entry):
-        raise BadValue("holds something else than weights and prefixes")
+        raise BadValue("may contain only weights and prefixes")
     return tuple(map(str, entry))
 
 
@@ -52,7 +52,7 @@ def _take(settings: Settings, name: str, flag: str, words: tuple[str, ...]) -> N
     path = settings.setting(name).value
     if settings.setting(flag).value not in ((), words):
         other = settings.registry.flags[flag].option
-        settings.problems.append(_problem(settings, name, f"lists what {other} gives too"))
+        settings.problems.append(_problem(settings, name, f"conflicts with {other}; give one of them"))
     else:
         settings.values[flag] = Setting(words, str(path))
 

@@ -1,4 +1,4 @@
-"""Old names, and names of other programs, in today's words. Each is accepted for ever, with a note."""
+"""Translates deprecated Megatron names, and names of other programs, to current flags."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from arguments.values import BadValue, is_off, parse
 
 Words = tuple[str, ...]
 ValueOf = Callable[[str], Any]
-"""The value of one of today's flags by name, from everything given before the old name."""
+"""Returns the value of a current flag, by name, from the flags given before the deprecated one."""
 
 
 @dataclass(frozen=True)
 class Translated:
-    """What an old name means today."""
+    """Current flags that replace a deprecated one."""
 
     flags: tuple[tuple[str, Words], ...]
-    """(option, words) of today's flags; none: the old switch is off."""
+    """(option, words) of each flag; empty if the deprecated switch is off."""
     note: str
     extends: bool = False
-    """It adds to values given before, so that these are not reported as given twice."""
+    """Whether it adds to a value given before, so that the flag is not reported as given twice."""
 
 
 def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translated | None:
-    """Today's flags for an old one; None if `option` is not an old name.
+    """Translates a deprecated option; returns None if it is not deprecated.
 
     Raises:
-        BadValue: it is, but it or its value has no meaning here.
+        BadValue: the option or its value has no equivalent.
     """
     if option in _RENAMED:
         today = _RENAMED[option]
@@ -35,16 +35,16 @@ def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translate
     if option in _SWITCHES:
         return _switch(_SWITCHES[option], words)
     if option in _FOREIGN:
-        raise BadValue(f"does not exist here: {_FOREIGN[option]}")
+        raise BadValue(f"is not supported: {_FOREIGN[option]}")
     if option in _TRANSLATED:
         return _TRANSLATED[option](words, value_of)
     return None
 
 
 def old_names() -> dict[str, str]:
-    """Every old name -> what it becomes, for the list of flags."""
+    """Maps each deprecated name to its replacement, for the documentation."""
     switches = {old: _text(flags) for old, flags in _SWITCHES.items()}
-    foreign = {old: f"refused: {remedy}" for old, remedy in _FOREIGN.items()}
+    foreign = {old: f"rejected: {remedy}" for old, remedy in _FOREIGN.items()}
     translated = {old: " ".join((function.__doc__ or "").split()) for old, function in _TRANSLATED.items()}
     return dict(sorted({**_RENAMED, **switches, **foreign, **translated}.items()))
 
@@ -62,12 +62,12 @@ def _switch(flags: tuple[tuple[str, Words], ...], words: Sequence[str]) -> Trans
 def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
     """--apply-wd-to-qk-layernorm"""
     if tuple(words) not in (("apply_wd_to_qk_layernorm",), ("qwen3_next",)):
-        raise BadValue(f"knows apply_wd_to_qk_layernorm and qwen3_next, not {' '.join(words)!r}")
+        raise BadValue(f"must be apply_wd_to_qk_layernorm or qwen3_next, not {' '.join(words)!r}")
     return Translated((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
 
 
-def comes_last(option: str, words: Sequence[str]) -> bool:
-    """Whether the meaning of an old name depends on other flags, wherever they stand."""
+def depends_on_other_flags(option: str, words: Sequence[str]) -> bool:
+    """Whether the translation depends on other flags, so that it must run after they are read."""
     if option == "--cuda-graph-scope":
         return "full_iteration" in words
     return option in ("--moe-layer-recompute", "--error-injection-rate")
@@ -76,11 +76,11 @@ def comes_last(option: str, words: Sequence[str]) -> bool:
 def _cuda_graph_scope(words: Sequence[str], _: ValueOf) -> Translated:
     """--cuda-graph-modules or --cuda-graph-impl full_iteration"""
     if tuple(words) == ("full",):
-        return Translated((), "full is the default: without --cuda-graph-modules all parts of layers are recorded")
+        return Translated((), "full is the default: without --cuda-graph-modules all modules are captured")
     if "full_iteration" not in words:
         return Translated((("--cuda-graph-modules", tuple(words)),), "is now called --cuda-graph-modules")
     if len(words) > 1:
-        raise BadValue("full_iteration has no parts beside it: leave them out, or write --cuda-graph-impl local")
+        raise BadValue("full_iteration cannot be combined with modules: leave them out, or use --cuda-graph-impl local")
     return Translated((("--cuda-graph-impl", tuple(words)),), "is now written --cuda-graph-impl full_iteration")
 
 
@@ -89,7 +89,7 @@ def _moe_layer_recompute(words: Sequence[str], value_of: ValueOf) -> Translated:
     if is_off(words):
         return Translated((), "is off, which is the default")
     if value_of("recompute_granularity") == "full":
-        raise BadValue("adds moe to selective recompute, but --recompute-granularity is full; leave out one of them")
+        raise BadValue("adds moe to selective recompute, but --recompute-granularity is full; remove one of them")
     modules = tuple(dict.fromkeys((*(value_of("recompute_modules") or ("core_attn",)), "moe")))
     flags = (("--recompute-granularity", ("selective",)), ("--recompute-modules", modules))
     return Translated(flags, f"is now written {_text(flags)}", extends=True)
@@ -136,16 +136,16 @@ _SWITCHES: Mapping[str, tuple[tuple[str, Words], ...]] = MappingProxyType(
 _FOREIGN: Mapping[str, str] = MappingProxyType(
     {
         "--yaml-cfg": "use --config",
-        "--warmup": "use --lr-warmup-fraction, which is a share instead of a percentage",
+        "--warmup": "use --lr-warmup-fraction, a fraction instead of a percentage",
         "--checkpoint-activations": "use --recompute-granularity full",
-        "--decoder-num-layers": "there is one stack of layers; use --num-layers",
-        "--decoder-seq-length": "there is one stack of layers; use --seq-length",
-        "--loss-scale": "it belongs to fp16; use --bf16",
+        "--decoder-num-layers": "there is no separate decoder; use --num-layers",
+        "--decoder-seq-length": "there is no separate decoder; use --seq-length",
+        "--loss-scale": "it applies to fp16; use --bf16",
         "--extra-vocab-size": "use --padded-vocab-size",
         "--max-padding-length": "use --seq-length",
         "--patch-tokenizer-type": "use --tokenizer-type HuggingFaceTokenizer",
         "--dataset": "use --data-path with .bin/.idx files",
-        "--train-mode": "this program pretrains; --finetune starts from weights",
+        "--train-mode": "this program only pretrains; --finetune starts from given weights",
     }
 )
 _TRANSLATED: Mapping[str, Callable[[Sequence[str], ValueOf], Translated]] = MappingProxyType(

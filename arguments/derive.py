@@ -1,4 +1,4 @@
-"""What follows from flags that were left out, by Megatron's rules. Used by the checks and by resolve."""
+"""Values that follow from other flags by Megatron's rules, for the checks and `resolve`."""
 
 from inspect import signature
 from pathlib import Path
@@ -15,25 +15,25 @@ from megatron_moe.pipeline.layout import (
 )
 
 AUTO: Final = "auto"
-"""The layout that balances what stages cost."""
+"""Value of `--pipeline-model-parallel-layout` that requests a layout balanced by cost."""
 YARN_LENGTH: Final = 4096
-"""Context length that YaRN extends where nobody gives one."""
+"""Original context length for YaRN if none is given."""
 
 
 def ffn_hidden_size(ffn_hidden_size: int | None, hidden_size: int, swiglu: bool) -> int:
-    """Four times the hidden size; with SwiGLU two thirds of that, rounded down to a multiple of 64."""
+    """Defaults to four times the hidden size; with SwiGLU to two thirds of that, rounded down to a multiple of 64."""
     if ffn_hidden_size is not None:
         return ffn_hidden_size
     return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
 
 
 def head_dim(kv_channels: int | None, hidden_size: int, num_attention_heads: int) -> int:
-    """An equal share of the hidden size."""
+    """Defaults to hidden size / heads."""
     return hidden_size // num_attention_heads if kv_channels is None else kv_channels
 
 
 def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> tuple[bool, ...]:
-    """Does each layer have experts? Every n-th layer does, counted from the first one."""
+    """For each layer whether it has experts. A number n selects every n-th layer, starting with the first."""
     if not num_experts:
         return (False,) * num_layers
     if isinstance(moe_layer_freq, int):
@@ -44,20 +44,20 @@ def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPa
 def expert_ranks(
     expert_model_parallel_size: int, expert_tensor_parallel_size: int | None, tensor_model_parallel_size: int
 ) -> int:
-    """Over how many ranks the experts of a layer are spread; split as attention is, if nothing else is said."""
+    """Number of ranks that share the experts of a layer. Expert tensor parallelism defaults to tensor parallelism."""
     return expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
 
 
 def experts_are_recorded(num_expert_ranks: int, bf16: bool, moe_grouped_gemm: bool) -> bool:
-    """Whether CUDA graphs of parts record experts where no `--cuda-graph-modules` are named. The grouped products of
-    fp32 read the rows of every expert on the host, and so do single products."""
+    """Whether experts are captured if `--cuda-graph-modules` is not given. The sequential and the fp32 grouped GEMM
+    read token counts on the host, which a capture does not allow."""
     return num_expert_ranks == 1 and bf16 and moe_grouped_gemm
 
 
 def windowed_layers(
     num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
-    """Does each layer's attention have the window? Every n-th layer does not, the n-th being the first of them."""
+    """For each layer whether attention is windowed. A number n exempts every n-th layer, starting with the n-th."""
     if window_size is None:
         return (False,) * num_layers
     if window_attn_skip_freq is None:
@@ -68,7 +68,7 @@ def windowed_layers(
 
 
 def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[bool, ...]:
-    """Does each layer rotate? Every n-th layer does not, the n-th being the first of them."""
+    """For each layer whether it has rotary embeddings. A number n exempts every n-th layer, starting with the n-th."""
     if no_rope_freq is None:
         return (True,) * num_layers
     if isinstance(no_rope_freq, int):
@@ -77,29 +77,29 @@ def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[
 
 
 def yarn_turns(yarn_beta_fast: float | None, yarn_beta_slow: float | None) -> tuple[float, float]:
-    """Turns within the original length from which on YaRN keeps a dim, and up to which it stretches one."""
+    """YaRN's (beta_fast, beta_slow): rotations over the original context above which a dimension keeps its frequency,
+    and below which it is interpolated."""
     return 32.0 if yarn_beta_fast is None else yarn_beta_fast, 1.0 if yarn_beta_slow is None else yarn_beta_slow
 
 
 def context_exchanges(num_layers: int, cp_comm_type: tuple[str, ...]) -> tuple[ContextExchange, ...]:
-    """How every layer exchanges keys and values between context-parallel ranks; one way is for all."""
-    spelt = {"all_gather": "allgather"}
-    kinds: tuple[Any, ...] = tuple(spelt.get(kind, kind) for kind in cp_comm_type)
+    """Context-parallel exchange of each layer; a single value applies to all."""
+    kinds: tuple[Any, ...] = tuple("allgather" if kind == "all_gather" else kind for kind in cp_comm_type)
     return kinds * num_layers if len(kinds) == 1 else kinds
 
 
 def global_batch_size(global_batch_size: int | None, micro_batch_size: int, data_parallel_size: int) -> int:
-    """One microbatch per data-parallel rank."""
+    """Defaults to one microbatch per data-parallel rank."""
     return micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
 
 
-def tokenizer_type(given: str | None, vocab_file: str | None, merge_file: str | None) -> str | None:
-    """`pretrain_gpt.py` of Megatron-LM defaults to GPT2BPETokenizer, which is read from these two files."""
-    return "GPT2BPETokenizer" if given is None and (vocab_file or merge_file) else given
+def tokenizer_type(tokenizer_type: str | None, vocab_file: str | None, merge_file: str | None) -> str | None:
+    """Defaults to GPT2BPETokenizer if one of its files is given, as in Megatron-LM's `pretrain_gpt.py`."""
+    return "GPT2BPETokenizer" if tokenizer_type is None and (vocab_file or merge_file) else tokenizer_type
 
 
 def eval_iters(eval_iters: int | None, mock_data: bool, train_iters: int) -> int:
-    """100 batches; a run on mock data, whose loss has no meaning, does not evaluate for longer than it trains."""
+    """Defaults to 100 batches; on mock data, whose loss is meaningless, at most the number of training iterations."""
     if eval_iters is not None:
         return eval_iters
     return min(100, train_iters) if mock_data else 100
@@ -114,20 +114,24 @@ def save_folder(
     moe_use_upcycling: bool,
     ckpt_step: int | None,
 ) -> Path | None:
-    """`checkpoints` in the run folder, unless the run is on mock data and no other flag concerns checkpoints."""
+    """Defaults to `checkpoints` in the run folder, except on mock data if no checkpoint flag is given."""
     if save:
         return Path(save)
-    concerned = save_interval or save_hf_interval or moe_use_upcycling or ckpt_step is not None
-    return Path(run_dir) / "checkpoints" if run_dir and (concerned or not mock_data) else None
+    checkpoint_flags = save_interval or save_hf_interval or moe_use_upcycling or ckpt_step is not None
+    return Path(run_dir) / "checkpoints" if run_dir and (checkpoint_flags or not mock_data) else None
 
 
-def padded_vocab_size(
-    vocab_size: int, divisible_by: int, tensor_model_parallel_size: int, given: int | None, pad: bool
+def pad_vocab_size(
+    vocab_size: int,
+    make_vocab_size_divisible_by: int,
+    tensor_model_parallel_size: int,
+    padded_vocab_size: int | None,
+    pad_vocab_size: bool,
 ) -> int:
-    """The next multiple of the padding unit times the tensor-parallel size."""
-    if given is not None:
-        return given
-    unit = divisible_by * tensor_model_parallel_size if pad else 1
+    """Rounds the vocabulary up to a multiple of the padding unit times the tensor-parallel size."""
+    if padded_vocab_size is not None:
+        return padded_vocab_size
+    unit = make_vocab_size_divisible_by * tensor_model_parallel_size if pad_vocab_size else 1
     return -(-vocab_size // unit) * unit
 
 
@@ -145,7 +149,7 @@ def pipeline_layout(
     account_for_loss_in_pipeline_split: bool,
     costs: StageCosts | None = None,
 ) -> PipelineLayout:
-    """Which layers every stage holds. `auto` balances `costs`; without them all layers cost the same.
+    """Assigns layers to stages. `auto` balances `costs`; without them all layers cost the same.
 
     Raises LayoutError.
     """
@@ -171,4 +175,4 @@ def pipeline_layout(
 
 
 PLACEMENT: Final = tuple(name for name in signature(pipeline_layout).parameters if name != "costs")
-"""The flags that place layers on stages."""
+"""Flags that determine the pipeline layout."""

@@ -1,4 +1,4 @@
-"""`--fake-init-process-group`: which ranks of which cluster are played, on what is assumed of the others."""
+"""`--fake-init-process-group`: emulated ranks and assumptions about the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,30 +11,30 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 
-_HELPERS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
+_OPTIONS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """What the command line asks."""
+    """Parsed emulation flags."""
 
     config: EmulationConfig
     environ: Mapping[str, str]
     """Environment of the first rank of the cluster."""
 
 
-def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
-    """What the command line asks of an emulation; None when it asks for none. A dry run comes first.
+def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
+    """Returns the parsed flags; None without `--fake-init-process-group` or with `--dry-run`.
 
-    The number of ranks is that of the flag, of the launcher, of the recipe, or one.
+    The number of ranks is that of the flag, the launcher, the recipe, or one.
 
     Raises FlagErrors.
     """
-    values = {name: asked.setting(name).value for name in ("fake_process_group", "dry_run", *_HELPERS)}
+    values = {name: start.setting(name).value for name in ("fake_process_group", "dry_run", *_OPTIONS)}
     if not values["fake_process_group"]:
-        given = [name for name in _HELPERS if asked.setting(name).value != asked.registry.flags[name].default]
+        given = [name for name in _OPTIONS if start.setting(name).value != start.registry.flags[name].default]
         if given:
-            what = f"{asked.registry.flags[given[0]].option} without --fake-init-process-group"
+            what = f"{start.registry.flags[given[0]].option} without --fake-init-process-group"
             raise FlagErrors([Problem(what=what, remedy="add --fake-init-process-group")])
         return None
     if values["dry_run"]:
@@ -42,7 +42,7 @@ def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
     plot = _path(values["emulate_plot"])
     if plot is not None and plot.suffix != ".png":
         raise FlagErrors([Problem(what=f"--emulate-plot {plot} is not a PNG file", remedy="end its name with .png")])
-    gpu, first = machine(asked, environ)
+    gpu, first = machine(start, environ)
     config = EmulationConfig(
         ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
         imbalance=values["emulate_imbalance"],
@@ -53,10 +53,10 @@ def emulation(asked: Settings, environ: Mapping[str, str]) -> Emulation | None:
     return Emulation(config, first)
 
 
-def _ranks(wish: str, world_size: int, environ: Mapping[str, str]) -> tuple[int, ...]:
-    if wish == "all":
+def _ranks(request: str, world_size: int, environ: Mapping[str, str]) -> tuple[int, ...]:
+    if request == "all":
         return ()
-    number = environ.get("RANK", "0") if wish == "own" else wish
+    number = environ.get("RANK", "0") if request == "own" else request
     if not number.isdecimal() or int(number) >= world_size:
         what = f"--emulate-rank {number} is not a rank of a world of {world_size}"
         raise FlagErrors([Problem(what=what, remedy=f"give 0 to {world_size - 1}, or all, or another --world-size")])
@@ -67,9 +67,9 @@ def _path(name: str | None) -> Path | None:
     return None if name is None else Path(name)
 
 
-def planned(plan: RunPlan, asked: Emulation) -> RunPlan:
-    """The plan with its emulation. Raises FlagErrors where no routing has such a load."""
-    imbalance, problems = asked.config.imbalance, []
+def planned(plan: RunPlan, emulated: Emulation) -> RunPlan:
+    """Adds the emulation to the plan. Raises FlagErrors if no routing has the requested imbalance."""
+    imbalance, problems = emulated.config.imbalance, []
     for config in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}:
         experts, topk = config.router.num_experts, config.router.topk
         most = min(plan.parallel.ep, experts / topk)
@@ -80,8 +80,8 @@ def planned(plan: RunPlan, asked: Emulation) -> RunPlan:
             )
             problems.append(Problem(what=what, remedy=f"give at most {most:g}"))
         if config.capacity is not None and not config.capacity.pad and (imbalance > 1 or config.capacity.factor < 1):
-            what = "an emulation does not know what is dropped when experts have a capacity and are not padded to it"
-            problems.append(Problem(what=what, remedy="add --moe-pad-expert-input-to-capacity, or emulate even loads"))
+            what = "an emulation cannot predict dropped tokens when experts have a capacity but no padding"
+            problems.append(Problem(what=what, remedy="add --moe-pad-expert-input-to-capacity, or emulate even load"))
     if problems:
         raise FlagErrors(problems)
-    return replace(plan, emulation=asked.config)
+    return replace(plan, emulation=emulated.config)

@@ -1,6 +1,6 @@
-"""Environment variables that flags need, each with its reason. No other place sets one for a flag.
+"""Environment variables required by flags, each with its reason. No other module sets one for a flag.
 
-Who wins: the environment that the run was started in, then a file's `environment`, then what stands here.
+Precedence: the environment at start, then `environment` of a file, then the values of this module.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from arguments.flags import Flags
 
-FROM_A_FILE = "asked for by a file"
+FROM_A_FILE = "set by a file"
 
 _EXPANDABLE = "expandable_segments:True"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -20,7 +20,7 @@ _EXECUTED = frozenset({"BASH_ENV", "ENV", "PROMPT_COMMAND", "PS4"})
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable to set before torch is loaded."""
+    """Variable to set before torch is imported."""
 
     name: str
     value: str
@@ -28,7 +28,7 @@ class Variable:
 
 
 def misnamed(name: str) -> tuple[str, str]:
-    """What is wrong with the name of a variable of a file, and the remedy; empty texts if nothing is."""
+    """Problem with the name of a variable in a file, and the remedy; empty texts if there is none."""
     if not _NAME.fullmatch(name):
         return f"names the environment variable {name!r}", "use letters, digits and _, with no digit first"
     if name in _EXECUTED:
@@ -37,34 +37,34 @@ def misnamed(name: str) -> tuple[str, str]:
 
 
 def unprintable(text: str) -> str:
-    """Names the first character of `text` that must not enter a script or the environment: a control character, such
-    as a newline or NUL, or one that is not valid Unicode. Empty if there is none."""
+    """Describes the first character of `text` that must not enter a script or the environment: a control character,
+    such as a newline or NUL, or one that is not valid Unicode. Empty if there is none."""
     found = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Cs")), None)
     return f"which contains the character U+{ord(found):04X}" if found else ""
 
 
 def variables(flags: Flags, from_files: Mapping[str, str]) -> tuple[Variable, ...]:
-    """What flags and files ask for; files win."""
+    """Variables required by flags and files; files win."""
     wanted = {variable.name: variable for variable in _needed(flags)}
     wanted |= {name: Variable(name, value, FROM_A_FILE) for name, value in from_files.items()}
     return tuple(wanted.values())
 
 
 def missing(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Those that the environment does not have yet."""
+    """Variables that the environment does not set."""
     return tuple(variable for variable in wanted if variable.name not in environ)
 
 
 def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
-    """A line about each variable that this run sets, and each that stays otherwise than it would set it."""
+    """One line per variable that this run sets, and per variable that keeps a different value set by the user."""
     for variable in wanted:
         here = environ.get(variable.name)
         if here is None:
             yield f"environment: {variable.name}={variable.value} ({variable.reason})"
         elif here != variable.value:
             yield (
-                f"environment: {variable.name}={here} stays as it was set; this run would have set "
-                f"{variable.value} ({variable.reason})"
+                f"environment: {variable.name}={here} is kept; this run would have set {variable.value} "
+                f"({variable.reason})"
             )
 
 
@@ -76,26 +76,26 @@ def _needed(flags: Flags) -> Iterator[Variable]:
 
 
 def _reproducible(flags: Flags) -> Iterator[Variable]:
-    """The three libraries that sum in an order of their own unless they are told not to."""
+    """Variables that select deterministic reductions in cuBLAS, NCCL and Transformer Engine."""
     if flags.precision.deterministic_mode:
         because = "--deterministic-mode: "
-        yield Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", because + "cuBLAS repeats its sums with fixed workspaces")
-        yield Variable("NCCL_ALGO", "^NVLS", because + "sums inside of NVLink switches have no fixed order")
+        yield Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", because + "cuBLAS is deterministic with fixed workspaces")
+        yield Variable("NCCL_ALGO", "^NVLS", because + "reductions in NVLink switches have no fixed order")
         yield Variable(
-            "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", because + "Transformer Engine leaves out its unordered kernels"
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", because + "disables nondeterministic kernels of Transformer Engine"
         )
 
 
 def _connections(flags: Flags) -> Iterator[Variable]:
     if flags.parallel.overlap_moe_expert_parallel_comm:
-        reason = "--overlap-moe-expert-parallel-comm: work of two microbatches must not queue up behind one another"
+        reason = "--overlap-moe-expert-parallel-comm: kernels of two microbatches must not share a hardware queue"
         yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
 
 
 def _memory(flags: Flags) -> Iterator[Variable]:
     if flags.parallel.expert_model_parallel_size > 1:
-        reason = "--expert-model-parallel-size: ranks get other numbers of rows in every step, which fragments memory"
+        reason = "--expert-model-parallel-size: token counts per rank vary between steps, which fragments memory"
         yield Variable("PYTORCH_CUDA_ALLOC_CONF", _EXPANDABLE, reason)
         if flags.kernels.cuda_graph_impl != "none":
-            reason = f"--cuda-graph-impl: NCCL must not register buffers of graphs in memory with {_EXPANDABLE}"
+            reason = f"--cuda-graph-impl: NCCL must not register graph buffers allocated with {_EXPANDABLE}"
             yield Variable("NCCL_GRAPH_REGISTER", "0", reason)

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a command line, shown at once."""
+"""Problems of a command line, collected and reported together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ Waits = Literal["", "for an input", "for a feature"]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem of a command line."""
 
     what: str
     """What is wrong, with the numbers."""
     remedy: str = ""
-    """What would mend it."""
+    """How to fix it."""
     reason: str = ""
-    """Why it is a rule."""
+    """Why the rule exists."""
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of the flags concerned."""
     waits: Waits = ""
-    """Not empty: the problem prevents a start but not a plan. A dry run reports it and continues."""
+    """If not empty, the problem prevents a start but not a plan: a dry run reports it and continues."""
 
     def lines(self) -> list[str]:
-        """The problem as text, without its number."""
+        """The problem as lines of text."""
         lines = [self.what]
         widths = [max((len(row[column]) for row in self.given), default=0) for column in (0, 1)]
         lines += [
@@ -39,7 +39,7 @@ class Problem:
 
 
 class FlagErrors(RunError):
-    """The command line cannot become a run. `str()` is the whole report."""
+    """Invalid command line; `str()` is the report of all problems."""
 
     code = ExitCode.CONFIG
 
@@ -48,7 +48,6 @@ class FlagErrors(RunError):
         super().__init__(self.report())
 
     def report(self) -> str:
-        """All problems, numbered."""
         count = len(self.problems)
         lines = ["1 problem with the flags:" if count == 1 else f"{count} problems with the flags:"]
         for number, problem in enumerate(self.problems, 1):
@@ -58,7 +57,8 @@ class FlagErrors(RunError):
 
 
 class Finished(Exception):
-    """The command line asked for a text, not for a run. The program prints it and exits with `code`."""
+    """Raised when the command line requests a text such as `--help`. The program prints `text` and exits with
+    `code`."""
 
     def __init__(self, text: str, code: ExitCode = ExitCode.OK) -> None:
         self.text = text

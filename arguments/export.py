@@ -1,4 +1,4 @@
-"""Settings as a YAML file, a JSON file or a command line, each of which reads back as the same settings."""
+"""Writes settings as a YAML file, a JSON file or a command line that read back as the same settings."""
 
 import json
 import re
@@ -11,21 +11,20 @@ from arguments.flags import group_classes
 from arguments.parser import Settings
 from arguments.values import is_list, words_of
 
-_PLAIN = re.compile(r"[A-Za-z0-9_./(+-][A-Za-z0-9_./,+()=-]*")
-_SPECIAL_WORDS = ("null", "Null", "NULL", "~", "", "-")
-"""Words with a meaning of their own in YAML."""
+_PLAIN = re.compile(r"(?!-+$)[A-Za-z0-9_./(+-][A-Za-z0-9_./,+()=-]*")
+_NULL_WORDS = ("null", "Null", "NULL", "~", "")
 _COMMENT_COLUMN = 56
 
 
 def export(settings: Settings, environment: dict[str, str], form: str) -> str:
-    """What `--print-config` prints: `yaml` and `json` hold every flag, `flags` those that were given."""
+    """Text of `--print-config`: `yaml` and `json` contain all flags, `flags` those that were given."""
     if form == "flags":
         return flags_text(settings)
     return json_text(settings, environment) if form == "json" else yaml_text(settings, environment)
 
 
 def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence[str] = ()) -> str:
-    """Every flag by group, each with the origin of its value as a comment."""
+    """All flags by group, with the origin of each value as a comment."""
     lines = [f"# {line}" for line in heading]
     if environment:
         lines += ["environment:", *(f"  {name}: {_scalar(value)}" for name, value in environment.items())]
@@ -35,7 +34,7 @@ def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence
 
 
 def json_text(settings: Settings, environment: dict[str, str]) -> str:
-    """Every flag by group, as JSON that is YAML too, so that `--config` reads it."""
+    """All flags by group, as JSON that is also valid YAML, so that `--config` reads it."""
     variables = [f"{_string(name)}: {_string(value)}" for name, value in environment.items()]
     entries = [f'"environment": {_object(variables)}']
     for group in _groups():
@@ -46,14 +45,14 @@ def json_text(settings: Settings, environment: dict[str, str]) -> str:
 
 
 def flags_text(settings: Settings) -> str:
-    """Flags that were given, one a line, as words for a shell."""
+    """Given flags as shell words, one per line."""
     given = [flag for group in _groups() for flag in _flags(settings, group) if flag.name in settings.values]
     lines = [" ".join(map(shlex.quote, words_to_set(flag, settings.setting(flag.name).value))) for flag in given]
     return " \\\n".join(line for line in lines if line) + "\n"
 
 
 def words_to_set(flag: Flag, value: object) -> list[str]:
-    """The words of a command line that give a flag its value. A value that is not set has none: nobody gave it."""
+    """Words of a command line that set a flag; none for None."""
     if value is None:
         return []
     if flag.is_switch:
@@ -63,7 +62,7 @@ def words_to_set(flag: Flag, value: object) -> list[str]:
 
 
 def _groups() -> list[str]:
-    """Those that a file may hold."""
+    """Groups that are allowed in files."""
     return [group for group in group_classes() if group != "start"]
 
 
@@ -80,7 +79,7 @@ def _line(settings: Settings, flag: Flag) -> str:
 
 
 def value_text(flag: Flag, value: object) -> str:
-    """A value as it stands in a YAML file."""
+    """YAML text of a value."""
     if value is None:
         return "null"
     words = [_scalar(word) for word in words_of(flag.type, value)]
@@ -88,8 +87,8 @@ def value_text(flag: Flag, value: object) -> str:
 
 
 def _scalar(word: str) -> str:
-    """Plain where that is safe, otherwise in double quotes."""
-    if _PLAIN.fullmatch(word) and word not in _SPECIAL_WORDS:
+    """Plain scalar if that is unambiguous, else in double quotes."""
+    if _PLAIN.fullmatch(word) and word not in _NULL_WORDS:
         return word
     return '"' + "".join(map(_character, word.replace("$", "$$"))) + '"'
 
@@ -116,6 +115,6 @@ def _json_item(value: object, word: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Only what cannot be printed is escaped, because YAML takes the pairs apart that JSON makes of rare characters."""
+    """Escapes non-printable characters only: YAML does not join JSON's surrogate pairs."""
     parts = (json.dumps(part, ensure_ascii=not part.isprintable())[1:-1] for part in text.replace("$", "$$"))
     return f'"{"".join(parts)}"'

@@ -1,12 +1,12 @@
-"""YAML files with flags, in three shapes.
+"""YAML files with flags, in three formats.
 
-Ours: flag names, flat or nested under their group, with dashes or underscores, and an optional `environment`; `base`
-names files to build on, relative to this one, and `about` says what the flags cannot.
-The Model Zoo's: `MODEL_ARGS` with dashed flags, and `ENV_VARS`.
-Megatron-LM dev's: `ARGS` with underscores, and `ENV_VARS`.
-Anchors and merge keys (`<<: *name`) work as in YAML: the mapping's own names win over merged ones.
-`${NAME}`, `${NAME:-default}` and `$NAME` stand for environment variables, `$$` for a dollar. Nothing is executed, and a
-scalar is the text that stands in the file, so that `1e-6` is a number and `1:30` is not.
+Own format: flag names, flat or nested by group, with dashes or underscores; optional `environment`; `base` names files
+to include, relative to this one; `about` describes the recipe.
+Model Zoo: `MODEL_ARGS` with dashed flags, and `ENV_VARS`.
+Megatron-LM dev: `ARGS` with underscores, and `ENV_VARS`.
+Anchors and merge keys (`<<: *name`) work as in YAML: the mapping's own keys override merged ones.
+`${NAME}`, `${NAME:-default}` and `$NAME` are replaced by environment variables, `$$` by a dollar sign. Nothing is
+executed. Scalars are read as text, so that `1e-6` is a number and `1:30` is not.
 """
 
 import re
@@ -28,7 +28,7 @@ _VARIABLE = re.compile(
     r"|(?P<plain>[A-Za-z_]\w*)|(?P<shell>[({]))"
 )
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The fast one, where PyYAML was built with it."""
+"""libyaml's loader if PyYAML was built with it."""
 _STANDARD = "tag:yaml.org,2002:"
 _NULL, _MERGE = f"{_STANDARD}null", f"{_STANDARD}merge"
 _PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge", "seq", "map")
@@ -40,26 +40,26 @@ _NO_FLAGS = (*_ENVIRONMENT, _BASE, _ABOUT)
 
 @dataclass
 class FlagFile:
-    """What one file says."""
+    """Contents of one file."""
 
     path: Path
     readable: bool = True
     flags: list[Given] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that the run needs."""
+    """Environment variables required by the run."""
     bases: list[Path] = field(default_factory=list)
-    """Files that this one builds on."""
+    """Files that this one is based on."""
     about: dict[str, str] = field(default_factory=dict)
-    """What it says about itself."""
+    """Entries of section `about`."""
     problems: list[Problem] = field(default_factory=list)
 
 
 class _Unusable(Exception):
-    """A value that cannot be read."""
+    """Raised for a value that cannot be read."""
 
 
 class _Unset(_Unusable):
-    """A value with environment variables that are not set."""
+    """Raised for a value with environment variables that are not set."""
 
     def __init__(self, variables: Iterable[str], line: int) -> None:
         self.variables, self.line = tuple(variables), line
@@ -73,10 +73,10 @@ def read_files(
     above: tuple[Path, ...] = (),
     needless: frozenset[str] = frozenset(),
 ) -> list[FlagFile]:
-    """A file and those that it builds on, every one behind its bases. `above` are the files that build on this one;
-    `needless` names flags that are left out where their values cannot be read."""
+    """Reads a file and its bases; each file follows its bases. `above` are the files that include this one; flags in
+    `needless` are dropped if their values cannot be read."""
     if path.resolve() in above:
-        problem = Problem(what=f"{shown(path)} builds on itself", remedy="take it out of its `base`")
+        problem = Problem(what=f"{shown(path)} includes itself", remedy="remove it from `base`")
         return [FlagFile(path, problems=[problem])]
     file = read_file(
         path, registry, environ, needless, named_in=f"`base` of {shown(above[-1])}" if above else "--config"
@@ -92,7 +92,7 @@ def read_file(
     needless: frozenset[str] = frozenset(),
     named_in: str = "--config",
 ) -> FlagFile:
-    """The flags of one file, which a flag or another file named. What is wrong with it stands in `problems`."""
+    """Reads one file; `named_in` is the flag or file that names it. Errors are collected in `problems`."""
     file = FlagFile(path)
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)
@@ -107,13 +107,13 @@ def read_file(
 
 
 def shown(path: Path) -> Path:
-    """As short as it can be named from here."""
+    """Path relative to the current folder if it is inside it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _not_yaml(trouble: Exception) -> str:
-    """Line and reason, to stand behind the file's name."""
+    """Line and reason of a parse error, to be appended to the file name."""
     if isinstance(trouble, yaml.MarkedYAMLError) and trouble.problem_mark:
         context = f" {trouble.context}" if trouble.context else ""
         return f":{trouble.problem_mark.line + 1} is not YAML: {trouble.problem}{context}"
@@ -127,9 +127,9 @@ class _Reader:
     environ: Mapping[str, str]
     needless: frozenset[str]
     unset: dict[str, list[int]] = field(default_factory=dict)
-    """Environment variables that are not set -> the lines that need them."""
+    """Unset environment variable -> lines that use it."""
     merged: dict[int, list[tuple[str, yaml.Node]]] = field(default_factory=dict)
-    """Pairs of a mapping by its identity, so that anchors used many times are expanded once."""
+    """Entries of each mapping by node id, so that shared anchors are expanded once."""
 
     def read(self, root: yaml.Node | None) -> None:
         if root is not None:
@@ -158,7 +158,7 @@ class _Reader:
     def _read_texts(
         self, node: yaml.Node, texts: dict[str, str], check: Callable[[str, str, yaml.Node], None] | None = None
     ) -> None:
-        """Adds the `name: value` lines to `texts`, except those that `check` raises _Unusable for."""
+        """Adds `name: value` entries to `texts`, except those for which `check` raises _Unusable."""
         for name, node_of_value in self._pairs(node):
             try:
                 value = self._scalar(node_of_value)
@@ -170,7 +170,7 @@ class _Reader:
             texts[name] = value
 
     def _refuse_variable(self, name: str, value: str, node: yaml.Node) -> None:
-        """Environment variables end up in launch scripts and in `os.environ`."""
+        """Rejects names and values that are unsafe in launch scripts and `os.environ`."""
         wrong, remedy = misnamed(name)
         if not wrong and unprintable(value):
             wrong, remedy = f"sets the environment variable {name} to {value!r}, {unprintable(value)}", "remove it"
@@ -179,7 +179,7 @@ class _Reader:
             raise _Unusable
 
     def _read_bases(self, node: yaml.Node) -> None:
-        """One file or a list of them."""
+        """Reads one path or a list of paths."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             try:
                 self.file.bases.append(Path(normpath(self.file.path.parent / self._scalar(item))))
@@ -215,7 +215,7 @@ class _Reader:
             if found and found[0].name in self.needless:
                 del self.file.problems[known:]
                 return
-            if not find_recognised(normal(option)):  # its value is not read
+            if not find_recognised(normal(option)):  # recognised flags need no value
                 self._report(trouble)
             self.file.flags.append(Given(option, (), origin, state="unusable"))
             return
@@ -233,18 +233,18 @@ class _Reader:
         return Given(option, (self._scalar(node),), origin, state="one text")
 
     def _report(self, trouble: _Unusable) -> None:
-        """Other problems than unset variables are recorded where they are found."""
+        """Records unset variables; other problems were recorded where they occurred."""
         if isinstance(trouble, _Unset):
             for variable in trouble.variables:
                 self.unset.setdefault(variable, []).append(trouble.line)
 
     def _pairs(self, node: yaml.Node) -> list[tuple[str, yaml.Node]]:
-        """Names and values of a mapping: merged ones first, but for those that the mapping itself has."""
+        """Entries of a mapping, merged ones first, without those that the mapping overrides."""
         if not isinstance(node, yaml.MappingNode):
-            self._problem(node, "holds no `name: value` lines where they are expected")
+            self._problem(node, "must contain `name: value` entries")
             return []
         if id(node) not in self.merged:
-            self.merged[id(node)] = []  # what a mapping that merges itself finds
+            self.merged[id(node)] = []  # ends the recursion of a mapping that merges itself
             self.merged[id(node)] = self._expanded(node) if self._is_plain(node) else []
         return self.merged[id(node)]
 
@@ -257,7 +257,7 @@ class _Reader:
             elif (name := self._key(key)) is not None:
                 own.append((name, value))
         pairs = own
-        for base in bases:  # earlier ones win
+        for base in bases:  # earlier bases take precedence
             names = {normal(name.lstrip("-")) for name, _ in pairs}
             pairs = [*(pair for pair in self._pairs(base) if normal(pair[0].lstrip("-")) not in names), *pairs]
         return pairs
@@ -269,13 +269,13 @@ class _Reader:
         return None
 
     def _scalar(self, node: yaml.Node) -> str:
-        """The text of a value with its variables filled in."""
+        """Text of a scalar with its variables substituted."""
         if not isinstance(node, yaml.ScalarNode):
-            self._problem(node, "holds a value that is neither a text, a number nor a list of these")
+            self._problem(node, "must be a text, a number or a list of these")
             raise _Unusable
         self._refuse_objects(node)
         if "\0" in node.value:
-            self._problem(node, f"holds a NUL character, {node.value!r}", "remove it")
+            self._problem(node, f"contains a NUL character, {node.value!r}", "remove it")
             raise _Unusable
         found = [(match, self._variable(match, node)) for match in _VARIABLE.finditer(node.value)]
         unset = [match["braced"] or match["plain"] for match, value in found if value is None]
@@ -289,19 +289,19 @@ class _Reader:
             raise _Unusable
 
     def _is_plain(self, node: yaml.Node) -> bool:
-        """No tag that would make an object of it."""
+        """Whether the tag is a standard one that creates no object."""
         tag = str(node.tag)
         if tag.startswith(_STANDARD) and tag.removeprefix(_STANDARD) in _PLAIN_TAGS:
             return True
-        self._problem(node, f"has the tag {tag.replace(_STANDARD, '!!')}; only texts, numbers and lists are read")
+        self._problem(node, f"has the tag {tag.replace(_STANDARD, '!!')}; only texts, numbers and lists are allowed")
         return False
 
     def _variable(self, match: re.Match[str], node: yaml.Node) -> str | None:
-        """What a variable stands for; None: it is not set."""
+        """Value of a variable; None if it is not set."""
         if match["dollar"]:
             return "$"
         if match["shell"]:
-            self._problem(node, f"holds shell code, {node.value!r}, which is never executed; write its result")
+            self._problem(node, f"contains shell code, {node.value!r}, which is not executed; write its result")
             raise _Unusable
         name = match["braced"] or match["plain"]
         return self.environ.get(name, self.file.environment.get(name, match["default"]))

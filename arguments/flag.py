@@ -1,9 +1,9 @@
-"""How a flag is declared: one field of a frozen dataclass, whose docstring is its help.
+"""Declaration of a flag: one field of a frozen dataclass, whose docstring is its help text.
 
     hidden_size: int = flag(REQUIRED, essential=True)
     \"\"\"Width of the residual stream.\"\"\"
 
-declares `--hidden-size`. Its type and choices are the field's annotation; a `bool` field also gets `--no-NAME`.
+declares `--hidden-size`. The annotation gives its type and choices; a `bool` field also gets `--no-NAME`.
 """
 
 import ast
@@ -14,12 +14,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Final, Literal
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
-"""Compared with Megatron-LM: the same meaning; close to it (the note says how); only here; parsed but not available
-yet; never available (the note says what to use)."""
+"""Comparison with Megatron-LM: same meaning; close (the note states the difference); ours, not in Megatron-LM; not
+available yet; refused, never available (the note states the alternative)."""
 
 
 class _Required:
-    """The default of a flag that must be given."""
+    """Default of a flag that must be given."""
 
     def __repr__(self) -> str:
         return "required"
@@ -30,7 +30,7 @@ REQUIRED: Final = _Required()
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What `flag()` adds to a dataclass field."""
+    """Metadata that `flag()` adds to a dataclass field."""
 
     names: tuple[str, ...]
     off: tuple[str, ...]
@@ -58,20 +58,20 @@ def flag(
     essential: bool = False,
     bare: str | None = None,
 ) -> Any:
-    """A dataclass field that is a flag.
+    """Declares a dataclass field as a flag.
 
     Args:
-        default: its value when nobody gives it; `REQUIRED`: somebody must.
-        names: other spellings with the same meaning, with their dashes.
-        off: other spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
-        status: how it compares with Megatron's flag of that name.
-        least: the smallest number that makes sense.
-        below: every number must be smaller than this.
-        works: for "not yet" and "refused": values besides the default that are available.
-        note: for "close": the difference; for "not yet" and "refused": what to use instead.
-        harmless: leaving it out changes no number, so `--allow-ignored-flags` may ignore it where it is not available.
-        essential: shown by a plain `--help`.
-        bare: its value when it stands there without one.
+        default: value if the flag is not given; `REQUIRED`: the flag must be given.
+        names: alternative spellings with the same meaning, with dashes.
+        off: alternative spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
+        status: comparison with Megatron's flag of that name.
+        least: inclusive lower bound of numbers.
+        below: exclusive upper bound of numbers.
+        works: for "not yet" and "refused": available values besides the default.
+        note: for "close": the difference; for "not yet" and "refused": the alternative.
+        harmless: does not affect results, so `--allow-ignored-flags` may ignore it if it is not available.
+        essential: listed by a plain `--help`.
+        bare: value of the flag when it is given without a value.
     """
     declaration = Declaration(
         names=names,
@@ -90,8 +90,6 @@ def flag(
 
 @dataclass(frozen=True)
 class Flag:
-    """A declared flag."""
-
     group: str
     name: str
     """With underscores: `hidden_size`."""
@@ -101,7 +99,7 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """`--hidden-size`."""
+        """Main spelling: `--hidden-size`."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -114,22 +112,22 @@ class Flag:
 
     @property
     def on_options(self) -> tuple[str, ...]:
-        """Every spelling that takes the flag's value, or that switches it on."""
+        """Spellings that take a value or switch the flag on."""
         return (self.option, *self.declaration.names)
 
     @property
     def off_options(self) -> tuple[str, ...]:
-        """Every spelling that switches it off."""
+        """Spellings that switch the flag off."""
         return ("--no-" + self.option[2:], *self.declaration.off) if self.is_switch else ()
 
     def available(self, value: object) -> bool:
-        """Does this program have what `value` asks for?"""
+        """Whether this program supports `value`."""
         unavailable = self.declaration.status in ("not yet", "refused")
         return not unavailable or value == self.default or value in self.declaration.works
 
 
 def flags_of(group: str, group_class: type) -> Iterator[Flag]:
-    """The flags that a group declares, in order."""
+    """Yields the flags of a group in order of declaration."""
     for entry in fields(group_class):
         yield Flag(group, entry.name, entry.type, _default(entry), entry.metadata["flag"])
 
@@ -140,7 +138,7 @@ def _default(entry: Field[Any]) -> object:
 
 
 def docstrings(group_class: type) -> dict[str, str]:
-    """The string below every field, read from the source; empty where the source is not at hand."""
+    """Docstring of each field, read from the source file; empty if the source is not available."""
     try:
         source = inspect.getsource(group_class)
     except (OSError, TypeError):
@@ -148,9 +146,9 @@ def docstrings(group_class: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef), f"{group_class} is not a class"
     found = {}
-    for statement, below in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and _is_text(below):
-            found[statement.target.id] = " ".join(below.value.value.split())  # type: ignore[attr-defined]
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and _is_text(following):
+            found[statement.target.id] = " ".join(following.value.value.split())  # type: ignore[attr-defined]
     return found
 
 

@@ -1,9 +1,11 @@
-"""All flags: every group, and how they are found by name."""
+"""Registry of all flags, searchable by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
+from inspect import signature
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from arguments.flag import Flag, flag, flags_of
 from arguments.groups.attention import AttentionFlags
@@ -11,74 +13,75 @@ from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.data import DataFlags
 from arguments.groups.kernels import KernelFlags
 from arguments.groups.logging import LoggingFlags
+from arguments.groups.memory import OffloadFlags, RecomputeFlags
 from arguments.groups.model import ModelFlags
 from arguments.groups.moe import MoEFlags
-from arguments.groups.offload import OffloadFlags
 from arguments.groups.optimizer import OptimizerFlags
-from arguments.groups.parallel import ParallelFlags
-from arguments.groups.pipeline import PipelineFlags
+from arguments.groups.parallel import ParallelFlags, PipelineFlags
 from arguments.groups.precision import PrecisionFlags
-from arguments.groups.recompute import RecomputeFlags
 from arguments.groups.resilience import ResilienceFlags
 from arguments.groups.training import TrainingFlags
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartFlags:
-    """Files with flags, and questions about flags. (`--help` and `--find` are explained by a plain `--help`.)"""
+    """Input files, reports and cluster size. Allowed on the command line only."""
 
     config: tuple[str, ...] = flag((), status="ours", essential=True)
-    """YAML files with flags; later ones win over earlier ones, and the command line over all."""
+    """YAML files with flags; later files override earlier ones, and the command line overrides all."""
     recipe: str | None = flag(None, status="ours", essential=True)
-    """Name of a file below scripts/recipes, read before `--config`; docs/recipes.md lists them."""
+    """Recipe: name of a file below scripts/recipes, read before `--config`; listed in docs/recipes.md."""
     print_config: Literal["yaml", "flags", "json"] | None = flag(None, status="ours", essential=True, bare="yaml")
-    """Print every value with its origin as a YAML file, or as JSON, or the given flags as a command line, and leave."""
+    """Print every value with its origin as a YAML file or as JSON, or the given flags as a command line, and exit."""
     from_hf_config: str | None = flag(None, status="ours")
-    """Folder with a Hugging Face config.json: its model's flags, which files and the command line win over."""
+    """Folder with a Hugging Face config.json from which model flags are derived; files and the command line override
+    them."""
     check_against_hf: str | None = flag(None, status="ours")
-    """Folder with a Hugging Face config.json: compare the model with it, print what differs, and leave; exit code 2 if
-    anything does."""
+    """Folder with a Hugging Face config.json: compare the model with it, print the differences, and exit with code 2 if
+    there are any."""
     dry_run: Literal["text", "json"] | None = flag(None, status="ours", essential=True, bare="text")
-    """Report grids, stages, bytes, schedule, communication and time of the run, and leave; exit code 0: it would start,
-    15: an input or a feature is missing, 2: the flags are wrong."""
+    """Report parallel grids, stages, memory, schedule, communication and step time of the run, and exit; exit code 0:
+    it would start, 15: an input or a feature is missing, 2: the flags are wrong."""
     world_size: int | None = flag(None, status="ours", least=1, names=("--gpus",))
-    """Ranks of a dry run or an emulation. Not set: `--nodes`, the launcher, or `about: gpus` of the recipe or file. A
-    run that is started with another number of ranks is refused."""
+    """Number of ranks of a dry run or an emulation. Not set: `--nodes`, the launcher, or `about: gpus` of the recipe or
+    file. A run started with a different number of ranks is rejected."""
     nodes: int | None = flag(None, status="ours", least=1)
-    """Nodes of a dry run or an emulation, as `--world-size`."""
+    """Number of nodes of a dry run or an emulation; see `--world-size`."""
     gpus_per_node: int | None = flag(None, status="ours", least=1)
-    """Ranks of each node. Not set: those of a node of that kind of GPU, or of a smaller recipe."""
+    """Ranks per node. Not set: the GPUs of a node of that GPU type, or fewer for a smaller recipe."""
     gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = flag(
         None, status="ours"
     )
-    """Kind of GPU of a dry run or an emulation. Not set: `about: gpu` of the recipe or file, or h100."""
+    """GPU type of a dry run or an emulation. Not set: `about: gpu` of the recipe or file, else h100."""
     fake_process_group: bool = flag(
         False,
         names=("--fake-init-process-group",),
         status="close",
-        note="takes two steps without data, tells the memory by category, and leaves",
+        note="runs two steps without a dataset, reports memory by category, and exits",
     )
-    """Be one rank of a cluster that is not there: on a GPU a real step without its peers, elsewhere the same program on
-    tensors without data."""
+    """Run as one rank of a cluster without the other ranks: a real step on a GPU, else the same program on meta
+    tensors."""
     emulate_rank: str = flag("own", status="ours")
-    """With `--fake-init-process-group`: a rank of the world, or `all`: one of every pipeline stage. `own`: that of the
-    launcher, or 0."""
+    """With `--fake-init-process-group`: rank to emulate, or `all`: one rank of every pipeline stage. `own`: the rank
+    set by the launcher, or 0."""
     emulate_imbalance: float = flag(1.0, status="ours", least=0)
-    """With `--fake-init-process-group`: rows for this rank's experts, as a multiple of an even share."""
+    """With `--fake-init-process-group`: tokens routed to this rank's experts as a multiple of the even share."""
     emulate_json: str | None = flag(None, status="ours")
-    """With `--fake-init-process-group`: file for the figures, as JSON."""
+    """With `--fake-init-process-group`: JSON file for the results."""
     emulate_plot: str | None = flag(None, status="ours")
-    """With `--fake-init-process-group`: file for a picture of memory over the step, as PNG."""
+    """With `--fake-init-process-group`: PNG file for a plot of memory over the step."""
     proxy: bool = flag(False, status="ours", essential=True)
-    """Shrink the run to the machine at hand: fewer layers, experts and ranks, less width, random tokens, 5 iterations;
-    the same paths. Flags behind it stay as they are; every rewrite is printed."""
+    """Shrink the run to the available machine: fewer layers, experts and ranks, smaller widths, random tokens, 5
+    iterations, the same code paths. Flags after it are kept; every change is printed."""
     allow_ignored_flags: bool = flag(False, status="ours")
-    """Ignore flags that are not available and change no number, with a warning, instead of refusing them."""
+    """Ignore unavailable flags that do not affect results, with a warning, instead of rejecting them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Every flag's value, by group. Only `arguments` sees it; the program sees the `RunPlan` made from it."""
+    """Values of all flags, by group. Used in `arguments` only; the program receives the `RunPlan`."""
 
     start: StartFlags
     model: ModelFlags
@@ -99,7 +102,7 @@ class Flags:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Flags":
-        """From the value of every flag, by name."""
+        """Builds the groups from the value of every flag, by name."""
         groups = {
             name: group(**{entry.name: values[entry.name] for entry in fields(group)})
             for name, group in group_classes().items()
@@ -108,8 +111,20 @@ class Flags:
 
 
 def group_classes() -> dict[str, Any]:
-    """The class of every group, by name."""
     return {group.name: group.type for group in fields(Flags)}
+
+
+def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
+    """Calls a config class or function with `values`; its other parameters get the flag of the same name, if any."""
+    named = {name: getattr(getattr(flags, group), name) for name, group in _flag_parameters(function)}
+    return function(**{**named, **values})
+
+
+@cache
+def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
+    """(flag, group) of every parameter with the name of a flag."""
+    group_of = {entry.name: group for group, group_class in group_classes().items() for entry in fields(group_class)}
+    return tuple((name, group_of[name]) for name in signature(function).parameters if name in group_of)
 
 
 @dataclass(frozen=True)
@@ -117,18 +132,18 @@ class Registry:
     """All declared flags, by name and by spelling."""
 
     flags: Mapping[str, Flag]
-    """By name with underscores."""
+    """Flag name with underscores -> flag."""
     spellings: Mapping[str, tuple[Flag, bool]]
-    """Every accepted option, with dashes only -> its flag, and whether it sets or switches on (True) or off (False)."""
+    """Accepted option, with dashes -> (flag, whether the option sets the flag or switches it on; False: switches it
+    off)."""
 
     @classmethod
     def declared(cls) -> "Registry":
-        """Of all groups."""
         return cls.over(entry for name, group in group_classes().items() for entry in flags_of(name, group))
 
     @classmethod
     def over(cls, flags: Iterable[Flag]) -> "Registry":
-        """Of given flags. Two flags that share a spelling are a mistake in the groups."""
+        """Builds the registry of the given flags and asserts that no two share a spelling."""
         by_name: dict[str, Flag] = {}
         spellings: dict[str, tuple[Flag, bool]] = {}
         for entry in flags:
@@ -141,10 +156,10 @@ class Registry:
         return cls(MappingProxyType(by_name), MappingProxyType(spellings))
 
     def find(self, option: str) -> tuple[Flag, bool] | None:
-        """The flag behind an option in any spelling, with dashes or underscores."""
+        """Returns the flag of an option in any spelling, with dashes or underscores."""
         return self.spellings.get(normal(option))
 
 
 def normal(option: str) -> str:
-    """With dashes only."""
+    """Spells an option with dashes."""
     return option.replace("_", "-")

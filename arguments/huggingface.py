@@ -37,12 +37,12 @@ from megatron_moe.config.moe import (
 )
 from megatron_moe.config.parallel import Launch
 
-_LONGEST_RHYTHM = 8
-"""Patterns of layers that repeat after more layers than this are written out."""
+_MAX_PERIOD = 8
+"""Longest period of a layer pattern that is written as a number; other patterns are written as lists."""
 
 
 def model_flags(model: ModelConfig) -> dict[str, Any]:
-    """The architecture of a model, as values by flag name, without training choices (lengths, losses, formats)."""
+    """Architecture of a model as flag values by name, without training choices (lengths, losses, dtypes)."""
     first = model.layers[0]
     moe = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
     dense = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MLPConfig)), None)
@@ -68,13 +68,13 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
 
 
 def described(model: ModelConfig) -> ModelConfig:
-    """The model that the flags of `model` describe."""
+    """Model described by the flags of `model`."""
     values = model_flags(model)
     return model_config(_flags(values), values["vocab_size"])
 
 
 def _flags(values: Mapping[str, Any]) -> Flags:
-    """Every flag: these values, defaults, and 1 where a flag that is no part of the model must be given."""
+    """All flags: the given values and defaults; required flags of other groups are set to 1."""
     flags = Registry.declared().flags.values()
     defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
     return Flags.of({**defaults, **values})
@@ -118,7 +118,7 @@ def _core(core: CoreAttentionConfig, windows: Sequence[tuple[int, int] | None]) 
     pattern: LayerPattern | None = None
     if window and not all(windows):
         present = tuple(window is not None for window in windows)
-        pattern = _rhythm(present, lambda every: derive.windowed_layers(len(windows), window, every))
+        pattern = _pattern(present, lambda every: derive.windowed_layers(len(windows), window, every))
     return {
         "attention_dropout": core.dropout,
         "softmax_type": "learnable" if core.sinks else "off-by-one" if core.off_by_one else "vanilla",
@@ -171,7 +171,7 @@ def _rotation(rope: RopeConfig, mixer: AttentionConfig | MLAConfig) -> dict[str,
 
 
 def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
-    """Hugging Face's concentration of 0.1 ln(factor) + 1 is Megatron's with an mscale of 1 over one of 0."""
+    """Hugging Face's attention factor 0.1 ln(factor) + 1 is Megatron's with mscale 1 and mscale_all_dim 0."""
     length = "original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings"
     return {
         "rotary_scaling_factor": rope.scaling_factor,
@@ -188,7 +188,7 @@ def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
     rotated = tuple(layer.mixer.rope is not None for layer in layers)
     if all(rotated):
         return {"no_rope_freq": None}
-    pattern = _rhythm(tuple(not rotates for rotates in rotated), lambda every: _every(len(layers), every))
+    pattern = _pattern(tuple(not rotates for rotates in rotated), lambda every: _every(len(layers), every))
     return {"no_rope_freq": pattern}
 
 
@@ -196,9 +196,9 @@ def _every(num_layers: int, every: int) -> tuple[bool, ...]:
     return tuple(not rotates for rotates in derive.rotated_layers(num_layers, every))
 
 
-def _rhythm(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
-    """The number whose rule gives the layers, or else the list of them."""
-    for every in range(1, _LONGEST_RHYTHM + 1):
+def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
+    """Returns n if `layers_of(n)` gives the pattern, else the pattern as a list."""
+    for every in range(1, _MAX_PERIOD + 1):
         if layers_of(every) == present:
             return every
     return tuple(map(int, present))
@@ -209,7 +209,7 @@ def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
     present = tuple(layer.is_moe for layer in layers)
     return {
         "num_experts": experts.num_experts,
-        "moe_layer_freq": _rhythm(present, lambda every: derive.moe_layers(len(layers), experts.num_experts, every)),
+        "moe_layer_freq": _pattern(present, lambda every: derive.moe_layers(len(layers), experts.num_experts, every)),
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": router.topk,
         "moe_router_score_function": router.score_function,
@@ -243,21 +243,22 @@ _TRAINING_FLAGS = (
     "mtp_num_layers",
     "vocab_size",
 )
-"""May differ without changing what the weights of the layers mean; prediction layers are often not published."""
+"""Flags that may differ without changing the meaning of layer weights; published checkpoints often lack MTP layers."""
 _HEADINGS = ("flag", "this run", "published")
 
 
 class AnotherModel(RunError):
-    """The flags describe another model than the folder. `str()` is the table."""
+    """The flags describe a different model than the folder; `str()` is a table of the differences."""
 
     code = ExitCode.CONFIG
 
 
 def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[str]]:
-    """The flags of the model in a Hugging Face folder, as one layer of settings, and notes on what no flag says.
+    """Flags of the model in a Hugging Face folder as one layer of settings, and notes on properties without a flag.
 
-    Raises FlagErrors when the folder has no config.json that can be read, or describes a model that cannot be built or
-    that flags cannot describe. The epsilon of latent norms is noted alone: published weights go with either.
+    The epsilon of latent norms is only noted, because published weights work with either value.
+
+    Raises FlagErrors if config.json cannot be read, or describes a model that cannot be built or has no flags.
     """
     path = _config_path(folder)
     published = _published(path)
@@ -267,19 +268,19 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
         if value != flag.default:
             words = None if value is None else tuple(words_of(flag.type, value))
             layer.append(Given(flag.option, words, str(path)))
-    said = described(published)
-    refused = differences(said, with_latent_norms_of(said, published))
-    if refused:
-        remedy = "correct config.json, or give the model's flags without --from-hf-config to build what they describe"
-        what = [f"{path}: no flag describes its {line}" for line in refused]
+    expressed = described(published)
+    unsupported = differences(expressed, with_latent_norms_of(expressed, published))
+    if unsupported:
+        remedy = "correct config.json, or give the model flags without --from-hf-config"
+        what = [f"{path}: no flag describes its {line}" for line in unsupported]
         raise FlagErrors([Problem(what=each, remedy=remedy) for each in what])
-    return layer, [f"{path}: no flag says that {line}" for line in differences(said, published)]
+    return layer, [f"{path}: no flag for: {line}" for line in differences(expressed, published)]
 
 
 def compared_with(folder: str, settings: Settings) -> str:
-    """A sentence that says that the flags describe the model of a Hugging Face folder.
+    """Message that the flags describe the model of a Hugging Face folder.
 
-    Raises AnotherModel with a table of what differs; FlagErrors when there is no model on one of the sides.
+    Raises AnotherModel with a table of the differences; FlagErrors if the folder or the flags describe no model.
     """
     path = _config_path(folder)
     published = _published(path)
@@ -306,11 +307,11 @@ def _published(path: Path) -> ModelConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as trouble:
         what = f"{path} cannot be read: {trouble.strerror}"
-        raise FlagErrors([Problem(what=what, remedy="give the folder that holds config.json")]) from None
+        raise FlagErrors([Problem(what=what, remedy="give the folder that contains config.json")]) from None
     except (ValueError, RecursionError) as trouble:
         raise FlagErrors([Problem(what=f"{path} is not JSON: {trouble}", remedy="download the file again")]) from None
     if not isinstance(values, dict):
-        raise FlagErrors([Problem(what=f"{path} holds no names with values", remedy="download the file again")])
+        raise FlagErrors([Problem(what=f"{path} is not a JSON object", remedy="download the file again")])
     try:
         return model_config_from_hf(values, mtp=True)
     except CheckpointProblem as trouble:
@@ -318,7 +319,7 @@ def _published(path: Path) -> ModelConfig:
 
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
-    """The model that the settings describe, whatever the rest of them says; with a vocabulary if they name none."""
+    """Model described by the settings, ignoring all other flags; `vocab_size` is the default vocabulary size."""
     flags = settings.registry.flags
     missing = [problem for problem in missing_flags(settings, _MODEL_GROUPS) if "--seq-length" not in problem.what]
     rules = _rules_of_the_model(settings.registry)
@@ -326,23 +327,23 @@ def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
     if problems:
         raise FlagErrors(problems)
     values = {name: settings.setting(name).value for name in flags}
-    whole = Flags.of({name: 1 if value is REQUIRED else value for name, value in values.items()})
-    return model_config(whole, whole.data.vocab_size or vocab_size)
+    complete = Flags.of({name: 1 if value is REQUIRED else value for name, value in values.items()})
+    return model_config(complete, complete.data.vocab_size or vocab_size)
 
 
 def _rules_of_the_model(registry: Registry) -> list[Callable[..., tuple[str, str] | None]]:
-    """Those that ask for flags of the model alone."""
+    """Rules that depend on model flags only."""
     rules = (*model.RULES, *attention.RULES, *moe.RULES, *moe_router.RULES)
     own = {flag.name for flag in registry.flags.values() if flag.group in _MODEL_GROUPS}
     return [rule for rule in rules if own.issuperset(parameters(rule))]
 
 
 def _differing_flags(registry: Registry, ours: ModelConfig, published: ModelConfig) -> list[tuple[str, str, str]]:
-    mine, theirs = model_flags(ours), model_flags(published)
+    ours_by_name, published_by_name = model_flags(ours), model_flags(published)
     rows = []
-    for name in (*theirs, *(name for name in mine if name not in theirs)):
+    for name in {**published_by_name, **ours_by_name}:
         flag = registry.flags[name]
-        values = [shown(flag, side.get(name, flag.default)) for side in (mine, theirs)]
+        values = [shown(flag, side.get(name, flag.default)) for side in (ours_by_name, published_by_name)]
         if values[0] != values[1]:
             rows.append((flag.option, values[0], values[1]))
     return rows

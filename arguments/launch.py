@@ -1,4 +1,4 @@
-"""Who this process is: read from the environment that torchrun, srun or mpirun leave behind."""
+"""Rank and world size from the environment of torchrun, srun or mpirun."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from arguments.errors import Problem
 from megatron_moe.config.parallel import Launch
 
 _SRUN_SPECIAL_STEPS = 4294967290
-"""Step numbers from here on are not made by a user's srun: interactive, batch, external."""
+"""First of the step numbers that SLURM reserves for interactive, batch and external steps."""
 _LAST_PORT = 65535
 
 
 class LaunchProblem(Exception):
-    """The environment says nothing usable."""
+    """Unusable launch environment."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         self.problem = Problem(what=what, remedy=remedy)
@@ -21,13 +21,13 @@ class LaunchProblem(Exception):
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """The launch that the environment describes; without a launcher one process.
+    """Reads the launch from the environment; without a launcher it is one process.
 
-    Variables named like torchrun's come first: whoever set them knows of the others. They must agree with srun's unless
-    torchrun itself set them, because then srun started one torchrun per host.
+    torchrun's variables take precedence. They must agree with srun's unless torchrun itself set them, in which case
+    srun started one torchrun per host.
 
     Raises:
-        LaunchProblem: something is missing, is no number, or two launchers contradict each other.
+        LaunchProblem: a variable is missing or not a number, or two launchers contradict each other.
     """
     if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         launch = _torchrun(environ)
@@ -38,33 +38,33 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     elif _started_by_srun(environ):
         launch = _slurm(environ)
     else:
-        _alone(environ)
+        _reject_several_ranks(environ)
         launch = Launch(master_addr=environ.get("MASTER_ADDR", "127.0.0.1"), master_port=_port(environ))
     return _checked(launch)
 
 
-def _alone(environ: Mapping[str, str]) -> None:
-    """Refuses to be one process where the environment speaks of several."""
+def _reject_several_ranks(environ: Mapping[str, str]) -> None:
+    """Rejects WORLD_SIZE other than 1 without a rank."""
     world_size = _number({"WORLD_SIZE": "1", **environ}, "WORLD_SIZE")
     if world_size != 1:
         raise LaunchProblem(
-            f"WORLD_SIZE={world_size}, but RANK is not set and no launcher is known: which rank is this process?",
-            "unset WORLD_SIZE for one process, or start with torchrun, srun or mpirun, or set RANK too",
+            f"WORLD_SIZE={world_size}, but RANK is not set and no launcher was detected",
+            "unset WORLD_SIZE for one process, set RANK, or start with torchrun, srun or mpirun",
         )
 
 
 def allocation_note(environ: Mapping[str, str]) -> str | None:
-    """A hint for somebody who has a SLURM allocation and forgot srun."""
+    """Warning for a process in a SLURM allocation that was not started by srun."""
     tasks = environ.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environ and tasks != "1" and not _started_by_srun(environ) and "RANK" not in environ:
-        return f"inside of a SLURM allocation of {tasks} tasks, but not started by srun: one process only"
+        return f"in a SLURM allocation of {tasks} tasks, but not started by srun: running as one process"
     return None
 
 
 def other_ranks(
     world_size: int | None, nodes: int | None, gpus_per_node: int | None, launch: Launch
 ) -> Iterator[Problem]:
-    """Sizes of a plan (`--world-size`, `--nodes`, `--gpus-per-node`) that are not those of the launch."""
+    """Problems of `--world-size`, `--nodes` and `--gpus-per-node` that differ from the launch."""
     started_nodes = -(-launch.world_size // launch.local_world_size)
     for option, planned, started, unit in (
         ("--world-size", world_size, launch.world_size, "rank"),
@@ -81,8 +81,8 @@ def other_ranks(
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
     world_size = _number(environ, "WORLD_SIZE")
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if world_size == 1 else {}
-    known = {**alone, **environ}
+    single = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if world_size == 1 else {}
+    known = {**single, **environ}
     return Launch(
         rank=_number(known, "RANK"),
         world_size=world_size,
@@ -96,7 +96,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
-    """A shell inside of an allocation has most of srun's variables too; only a step of its own tells them apart."""
+    """Shells in an allocation have most of srun's variables too; only a regular step id identifies srun."""
     if "SLURM_PROCID" not in environ or not environ.keys() & {"SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"}:
         return False
     step = environ.get("SLURM_STEP_ID")
@@ -106,7 +106,7 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    """srun tells its own step's numbers beside the job's; a step may have fewer tasks and hosts than the job."""
+    """Prefers variables of the step over those of the job, because a step may have fewer tasks and hosts."""
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     return Launch(
@@ -122,7 +122,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
-    """Ranks of this host: from the list of all hosts' (`8(x3),4`) and this host's place in it."""
+    """Number of ranks on this host, from the task counts of all hosts (`8(x3),4`) and the index of this host."""
     if not environ.get("SLURM_STEP_TASKS_PER_NODE") and environ.get("SLURM_NTASKS_PER_NODE"):
         return min(_number(environ, "SLURM_NTASKS_PER_NODE"), world_size)
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
@@ -131,12 +131,12 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
         return 1 if world_size == 1 else _missing("SLURM_NTASKS_PER_NODE")
     place = _number({"SLURM_NODEID": "0", **environ}, "SLURM_NODEID")
     if place >= len(per_host):
-        raise LaunchProblem(f"SLURM_NODEID={place}, but SLURM counts the tasks of {len(per_host)} hosts: {counts}")
+        raise LaunchProblem(f"SLURM_NODEID={place}, but SLURM lists tasks of {len(per_host)} hosts: {counts}")
     return per_host[place]
 
 
 def _tasks_per_host(counts: str) -> list[int]:
-    """`8(x3),4` -> [8, 8, 8, 4]; nothing if it is not of that form."""
+    """`8(x3),4` -> [8, 8, 8, 4]; empty if the format is different."""
     found: list[int] = []
     for piece in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
@@ -192,9 +192,7 @@ def _checked(launch: Launch) -> Launch:
             f"local rank {launch.local_rank} does not exist on a host with {launch.local_world_size} ranks"
         )
     if launch.local_world_size > launch.world_size:
-        raise LaunchProblem(
-            f"{launch.local_world_size} ranks on a host are more than the {launch.world_size} of the world"
-        )
+        raise LaunchProblem(f"{launch.local_world_size} ranks per host exceed the world size of {launch.world_size}")
     return launch
 
 
@@ -205,7 +203,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(str(text))
     except ValueError:
-        raise LaunchProblem(f"the environment variable {name} is {text!r}, which is not a whole number") from None
+        raise LaunchProblem(f"the environment variable {name} is {text!r}, which is not an integer") from None
 
 
 def _port(environ: Mapping[str, str], otherwise: int = 29500) -> int:

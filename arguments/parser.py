@@ -1,4 +1,4 @@
-"""From words to settings: what was given, in layers that win over each other, becomes one value per flag."""
+"""Parses a command line to flags with values, and merges layers of flags."""
 
 import difflib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from arguments.deprecated import comes_last, translate
+from arguments.deprecated import depends_on_other_flags, translate
 from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Registry, normal
@@ -15,31 +15,31 @@ from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse,
 
 COMMAND_LINE = "command line"
 _MAX_NEAR = 3
-_ALIKE = 0.7
-"""Names with a smaller share of letters in common have nothing to do with each other: learning-rate, te-rng-tracker."""
+_MIN_SIMILARITY = 0.7
+"""Minimum similarity of suggested names."""
 _DASHES = "\u2010-\u2015\u2212"
-"""What texts and web pages have in place of hyphens, as a range of a regular expression."""
+"""Dashes that documents and web pages substitute for hyphens, as a range of a regular expression."""
 _LONGEST_SHOWN = 40
 
 
 @dataclass(frozen=True)
 class Given:
-    """One flag as somebody wrote it."""
+    """One flag as written on a command line or in a file."""
 
     option: str
     """With its dashes: `--num-layers`."""
     words: tuple[str, ...] | None
-    """The words after it; None: taken back (null in a file)."""
+    """Its values; None: the flag is reset to not set (null in a file)."""
     origin: str
     """Where it was written: `command line`, `recipe.yaml:12`."""
     state: Literal["words", "one text", "unusable", "extends"] = "words"
-    """one text: of a file, so that a list still has to be cut at its blanks; unusable: its problem is reported;
-    extends: the words hold the value given before, and more."""
+    """one text: scalar of a file, which is split at blanks if the flag is a list; unusable: its problem is already
+    reported; extends: the words contain the previous value."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag's value and where it came from."""
+    """Value of a flag and where it was set."""
 
     value: Any
     origin: str
@@ -47,37 +47,37 @@ class Setting:
 
 @dataclass
 class Settings:
-    """What all layers together say."""
+    """Values of all flags after merging all layers."""
 
     registry: Registry
     values: dict[str, Setting] = field(default_factory=dict)
-    """By flag name; only flags that were given."""
+    """Flag name -> setting, for the flags that were given."""
     failed: set[str] = field(default_factory=set)
-    """Flags that were given something unusable. Rules about them are not tried."""
+    """Names of flags with an unusable value; rules about them are skipped."""
     without_effect: dict[str, tuple[Given, str]] = field(default_factory=dict)
-    """Recognised flags that change nothing, by option, each with the reason."""
+    """Option -> recognised flag without effect and the reason."""
     refused: list[tuple[Given, str]] = field(default_factory=list)
-    """Recognised flags that this program does not have, each with the reason."""
+    """Recognised flags that are rejected, with the reason."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def setting(self, name: str) -> Setting:
-        """The value in force."""
+        """Current setting of a flag."""
         return self.values.get(name, Setting(self.registry.flags[name].default, "default"))
 
     def known(self, name: str) -> bool:
-        """Does the flag have a usable value?"""
+        """Whether the flag has a usable value."""
         return name not in self.failed and (name in self.values or not self.registry.flags[name].required)
 
 
 def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
-    """The command line as flags with their words. A word that begins with two dashes is a flag."""
+    """Splits a command line into flags with their values. A word that starts with two dashes is a flag."""
     found: list[Given] = []
     problems: list[Problem] = []
-    spoilt, words = _mended(words)
+    corrupted, words = _repaired(words)
     for word in words:
         if not _is_text(word):
-            problems.append(Problem(what=f"{ascii(word)} is not UTF-8 text", remedy="write names of files in UTF-8"))
+            problems.append(Problem(what=f"{ascii(word)} is not UTF-8 text", remedy="encode file names in UTF-8"))
         if word.startswith("--"):
             option, equals, value = word.partition("=")
             found.append(Given(option, (value,) if equals else (), COMMAND_LINE))
@@ -85,48 +85,48 @@ def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
             last = found[-1]
             found[-1] = Given(last.option, (*(last.words or ()), word), last.origin)
         else:
-            problems.append(Problem(what=f"{word!r} stands before any flag", remedy="begin flags with two dashes"))
-    return found, [*spoilt, *problems]
+            problems.append(Problem(what=f"{word!r} does not follow a flag", remedy="start flags with two dashes"))
+    return found, [*corrupted, *problems]
 
 
-def _mended(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
-    """The first of every kind of words that a shell or a clipboard has spoilt, and the words that were meant, so that
-    nothing else is said of what only follows from that."""
+def _repaired(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
+    """Repairs words that a shell or the clipboard has corrupted. Returns the first problem of each kind, so that no
+    follow-up errors are reported, and the repaired words."""
     problems: dict[str, Problem] = {}
-    mended: list[str] = []
+    repaired: list[str] = []
     for word in words:
-        problem, meant = _spoilt(word)
+        problem, intended = _corruption(word)
         if problem:
             problems.setdefault(problem.remedy, problem)
-        mended += meant
-    return list(problems.values()), mended
+        repaired += intended
+    return list(problems.values()), repaired
 
 
-def _spoilt(word: str) -> tuple[Problem | None, list[str]]:
-    """What a shell or a clipboard has done to a word, if anything, and the words that were meant."""
+def _corruption(word: str) -> tuple[Problem | None, list[str]]:
+    """Returns the problem of a corrupted word, if any, and the intended words."""
     shown = repr(word) if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]!r}..."
     option = word.partition("=")[0]
     if word.endswith("\r"):
-        what = f"{shown} ends with a carriage return: the script has the line ends of Windows"
+        what = f"{shown} ends with a carriage return: the script has Windows line endings"
         return Problem(what=what, remedy="sed -i 's/\\r$//' SCRIPT"), [word.rstrip("\r")] if word.strip() else []
     if word and word.strip() in ("", "\\"):
-        what = f"{shown} is a word: a backslash has a blank behind it, or stands in single quotes"
-        return Problem(what=what, remedy="end lines that go on with a backslash, outside of single quotes"), []
+        what = f"{shown} is an argument: a backslash is followed by a blank or is in single quotes"
+        return Problem(what=what, remedy="end continued lines with a backslash, without trailing blanks or quotes"), []
     if re.match(rf"-?[{_DASHES}][{_DASHES}-]*[A-Za-z]", word):
         rest = re.sub(rf"^[{_DASHES}-]+", "", word)
-        what = f"{shown} begins with the dash U+{ord(word.lstrip('-')[0]):04X} in place of two hyphens"
+        what = f"{shown} starts with the dash U+{ord(word.lstrip('-')[0]):04X} instead of two hyphens"
         return Problem(what=what, remedy=f"type --{rest}"), [f"--{rest}"]
     if option.lstrip().startswith("--") and option.split() != [option]:
-        remedy = 'take the quotes away: $ARGS in place of "$ARGS"; an array is "${ARGS[@]}"'
-        return Problem(what=f"{shown} is one word with blanks in it", remedy=remedy), word.split()
+        remedy = 'remove the quotes: $ARGS instead of "$ARGS", or use an array: "${ARGS[@]}"'
+        return Problem(what=f"{shown} is one argument that contains blanks", remedy=remedy), word.split()
     if re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):
-        what = f"{shown} is not what it stands for: a shell puts nothing into single quotes"
-        return Problem(what=what, remedy="write it in double quotes"), []
+        what = f"{shown} was not expanded: a shell expands nothing in single quotes"
+        return Problem(what=what, remedy="use double quotes"), []
     return None, [word]
 
 
 def _is_text(word: str) -> bool:
-    """Python hands over bytes that are no UTF-8 as halves of characters, which no file of a run can hold."""
+    """False for bytes that are not UTF-8, which Python passes as surrogates."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -135,34 +135,30 @@ def _is_text(word: str) -> bool:
 
 
 def start_settings(words: Sequence[str], registry: Registry) -> Settings:
-    """Flags of a command line that name files or ask for a report, without reading the files."""
+    """Settings of the group `start` only; reads no files."""
     return settle(registry, [[given for given in split(words)[0] if is_start_flag(given.option, registry)]])
 
 
 def is_start_flag(option: str, registry: Registry) -> bool:
-    """Whether an option belongs to the group `start`, which counts on the command line alone."""
+    """Whether an option belongs to the group `start`, which is allowed on the command line only."""
     found = registry.find(option)
     return found is not None and found[0].group == "start"
 
 
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
-    """Every layer's flags; later layers win over earlier ones in silence, within a layer a change is noted."""
+    """Merges layers of flags: later layers override earlier ones silently; a change within a layer is noted."""
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
-        for given in sorted(layer, key=_comes_last):
-            for plain in _todays(given, settings, in_this_layer):
-                _take(plain, settings, in_this_layer)
+        for given in sorted(layer, key=lambda given: depends_on_other_flags(normal(given.option), given.words or ())):
+            for current in _translated(given, settings, in_this_layer):
+                _take(current, settings, in_this_layer)
         settings.values |= in_this_layer
     return settings
 
 
-def _comes_last(given: Given) -> bool:
-    return comes_last(normal(given.option), given.words or ())
-
-
-def _todays(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:
-    """Old names in today's words, and nothing for flags that are only recognised."""
+def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:
+    """Translates deprecated names and drops flags that are only recognised."""
     option = normal(given.option)
     if settings.registry.find(option):
         return [given]
@@ -183,8 +179,8 @@ def _todays(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> l
 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:
-    """Whether a flag is only recognised, in which case it is recorded: unless it is null or switched off, which
-    requests nothing."""
+    """Records a flag that is only recognised and returns whether it is one. Null or switched-off flags are not
+    recorded."""
     found = find_recognised(option)
     if found is None:
         return False
@@ -227,7 +223,7 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
 def _value(flag: Flag, switched_on: bool, given: Given) -> object:
     if given.words is None:
         if not is_optional(flag.type):
-            raise BadValue(f"cannot be null; leave it out for its default {_shown(flag, flag.default)}")
+            raise BadValue(f"cannot be null; leave it out to use the default {_shown(flag, flag.default)}")
         return None
     if flag.is_switch:
         if len(given.words) > 1:
@@ -244,19 +240,17 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
 
 
 def unknown_flag(option: str, registry: Registry) -> Problem:
-    """That an option is not known, with the nearest that are, if any are near."""
+    """Problem of an unknown option, with similar names as remedy."""
     close = near(normal(option).lstrip("-"), [spelling.lstrip("-") for spelling in registry.spellings])
-    remedy = (
-        f"did you mean {' or '.join(f'--{name}' for name in close)}?" if close else "--find WORD searches the flags"
-    )
+    remedy = f"did you mean {' or '.join(f'--{name}' for name in close)}?" if close else "search with --find WORD"
     return Problem(what=f"{option} is not a flag", remedy=remedy)
 
 
 def near(word: str, names: Sequence[str]) -> list[str]:
-    """Up to three names that `word` may be meant to be: spelt alike, or with the word among their parts."""
-    alike = difflib.get_close_matches(word, names, n=_MAX_NEAR, cutoff=_ALIKE)
-    holding = [name for name in names if f"-{word}-" in f"-{name}-"]
-    return list(dict.fromkeys((*alike, *holding)))[:_MAX_NEAR]
+    """Returns up to three names that are spelled similarly to `word` or contain it as a part."""
+    similar = difflib.get_close_matches(word, names, n=_MAX_NEAR, cutoff=_MIN_SIMILARITY)
+    containing = [name for name in names if f"-{word}-" in f"-{name}-"]
+    return list(dict.fromkeys((*similar, *containing)))[:_MAX_NEAR]
 
 
 def _row(given: Given) -> tuple[str, str, str]:

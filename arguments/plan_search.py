@@ -1,4 +1,4 @@
-"""From a plan that a search found back to flags: a recipe that `pretrain_moe.py` reads, the reasons as comments."""
+"""Command lines of layouts found by the planner: settings, recipes and their comments."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.huggingface import published_flags
 from arguments.parser import Setting, Settings, settle, split, start_settings
-from arguments.read import files_asked_for
+from arguments.read import config_files
 from arguments.recipe_table import planned
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.run import RunPlan
@@ -44,17 +44,17 @@ _ONE_RANK: Mapping[str, object] = MappingProxyType(
         "ep_overlap_early_attn_memory_release": False,
     }
 )
-"""Everything that a search chooses of a layout."""
+"""Layout flags that a search chooses, with their values on one rank."""
 _NEEDED = ("model", "attention", "training")
-"""Groups of flags without whose required ones there is nothing to plan."""
+"""Groups whose required flags must be given to plan a layout."""
 _FILES = ("recipe", "config", "from_hf_config")
 
 
 def settings_of(words: Sequence[str], registry: Registry) -> Settings:
-    """What a command line with `--recipe`, `--config` and `--from-hf-config` says, its files first."""
+    """Settings of a command line with `--recipe`, `--config` and `--from-hf-config`; the files come first."""
     given, problems = split(words)
     start = start_settings(words, registry)
-    paths, missing = files_asked_for(start)
+    paths, missing = config_files(start)
     problems += [*missing, *(_of_another_program(name, start) for name in start.values if name not in _FILES)]
     folder = start.setting("from_hf_config").value
     layers = [published_flags(folder, registry)[0]] if folder else []
@@ -69,11 +69,13 @@ def settings_of(words: Sequence[str], registry: Registry) -> Settings:
 
 def _of_another_program(name: str, start: Settings) -> Problem:
     option = start.registry.flags[name].option
-    return Problem(what=f"{option} is not for a planner", remedy="leave it out; --gpu and --gpus describe the machine")
+    return Problem(
+        what=f"{option} is not supported by the planner", remedy="leave it out; --gpu and --gpus describe the machine"
+    )
 
 
 def unplannable(settings: Settings) -> list[Problem]:
-    """Why no layout on any number of GPUs can be planned: flags that are missing, or a model that cannot be."""
+    """Problems that rule out every layout on any number of GPUs."""
     missing = list(missing_flags(settings, _NEEDED))
     unknown = unknown_layers(settings)
     if unknown:
@@ -83,29 +85,29 @@ def unplannable(settings: Settings) -> list[Problem]:
 
 
 def forbidden(settings: Settings, num_gpus: int) -> list[Problem]:
-    """What is wrong with the layout that the flags ask for."""
+    """Problems of the layout given by the flags."""
     return _forbidden(settings, num_gpus, RULES)
 
 
 def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list[Problem]:
-    """Broken rules; what is not available yet does not count."""
+    """Broken rules, except those about features that are not available yet."""
     return [problem for problem in broken_rules(settings, Launch(world_size=num_gpus), rules) if not problem.waits]
 
 
 def to_search(settings: Settings, num_gpus: int) -> RunPlan:
-    """The run with every axis of its layout at one: what a search starts from."""
+    """Plan with all layout axes at one, from which a search starts."""
     return as_given(_with(settings, _ONE_RANK), num_gpus)
 
 
 def as_given(settings: Settings, num_gpus: int) -> RunPlan:
-    """The run with the layout that its flags ask for."""
-    if settings.setting("tokenizer_type").value is None:  # nothing here depends on it
+    """Plan with the layout given by the flags."""
+    if settings.setting("tokenizer_type").value is None:  # the tokenizer does not affect the layout
         settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
     return planned(settings, Launch(world_size=num_gpus))
 
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
-    """The settings with what was found in their place. `layout`: the axes too, and not only the switches."""
+    """The settings with the found memory options and, if `layout`, the found layout."""
     changes = dict(_switches(plan))
     if layout:
         changes = {**_ONE_RANK, **dict(_axes(plan)), **changes}
@@ -155,17 +157,17 @@ def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
 
 
 def planner_of(settings: Settings, gpu: GPU, imbalance: float = 1.0) -> Planner:
-    """A planner that moves activations only where the run may: not beside recorded graphs."""
+    """Planner for the settings. Activation offload is excluded with CUDA graphs."""
     return Planner(gpu, imbalance, offload=settings.setting("cuda_graph_impl").value == "none")
 
 
 def legal(settings: Settings, plan: RunPlan) -> bool:
-    """Do the settings with this plan break no rule?"""
+    """Whether the settings with this plan break no rule."""
     return not forbidden(settings_for(settings, plan), plan.parallel.world_size)
 
 
 def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, title: str) -> str:
-    """A recipe's file."""
+    """Text of a recipe file."""
     lines = [f"# {line}" for line in (title, *reasons(found, gpu))]
     lines += ["about:", f"  gpu: {gpu.kind}", f"  gpus: {found.plan.parallel.world_size}"]
     for name, flag in settings.registry.flags.items():
@@ -175,7 +177,7 @@ def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, title: str) -> st
 
 
 def reasons(found: PlannedLayout, gpu: GPU) -> list[str]:
-    """Why this plan: what fits, what the layout costs, and what takes the time."""
+    """Comments on a plan: memory, overhead of the layout, and the parts of the step time."""
     plan, step, memory = found.plan, found.step, found.memory
     parallel, total = plan.parallel, step.total
     state = memory.state
@@ -208,7 +210,7 @@ def reasons(found: PlannedLayout, gpu: GPU) -> list[str]:
 
 
 def switches_text(plan: RunPlan) -> str:
-    """The memory switches of a plan in few words."""
+    """Short description of the memory options of a plan."""
     recompute, offload, words = plan.memory.recompute, plan.memory.offload, []
     if recompute.granularity == "full":
         words.append("recompute of whole layers")
@@ -220,7 +222,7 @@ def switches_text(plan: RunPlan) -> str:
 
 
 def layout_text(found: PlannedLayout) -> str:
-    """One line: axes, microbatch, switches."""
+    """One line with axes, microbatch size and memory options."""
     plan, parallel = found.plan, found.plan.parallel
     axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
     axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro}"]

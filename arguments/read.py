@@ -1,4 +1,4 @@
-"""From the words of a command line to a checked RunPlan. The door of this package."""
+"""Entry point of the package: command line to checked `RunPlan`."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -51,85 +51,85 @@ def read_plan(
     *,
     waiting: bool = False,
 ) -> RunPlan:
-    """The plan that a command line asks for.
+    """Builds the plan of a command line.
 
     Args:
-        argv: the words behind the program's name.
-        environ: the environment: who started this process, and the variables that files name.
-        vocab_size_of: how to ask a tokenizer for its vocabulary size. Without it `--vocab-size` is not checked.
-        waiting: also plans that cannot be trained yet, for lack of a feature or of data, with their `blockers`.
+        argv: the arguments after the program's name.
+        environ: environment of the launcher; also substituted into files.
+        vocab_size_of: returns the vocabulary size of a tokenizer. Without it `--vocab-size` is not checked.
+        waiting: also return plans that cannot start because a feature or an input is missing, with their `blockers`.
 
     Raises:
-        FlagErrors: everything that is wrong with it, at once.
-        Finished: it asked for a text (`--help`, `--find`, `--print-config`, `--dry-run`), which the exception carries.
-        AnotherModel: `--check-against-hf` found another model.
+        FlagErrors: all problems of the command line.
+        Finished: the command line requests a text (`--help`, `--find`, `--print-config`, `--dry-run`).
+        AnotherModel: `--check-against-hf` found a different model.
     """
     registry = Registry.declared()
     answer = explain.answer(argv, registry)
     if answer is not None:
         raise Finished(answer)
     start = start_settings(argv, registry)
-    asked, played = dry_run.question(start, environ), emulation(start, environ)
-    untrained = asked or played
-    environ = untrained.environ if untrained else environ
-    told = _told(argv, environ, registry)
-    _answer(told)
-    rules = [rule for rule in RULES if not (played and rule in data_checks.RULES)]
-    only_dry = waiting or asked is not None
-    flags, launch, waits = _checked(told, environ, rules, only_dry=only_dry)
+    request, emulated = dry_run.dry_run_request(start, environ), emulation(start, environ)
+    simulated = request or emulated
+    environ = simulated.environ if simulated else environ
+    parsed = _parsed(argv, environ, registry)
+    _answer(parsed)
+    rules = [rule for rule in RULES if not (emulated and rule in data_checks.RULES)]
+    plan_only = waiting or request is not None
+    flags, launch, blocking = _checked(parsed, environ, rules, plan_only=plan_only)
     unavailable: list[str] = []
-    if untrained or waiting:
+    if simulated or waiting:
         flags = dry_run.with_tokenizer(flags)
         vocab_size_of = dry_run.or_known_size(vocab_size_of, flags, unavailable)
-    plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, told.settings), told, environ, argv)
-    if only_dry:
+    plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, parsed.settings), parsed, environ, argv)
+    if plan_only:
         plan = replace(
             plan,
-            missing_inputs=(*_reasons(waits, "for an input"), *unavailable, *missing_inputs(plan)),
-            blockers=_reasons(waits, "for a feature"),
+            missing_inputs=(*_reasons(blocking, "for an input"), *unavailable, *missing_inputs(plan)),
+            blockers=_reasons(blocking, "for a feature"),
         )
-    if asked:
-        raise dry_run.answer(plan, asked, told.settings)
-    return planned(plan, played) if played else plan
+    if request:
+        raise dry_run.finished_report(plan, request, parsed.settings)
+    return planned(plan, emulated) if emulated else plan
 
 
-def _reasons(problems: Sequence[Problem], waits: str) -> tuple[str, ...]:
-    """Problems of one kind, those with an input with their remedy."""
-    found = [problem for problem in problems if problem.waits == waits]
-    if waits == "for a feature":
+def _reasons(problems: Sequence[Problem], kind: str) -> tuple[str, ...]:
+    """Texts of the problems of one kind; those of inputs include the remedy."""
+    found = [problem for problem in problems if problem.waits == kind]
+    if kind == "for a feature":
         return tuple(problem.what for problem in found)
     return tuple(f"{problem.what}; {problem.remedy}" for problem in found)
 
 
-def _answer(told: "_Told") -> None:
-    """Raises Finished when the command line asks for a text about its settings."""
-    form = told.settings.setting("print_config").value
+def _answer(parsed: "_Parsed") -> None:
+    """Raises Finished if the command line requests a text about its settings."""
+    form = parsed.settings.setting("print_config").value
     if form:
-        _refuse(told.settings.problems)
-        raise Finished(export(told.settings, told.environment, form))
-    folder = told.settings.setting("check_against_hf").value
+        _refuse(parsed.settings.problems)
+        raise Finished(export(parsed.settings, parsed.environment, form))
+    folder = parsed.settings.setting("check_against_hf").value
     if folder:
-        raise Finished(compared_with(folder, told.settings))
+        raise Finished(compared_with(folder, parsed.settings))
 
 
 @dataclass
-class _Told:
-    """What command line and files say together."""
+class _Parsed:
+    """Merged settings of the command line and its files."""
 
     settings: Settings
     environment: dict[str, str] = field(default_factory=dict)
-    wish: FoldRequest | None = None
-    """With `--proxy`: the layout that it folded."""
+    unfolded: FoldRequest | None = None
+    """Layout before folding, with `--proxy`."""
 
 
-def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Told:
+def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Parsed:
     words, problems = split(argv)
-    asked = start_settings(argv, registry)
-    paths, missing = files_asked_for(asked)
-    needless = UNUSED_BY_PROXY if asked.setting("proxy").value else frozenset()
+    start = start_settings(argv, registry)
+    paths, missing = config_files(start)
+    needless = UNUSED_BY_PROXY if start.setting("proxy").value else frozenset()
     files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
-    folder = asked.setting("from_hf_config").value
+    folder = start.setting("from_hf_config").value
     published, notes = published_flags(folder, registry) if folder else ([], [])
     layers = [published, *(file.flags for file in files)]
     layers += _around_proxy(words)
@@ -140,48 +140,48 @@ def _told(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -
         problems += file.problems
     settings.problems[:0] = problems
     environment = {name: value for file in files for name, value in file.environment.items()}
-    if asked.setting("proxy").value:
-        return _small(settings, environment, layers, environ)
-    return _Told(settings, environment)
+    if start.setting("proxy").value:
+        return _proxied(settings, environment, layers, environ)
+    return _Parsed(settings, environment)
 
 
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
-    """The layout that a command line with `--proxy` folds, for who chooses the ranks to fold it to.
+    """Layout that a command line with `--proxy` folds, for callers that choose the number of ranks.
 
     Raises FlagErrors.
     """
-    wish = _told(argv, environ, Registry.declared()).wish
-    assert wish is not None, f"no --proxy in {argv}"
-    return wish
+    unfolded = _parsed(argv, environ, Registry.declared()).unfolded
+    assert unfolded is not None, f"no --proxy in {argv}"
+    return unfolded
 
 
 def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The fewest ranks that the layout of a command line is possible on, for who computes on one, whatever the run did.
+    """Minimum number of ranks that the layout of a command line needs.
 
     Raises FlagErrors.
     """
-    told = _told(argv, environ, Registry.declared()).settings.setting
-    tp, cp, pp = (told(name).value for name in MODEL_PARALLEL)
-    ep, etp = told("expert_model_parallel_size").value, told("expert_tensor_parallel_size").value
+    setting = _parsed(argv, environ, Registry.declared()).settings.setting
+    tp, cp, pp = (setting(name).value for name in MODEL_PARALLEL)
+    ep, etp = setting("expert_model_parallel_size").value, setting("expert_tensor_parallel_size").value
     return lcm(tp * cp, derive.expert_ranks(ep, etp, tp)) * int(pp)
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
-    """The command line as one layer, or what stands before `--proxy` and what stands behind it."""
-    behind = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
-    return [words[:behind], words[behind:]] if behind else [words]
+    """The command line as one layer, or as two: up to and including `--proxy`, and after it."""
+    end = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
+    return [words[:end], words[end:]] if end else [words]
 
 
-def _small(
+def _proxied(
     settings: Settings,
     environment: dict[str, str],
     layers: Sequence[Sequence[Given]],
     environ: Mapping[str, str],
-) -> _Told:
-    """What `--proxy` makes of these settings, whose last layer stands behind it and stays as it is."""
+) -> _Parsed:
+    """Applies `--proxy` to the settings; the last layer, given after `--proxy`, is kept."""
     _refuse([*settings.problems, *missing_flags(settings)])
-    *before, behind = layers
-    full, pinned = settle(settings.registry, before), settle(settings.registry, [behind]).values
+    *before, after = layers
+    full, pinned = settle(settings.registry, before), settle(settings.registry, [after]).values
     full.values |= {name: setting for name, setting in pinned.items() if not full.known(name)}
     try:
         num_ranks = launch_of(environ).world_size
@@ -189,11 +189,11 @@ def _small(
         raise FlagErrors([trouble.problem]) from None
     small, rewrites = proxied(full, pinned, num_ranks)
     small.notes = [*settings.notes, *rewrites]
-    return _Told(small, environment, fold_request(full, pinned))
+    return _Parsed(small, environment, fold_request(full, pinned))
 
 
-def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:
-    """The files to read, the recipe first, or that it does not exist."""
+def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:
+    """Paths of the recipe and the `--config` files, in order, and a problem if the recipe does not exist."""
     paths: list[Path] = []
     problems: list[Problem] = []
     name = start.setting("recipe").value
@@ -211,35 +211,35 @@ def files_asked_for(start: Settings) -> tuple[list[Path], list[Problem]]:
 
 
 def _checked(
-    told: _Told, environ: Mapping[str, str], rules: Sequence[Rule], *, only_dry: bool
+    parsed: _Parsed, environ: Mapping[str, str], rules: Sequence[Rule], *, plan_only: bool
 ) -> tuple[Flags, Launch, list[Problem]]:
-    """Flags, launch and, of a dry run, the problems that prevent a start but not a plan.
+    """Returns flags, launch and, for a dry run, the problems that prevent a start but not a plan.
 
     Raises:
         FlagErrors: all other problems.
     """
-    settings = told.settings
+    settings = parsed.settings
     ignore = bool(settings.setting("allow_ignored_flags").value)
     problems = list(settings.problems)
     launch = Launch()
     try:
         launch = launch_of(environ)
-        if not (only_dry or told.wish):
+        if not (plan_only or parsed.unfolded):
             value = settings.setting
             planned_for = value("world_size").value, value("nodes").value, value("gpus_per_node").value
             problems += other_ranks(*planned_for, launch)
     except LaunchProblem as trouble:
         problems.append(trouble.problem)
-    if only_dry:
+    if plan_only:
         launch = replace(launch, launcher="dry run")
     if settings.setting("inject").value and environ.get(ALLOWED) != "1":
-        what = "--inject asks for faults, which happen in tests alone"
+        what = "--inject injects faults, which is allowed in tests only"
         problems.append(Problem(what=what, remedy=f"leave it out, or set {ALLOWED}=1"))
     problems += missing_flags(settings)
     problems += broken_rules(settings, launch, rules)
     problems += unavailable_flags(settings, ignore)
-    waits = [problem for problem in problems if only_dry and problem.waits]
-    _refuse([problem for problem in problems if not (only_dry and problem.waits)])
+    blocking = [problem for problem in problems if plan_only and problem.waits]
+    _refuse([problem for problem in problems if not (plan_only and problem.waits)])
     note = allocation_note(environ)
     settings.notes += [note] if note else []
     settings.notes += flags_without_effect(settings)
@@ -249,7 +249,7 @@ def _checked(
         ignored = ignored_flags(settings)
         settings.notes += ignored.values()
         values |= {name: settings.registry.flags[name].default for name in ignored}
-    return Flags.of(values), launch, waits
+    return Flags.of(values), launch, blocking
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -258,36 +258,36 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Settings) -> int:
-    """The size given, which must hold the tokenizer's vocabulary, or else the tokenizer's."""
+    """The given vocabulary size, checked against the tokenizer's, or the tokenizer's."""
     given = flags.data.vocab_size
     if vocab_size_of is None:
         if given is None:
             raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
         return given
-    spoken = vocab_size_of(tokenizer_config(flags))
+    needed = vocab_size_of(tokenizer_config(flags))
     rows = flags.model.padded_vocab_size
-    if rows is not None and rows < spoken:
-        raise _too_few("padded_vocab_size", rows, spoken, f"--padded-vocab-size {spoken} or more", settings)
-    if given is None or given == spoken:
-        return spoken
-    if given < spoken:
-        raise _too_few("vocab_size", given, spoken, "leave out --vocab-size", settings)
-    settings.notes.append(f"--vocab-size {given} is larger than the tokenizer's vocabulary of {spoken} tokens")
+    if rows is not None and rows < needed:
+        raise _too_few("padded_vocab_size", rows, needed, f"--padded-vocab-size {needed} or more", settings)
+    if given is None or given == needed:
+        return needed
+    if given < needed:
+        raise _too_few("vocab_size", given, needed, "leave out --vocab-size", settings)
+    settings.notes.append(f"--vocab-size {given} is larger than the tokenizer's vocabulary of {needed} tokens")
     return given
 
 
-def _too_few(name: str, given: int, spoken: int, remedy: str, settings: Settings) -> FlagErrors:
+def _too_few(name: str, given: int, needed: int, remedy: str, settings: Settings) -> FlagErrors:
     option = settings.registry.flags[name].option
-    what = f"{option} {given} is smaller than the tokenizer's vocabulary of {spoken} tokens"
-    reason = "Every token that the tokenizer can make needs a row of the embedding."
+    what = f"{option} {given} is smaller than the tokenizer's vocabulary of {needed} tokens"
+    reason = "Every token of the tokenizer needs a row of the embedding."
     row = (option, str(given), settings.setting(name).origin)
     return FlagErrors([Problem(what=what, remedy=remedy, reason=reason, given=(row,))])
 
 
 def _plan(
-    flags: Flags, launch: Launch, vocab_size: int, told: _Told, environ: Mapping[str, str], argv: Sequence[str]
+    flags: Flags, launch: Launch, vocab_size: int, parsed: _Parsed, environ: Mapping[str, str], argv: Sequence[str]
 ) -> RunPlan:
-    wanted = environment.variables(flags, told.environment)
+    wanted = environment.variables(flags, parsed.environment)
     to_set = environment.missing(wanted, environ)
     plan = run_plan(
         flags,
@@ -296,8 +296,8 @@ def _plan(
         environment=tuple((variable.name, variable.value) for variable in to_set),
         environment_reasons=tuple(variable.reason for variable in to_set),
         command_line=shlex.join(argv),
-        notes=(*told.settings.notes, *environment.notes(wanted, environ)),
+        notes=(*parsed.settings.notes, *environment.notes(wanted, environ)),
     )
-    plan = replace(plan, unknown_layers=unknown_layers(told.settings))
-    text = yaml_text(told.settings, told.environment, explain.derived(plan))
+    plan = replace(plan, unknown_layers=unknown_layers(parsed.settings))
+    text = yaml_text(parsed.settings, parsed.environment, explain.derived(plan))
     return replace(plan, resolved_yaml=text, notes=(*plan.notes, *slow_sizes(flags, plan)))

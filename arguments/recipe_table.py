@@ -1,4 +1,4 @@
-"""The list of recipes: what each trains, where, and what it waits for."""
+"""Table of recipes for docs/recipes.md: model, layout, source, and unavailable features."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ _FORMATS: Mapping[str | None, str] = MappingProxyType(
     {None: "", "delayed": "FP8", "tensorwise": "FP8", "blockwise": "FP8 blockwise", "mxfp8": "MXFP8"}
 )
 _QUICKSTART_VOCABULARY = 4096
-"""Pieces of the tokenizer that scripts/quickstart.sh trains; all other recipes say their vocabulary."""
+"""Vocabulary of the tokenizer that scripts/quickstart.sh trains; all other recipes give theirs."""
 _HEAD = """\
 # Recipes
 
@@ -54,17 +54,17 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe and what it comes to."""
+    """A recipe with its settings, plan and status."""
 
     name: str
     family: str
-    """The folder that it lies in, or its own name."""
+    """Folder of the recipe, or its own name."""
     about: About
     settings: Settings
     plan: RunPlan
-    """On the published number of ranks, whether all of it is available or not."""
+    """Plan on the published number of ranks, including features that are not available."""
     problems: tuple[Problem, ...]
-    """What is refused today."""
+    """Rejected flags."""
 
     @property
     def waits_for(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def waits_for_speed(self) -> bool:
-        """Does it wait only for a dispatcher, and for flags that change no number?"""
+        """Whether only a dispatcher and flags that do not affect results are unavailable."""
         found = [self.settings.registry.find(flag.split()[0]) for flag in self.waits_for]
         return bool(found) and all(
             flag and (flag[0].declaration.harmless or flag[0].name == "moe_token_dispatcher_type") for flag in found
@@ -81,31 +81,30 @@ class Row:
 
 
 def option_of(problem: Problem) -> str:
-    """The flag with its value that is not available yet."""
+    """The unavailable flag with its value."""
     return problem.what.partition(_NOT_YET)[0]
 
 
 def row_of(name: str, registry: Registry) -> Row:
-    """The recipe of that name."""
     path = find_recipe(name)
     assert path, f"there is no recipe {name}"
-    said = about(name, registry)
+    info = about(name, registry)
     settings = settle(registry, [file.flags for file in read_files(path, registry, {})])
-    launch = Launch(world_size=said.gpus or 1)
+    launch = Launch(world_size=info.gpus or 1)
     problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
     family = name if path.parent in recipe_folders() else path.parent.name
-    return Row(name, family, said, settings, planned(settings, launch), problems)
+    return Row(name, family, info, settings, planned(settings, launch), problems)
 
 
 def planned(settings: Settings, launch: Launch) -> RunPlan:
-    """The plan of settings that break no rule, available or not."""
+    """Plan of settings that break no rule, including features that are not available."""
     flags = Flags.of({name: settings.setting(name).value for name in settings.registry.flags})
     plan = run_plan(flags, launch, flags.data.vocab_size or _QUICKSTART_VOCABULARY)
     return replace(plan, unknown_layers=unknown_layers(settings))
 
 
 def rows(registry: Registry) -> list[Row]:
-    """All recipes, by family."""
+    """All recipes, sorted by family."""
     return sorted((row_of(name, registry) for name in recipe_names()), key=lambda row: (row.family, row.name))
 
 

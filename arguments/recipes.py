@@ -1,7 +1,6 @@
-"""Recipes: files of flags that are found by name, and what each says about itself.
+"""Recipes: YAML files of flags in `scripts/recipes`, found by file name.
 
-A recipe lies in a folder of its family below `scripts/recipes` and is called by its file's name. What several recipes
-share, such as the architecture of a model, is written once in `scripts/recipes/parts` and named as their `base`.
+Parts shared by several recipes, such as a model architecture, are in `scripts/recipes/parts` and named as `base`.
 """
 
 import sys
@@ -20,39 +19,38 @@ _PARTS = "parts"
 
 @dataclass(frozen=True)
 class About:
-    """The machine and the origin of a recipe, the section `about` of its files."""
+    """Section `about` of a recipe: machine and origin."""
 
     model: str = ""
     gpu: str = ""
-    """A kind of `--gpu`; empty: any machine."""
+    """A value of `--gpu`; empty: any."""
     gpus: int | None = None
-    """Ranks of the published run; None: not said."""
+    """Number of ranks of the published run; None: not stated."""
     source: str = ""
-    """Who published it; empty: nobody but this project."""
+    """Publisher; empty: this project."""
     published: str = ""
-    """What was measured there; empty: no figure was given."""
+    """Published measurements, if any."""
     mended: str = ""
-    """In what it differs from the original, and why."""
+    """Corrections of the published recipe, with reasons."""
 
 
 def find_recipe(name: str) -> Path | None:
-    """The file of a recipe: in the repository, or where the wheel put it."""
+    """Path of a recipe in the repository or the installed package; None if it does not exist."""
     return _recipes().get(name)
 
 
 def recipe_names() -> list[str]:
-    """Every recipe there is."""
     return sorted(_recipes())
 
 
 def recipe_folders() -> tuple[Path, ...]:
-    """Where recipes lie: `scripts/recipes` beside this package, `share/megatron_moe/recipes` of the installation."""
-    beside = Path(__file__).resolve().parents[1] / "scripts" / "recipes"
-    return beside, Path(sys.prefix) / "share" / "megatron_moe" / "recipes"
+    """Folders with recipes: `scripts/recipes` of the repository, `share/megatron_moe/recipes` of the installation."""
+    repository = Path(__file__).resolve().parents[1] / "scripts" / "recipes"
+    return repository, Path(sys.prefix) / "share" / "megatron_moe" / "recipes"
 
 
 def recipe_files() -> list[tuple[str, Path]]:
-    """Recipes and the parts they share, each under its path below the folder: `parts/models/mixtral-8x7b`."""
+    """(name, path) of recipes and shared parts; the name is the path below the folder: `parts/models/mixtral-8x7b`."""
     found: dict[str, Path] = {}
     for folder in recipe_folders():
         for path in sorted(folder.rglob("*.yaml")):
@@ -61,44 +59,44 @@ def recipe_files() -> list[tuple[str, Path]]:
 
 
 def about(name: str, registry: Registry) -> About:
-    """Section `about` of the files of a recipe, the last one on each point; one rank where none gives a number."""
+    """Merged `about` sections of a recipe's files; later files override earlier ones. `gpus` defaults to 1."""
     path = find_recipe(name)
     assert path, f"there is no recipe {name}"
-    said = _joined(read_files(path, registry, {}))
-    return said if said.gpus else replace(said, gpus=1)
+    merged = _merged(read_files(path, registry, {}))
+    return merged if merged.gpus else replace(merged, gpus=1)
 
 
-def said_by(start: Settings, environ: Mapping[str, str]) -> About:
-    """Sections `about` of the recipe and of the files that a command line names, the last one on each point.
+def about_of(start: Settings, environ: Mapping[str, str]) -> About:
+    """Merged `about` sections of the recipe and files named on a command line; later ones override earlier ones.
 
     Raises:
-        FlagErrors: one has an unknown entry, GPU or number.
+        FlagErrors: an unknown entry, GPU type or number.
     """
     name = start.setting("recipe").value
     recipe = find_recipe(str(name)) if name is not None else None
     paths = [*([recipe] if recipe else []), *map(Path, start.setting("config").value)]
-    said = _joined(file for path in paths for file in read_files(path, start.registry, environ))
-    return replace(said, gpus=1) if recipe and not said.gpus else said
+    merged = _merged(file for path in paths for file in read_files(path, start.registry, environ))
+    return replace(merged, gpus=1) if recipe and not merged.gpus else merged
 
 
-def _joined(files: Iterable[FlagFile]) -> About:
-    said: dict[str, str] = {}
+def _merged(files: Iterable[FlagFile]) -> About:
+    entries: dict[str, str] = {}
     problems = []
     for file in files:
-        said |= file.about
+        entries |= file.about
         problems += [Problem(what=f"{shown(file.path)}: {what}", remedy="correct it") for what in _wrong(file.about)]
     if problems:
         raise FlagErrors(problems)
-    gpus = int(said["gpus"]) if "gpus" in said else None
-    return About(**{**said, "gpu": said.get("gpu", "").lower(), "gpus": gpus})  # type: ignore[arg-type]
+    gpus = int(entries["gpus"]) if "gpus" in entries else None
+    return About(**{**entries, "gpu": entries.get("gpu", "").lower(), "gpus": gpus})  # type: ignore[arg-type]
 
 
-def _wrong(said: Mapping[str, str]) -> Iterator[str]:
+def _wrong(entries: Mapping[str, str]) -> Iterator[str]:
     known = [entry.name for entry in fields(About)]
-    yield from (f"`about` has no entry {name!r}, but {', '.join(known)}" for name in said if name not in known)
-    gpus, gpu = said.get("gpus", "1"), said.get("gpu", "")
+    yield from (f"`about` has no entry {name!r}, only {', '.join(known)}" for name in entries if name not in known)
+    gpus, gpu = entries.get("gpus", "1"), entries.get("gpu", "")
     if not gpus.isdecimal() or int(gpus) < 1:
-        yield f"`gpus` of `about` is {gpus!r}, not a whole number of at least 1"
+        yield f"`gpus` of `about` is {gpus!r}, not an integer of at least 1"
     if gpu and gpu.lower() not in GPUS:
         yield f"`gpu` of `about` is {gpu!r}, not one of {', '.join(GPUS)}"
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that this program recognises without having them: `recognised.txt` lists them with a reason."""
+"""Megatron-LM flags that are recognised but not implemented, read from `recognised.txt`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +11,19 @@ _FILE = Path(__file__).with_name("recognised.txt")
 
 @dataclass(frozen=True)
 class Recognised:
-    """What happens to a flag that is only recognised."""
+    """Effect of a recognised flag."""
 
     reason: str
     """Completes "--flag ..."."""
     refused: bool
-    """True: leaving it out would change numbers, so it is rejected. False: it is accepted and reported."""
+    """Whether the flag is rejected because ignoring it would change results. Other flags are accepted with a
+    warning."""
 
 
 @cache
 def recognised_flags() -> Mapping[str, Recognised]:
-    """Option -> what happens to it, by reason. In the file a line `[no effect] REASON` or `[refused] REASON` stands
-    above the options."""
+    """Maps each option to its effect. Each section of the file starts with `[no effect] REASON` or `[refused]
+    REASON`."""
     found: dict[str, Recognised] = {}
     for line in _FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -34,8 +35,8 @@ def recognised_flags() -> Mapping[str, Recognised]:
 
 
 def find_recognised(option: str) -> tuple[Recognised, bool] | None:
-    """What happens to an option, and whether it is the listed spelling (True) or the opposite switch (False): `--no-x`
-    where `--x` is listed, or `--x` where `--no-x` is. None: the option is not recognised."""
+    """Returns the effect of an option and whether the option is the listed spelling (True) or its negation (False:
+    `--no-x` for `--x`, or the reverse); None if it is not recognised."""
     listed = recognised_flags()
     if option in listed:
         return listed[option], True

@@ -1,11 +1,11 @@
-"""The only place where flags become specs."""
+"""Converts checked flags to the `RunPlan`. Apart from `resolve_model`, no other module reads flag groups."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from arguments import derive
-from arguments.flags import Flags
+from arguments.flags import Flags, from_flags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.logging import LoggingFlags
 from arguments.resolve_model import model_config
@@ -44,12 +44,12 @@ from megatron_moe.config.training import BatchConfig, LoopConfig
 from megatron_moe.pipeline.auto_layout import flop_costs
 from megatron_moe.pipeline.layout import PipelineLayout
 
-_LONGEST_WAIT = 10**9
-"""Seconds. Thirty years never expire, and the clocks of threads end at some hundred."""
+_MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
 
 
 def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
-    """The plan of checked flags. `provenance` are the plan's fields that say how it came about."""
+    """Builds the plan from checked flags. `provenance` holds the plan's fields on its origin (command line, notes,
+    ...)."""
     parallel = parallel_config(flags, launch)
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
@@ -80,10 +80,11 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
 
 
 def parallel_config(flags: Flags, launch: Launch) -> ParallelConfig:
-    """Sizes of the grids."""
     parallel, pipeline = flags.parallel, flags.pipeline
     tp = parallel.tensor_model_parallel_size
-    return ParallelConfig(
+    return from_flags(
+        ParallelConfig,
+        flags,
         tp=tp,
         pp=pipeline.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
@@ -95,12 +96,10 @@ def parallel_config(flags: Flags, launch: Launch) -> ParallelConfig:
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         timeout_minutes=float(parallel.distributed_timeout_minutes),
-        debug_collectives=flags.resilience.debug_collectives,
     )
 
 
 def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
-    """Without a layer that uses them there are no levels."""
     parallel = flags.parallel
     sizes = parallel.hierarchical_context_parallel_sizes
     if parallel.context_parallel_size == 1 or sizes is None or "a2a+p2p" not in parallel.cp_comm_type:
@@ -110,20 +109,7 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
 
 
 def _layout(flags: Flags, model: ModelConfig) -> PipelineLayout:
-    pipeline = flags.pipeline
-    return derive.pipeline_layout(
-        num_layers=flags.model.num_layers,
-        mtp_num_layers=flags.model.mtp_num_layers,
-        pipeline_model_parallel_size=pipeline.pipeline_model_parallel_size,
-        pipeline_model_parallel_layout=pipeline.pipeline_model_parallel_layout,
-        num_layers_per_virtual_pipeline_stage=pipeline.num_layers_per_virtual_pipeline_stage,
-        num_virtual_stages_per_pipeline_rank=pipeline.num_virtual_stages_per_pipeline_rank,
-        decoder_first_pipeline_num_layers=pipeline.decoder_first_pipeline_num_layers,
-        decoder_last_pipeline_num_layers=pipeline.decoder_last_pipeline_num_layers,
-        account_for_embedding_in_pipeline_split=pipeline.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=pipeline.account_for_loss_in_pipeline_split,
-        costs=flop_costs(model, flags.model.seq_length),
-    )
+    return from_flags(derive.pipeline_layout, flags, costs=flop_costs(model, flags.model.seq_length))
 
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
@@ -131,7 +117,7 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
     return PipelineConfig(
         layout=layout,
         group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
-        # on one expert-parallel rank nothing travels that another microbatch could hide
+        # one expert-parallel rank has no expert communication to overlap
         overlap=parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1,
         split_backward=parallel.delay_wgrad_compute,
         early_attention_backward=parallel.ep_overlap_early_attn_memory_release,
@@ -140,12 +126,12 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
 
 def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
     parallel = flags.parallel
-    # on a rank that has the only copy of everything no gradient or weight travels that could be hidden
-    copies = max(grid.dp * grid.cp, grid.edp) > 1
+    # without replicas there is no gradient or parameter communication to overlap
+    has_replicas = max(grid.dp * grid.cp, grid.edp) > 1
     return DataParallelConfig(
         sharded_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce and copies,
-        overlap_param_gather=parallel.overlap_param_gather and copies,
+        overlap_grad_reduce=parallel.overlap_grad_reduce and has_replicas,
+        overlap_param_gather=parallel.overlap_param_gather and has_replicas,
         bucket_size=parallel.ddp_bucket_size,
         num_buckets=parallel.ddp_num_buckets,
         pad_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,
@@ -155,30 +141,27 @@ def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
 
 
 def batch_config(flags: Flags, data_parallel_size: int) -> BatchConfig:
-    """Microbatch, global batch and its growth."""
     training = flags.training
     return BatchConfig(
         micro=training.micro_batch_size,
-        global_size=derive.global_batch_size(training.global_batch_size, training.micro_batch_size, data_parallel_size),
+        global_size=from_flags(derive.global_batch_size, flags, data_parallel_size=data_parallel_size),
         rampup=training.rampup_batch_size,
     )
 
 
 def tokenizer_config(flags: Flags) -> TokenizerConfig:
-    """Which tokenizer."""
     data = flags.data
-    name = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file)
+    name = from_flags(derive.tokenizer_type, flags)
     assert name is not None
-    kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
-    return TokenizerConfig(
-        kind=kind,
+    return from_flags(
+        TokenizerConfig,
+        flags,
+        kind=OTHER_TOKENIZER_NAMES.get(name, name),
         model=_path(data.tokenizer_model),
         vocab_file=_path(data.vocab_file),
         merge_file=_path(data.merge_file),
         eod=data.null_tokenizer_eod_id,
         pad=data.null_tokenizer_pad_id,
-        vocab_size=data.vocab_size,
-        tiktoken_pattern=data.tiktoken_pattern,
         num_special_tokens=data.tiktoken_num_special_tokens,
         special_tokens=data.tokenizer_special_tokens or (),
     )
@@ -205,7 +188,7 @@ def _precision(flags: Flags) -> PrecisionConfig:
             and precision.store_param_remainders
             and precision.bf16
             and precision.main_params_dtype == "fp32"
-            and not low_params  # 16 bits more make fp32 of bf16 alone
+            and not low_params  # the 16-bit remainder completes a bf16 parameter only
         ),
         low=_low_precision(flags),
         low_params=low_params,
@@ -221,8 +204,8 @@ def _low_precision(flags: Flags) -> LowPrecision | None:
 
 def _memory(flags: Flags) -> MemoryConfig:
     recompute, offload = flags.recompute, flags.offload
-    waiting = offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0
-    parked = offload.optimizer_state_offload_fraction if offload.chunked_optimizer_state_offload else 0.0
+    cpu_step = offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0
+    streamed = offload.optimizer_state_offload_fraction if offload.chunked_optimizer_state_offload else 0.0
     return MemoryConfig(
         recompute=RecomputeConfig(
             granularity=recompute.recompute_granularity or "none",
@@ -237,7 +220,7 @@ def _memory(flags: Flags) -> MemoryConfig:
             min_elements=offload.min_offloaded_tensor_size,
             stay_bytes_per_stage=offload.delta_offload_bytes_across_pp_ranks,
             max_inflight=offload.fine_grained_offloading_max_inflight_offloads,
-            optimizer_fraction=max(waiting, parked),
+            optimizer_fraction=max(cpu_step, streamed),
         ),
         stash=_stash(flags),
         expert_wgrad_interval=flags.moe.moe_expert_wgrad_interval,
@@ -255,14 +238,13 @@ def _stash(flags: Flags) -> PagedStashConfig | None:
 
 def _optimizer(flags: Flags) -> OptimizerConfig:
     optimizer = flags.optimizer
-    return OptimizerConfig(
+    return from_flags(
+        OptimizerConfig,
+        flags,
         beta1=optimizer.adam_beta1,
         beta2=optimizer.adam_beta2,
         eps=optimizer.adam_eps,
-        clip_grad=optimizer.clip_grad,
         decay_qk_norm=optimizer.apply_wd_to_qk_layernorm,
-        decoupled_lr=optimizer.decoupled_lr,
-        decoupled_min_lr=optimizer.decoupled_min_lr,
         offload=_state_offload(flags),
         in_forward=optimizer.overlap_optimizer_step,
     )
@@ -288,7 +270,7 @@ def _state_offload(flags: Flags) -> OptimizerOffloadConfig:
 
 
 def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
-    """Lengths in samples: those in iterations are multiplied by the global batch size."""
+    """Converts schedule lengths to samples: iterations are multiplied by the global batch size."""
     optimizer, size = flags.optimizer, batch.global_size
     if flags.training.train_samples is not None:
         length, wsd = flags.training.train_samples, optimizer.lr_wsd_decay_samples
@@ -299,9 +281,10 @@ def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
     decay = length if decay is None else decay
     share = optimizer.lr_warmup_fraction
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    return LRConfig(
+    return from_flags(
+        LRConfig,
+        flags,
         max_lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
         init_lr=optimizer.lr_warmup_init,
         style=optimizer.lr_decay_style,
         warmup_samples=warmup if share is None else share * decay,
@@ -328,27 +311,22 @@ def _loop(flags: Flags, batch: BatchConfig) -> LoopConfig:
         assert training.train_samples is not None
         train_iters = batch.steps_for(training.train_samples)
     minutes = training.exit_duration_in_mins
-    return LoopConfig(
+    return from_flags(
+        LoopConfig,
+        flags,
         train_iters=train_iters,
-        train_samples=training.train_samples,
-        eval_interval=training.eval_interval,
-        eval_iters=derive.eval_iters(training.eval_iters, flags.data.mock_data, train_iters),
-        exit_interval=training.exit_interval,
+        eval_iters=from_flags(derive.eval_iters, flags, train_iters=train_iters),
         exit_duration_minutes=None if minutes is None else float(minutes),
-        seed=training.seed,
-        skip_train=training.skip_train,
         per_token_loss=flags.model.calculate_per_token_loss,
         check_nonfinite=flags.resilience.check_for_nan_in_loss_and_grad,
-        iterations_to_skip=training.iterations_to_skip,
-        manual_gc=training.manual_gc,
-        manual_gc_interval=training.manual_gc_interval,
-        manual_gc_eval=training.manual_gc_eval,
     )
 
 
 def _data(flags: Flags, vocab_size: int) -> DataConfig:
     data = flags.data
-    return DataConfig(
+    return from_flags(
+        DataConfig,
+        flags,
         train=data.train_data_path,
         valid=data.valid_data_path,
         test=data.test_data_path,
@@ -356,17 +334,11 @@ def _data(flags: Flags, vocab_size: int) -> DataConfig:
         split="969, 30, 1" if data.split is None else data.split,
         mock=data.mock_data,
         cache_dir=_path(data.data_cache_path),
-        seq_length=flags.model.seq_length,
-        seed=flags.training.seed,
         tokenizer=tokenizer_config(flags),
         vocab_size=vocab_size,
-        eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids or data.dataloader_inter_document_masking,
         reset_attention_mask=data.reset_attention_mask or data.dataloader_inter_document_masking,
         mmap=data.mmap_bin_files,
-        num_workers=data.num_workers,
-        multiple_validation_sets=data.multiple_validation_sets,
-        full_validation=data.full_validation,
         surplus=data.mid_level_dataset_surplus,
         dataloader="cyclic" if data.dataloader_type == "cyclic" else "single",
     )
@@ -374,27 +346,16 @@ def _data(flags: Flags, vocab_size: int) -> DataConfig:
 
 def _checkpoint(flags: Flags) -> CheckpointConfig:
     checkpoint, moe = flags.checkpoint, flags.moe
-    return CheckpointConfig(
-        save=derive.save_folder(
-            save=checkpoint.save,
-            run_dir=flags.logging.run_dir,
-            mock_data=flags.data.mock_data,
-            save_interval=checkpoint.save_interval,
-            save_hf_interval=checkpoint.save_hf_interval,
-            moe_use_upcycling=moe.moe_use_upcycling,
-            ckpt_step=checkpoint.ckpt_step,
-        ),
-        save_interval=checkpoint.save_interval,
+    return from_flags(
+        CheckpointConfig,
+        flags,
+        save=from_flags(derive.save_folder, flags),
         load=checkpoint.load or None,
         pretrained=checkpoint.pretrained_checkpoint,
-        ckpt_step=checkpoint.ckpt_step,
-        finetune=checkpoint.finetune,
         weights_only=flags.training.skip_train,
         load_optim=checkpoint.load_optim and not moe.moe_use_upcycling,
-        save_optim=checkpoint.save_optim,
         override_iteration=checkpoint.override_ckpt_iteration,
         exit_on_missing=checkpoint.exit_on_missing_checkpoint,
-        fresh=checkpoint.fresh,
         keep_last=checkpoint.keep_last_checkpoints,
         retain_interval=checkpoint.save_retain_interval,
         keep_best=checkpoint.keep_best_checkpoint,
@@ -408,39 +369,40 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
 
 
 def _hf_config(checkpoint: CheckpointFlags) -> Path | None:
-    """The folder whose config.json exports carry."""
-    asked = (checkpoint.load, checkpoint.pretrained_checkpoint)
-    folders = [place.removeprefix("hf:") for place in asked if place and place.startswith("hf:")]
+    """Folder with the config.json that exports copy: given, or the hf: folder that weights are loaded from."""
+    sources = (checkpoint.load, checkpoint.pretrained_checkpoint)
+    folders = [source.removeprefix("hf:") for source in sources if source and source.startswith("hf:")]
     return _path(checkpoint.save_hf_config or next(iter(folders), None))
 
 
 def _deadlines(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
-    """An evaluation may take as long as its steps. How many these are with --full-validation only the data tells."""
-    given = flags.resilience
+    """Watchdog timeout in seconds of each phase. An evaluation gets one step timeout per batch and one more; with
+    --full-validation the number of batches is unknown, so there is no timeout."""
+    resilience = flags.resilience
     steps = 0 if flags.data.full_validation else 1 + loop.eval_iters
     phases = {
-        "start": given.start_deadline,
-        "step": given.step_deadline,
-        "evaluation": given.step_deadline * steps,
-        "save": given.save_deadline,
-        "exit": given.exit_deadline,
+        "start": resilience.start_deadline,
+        "step": resilience.step_deadline,
+        "evaluation": resilience.step_deadline * steps,
+        "save": resilience.save_deadline,
+        "exit": resilience.exit_deadline,
     }
-    return tuple((phase, float(min(seconds, _LONGEST_WAIT))) for phase, seconds in phases.items() if seconds)
+    return tuple((phase, float(min(seconds, _MAX_TIMEOUT_S))) for phase, seconds in phases.items() if seconds)
 
 
 def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
     resilience = flags.resilience
     signals = (resilience.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if resilience.exit_signal_handler else ()
-    return ResilienceConfig(
+    return from_flags(
+        ResilienceConfig,
+        flags,
         exit_signals=tuple(dict.fromkeys(signals)),
         watchdog=_deadlines(flags, loop),
         compare_replicas_interval=resilience.check_weight_hash_across_dp_replicas_interval,
-        on_nonfinite=resilience.on_nonfinite,
         most_skips=resilience.max_skipped_iterations,
         report_spiky_loss=resilience.check_for_spiky_loss,
         report_large_grads=resilience.check_for_large_grads,
         timeout_after_start=resilience.distributed_timeout_seconds_after_init,
-        on_spike=resilience.on_spike,
         rerun=resilience.rerun_mode,
         faults=tuple(map(parse_fault, resilience.inject)),
     )
@@ -448,19 +410,17 @@ def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
 
 def _logging(flags: Flags) -> LoggingConfig:
     logging = flags.logging
-    return LoggingConfig(
+    return from_flags(
+        LoggingConfig,
+        flags,
         run_dir=_path(logging.run_dir),
-        log_interval=logging.log_interval,
         style=logging.log_style,
-        progress_bar=logging.progress_bar,
         tensorboard_dir=_path(logging.tensorboard_dir),
         tensorboard_interval=logging.tensorboard_log_interval,
         wandb_project=logging.wandb_project or "",
         wandb_exp_name=logging.wandb_exp_name or "",
         wandb_entity=logging.wandb_entity or "",
         wandb_save_dir=_path(logging.wandb_save_dir),
-        log_throughput=logging.log_throughput,
-        log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,
         log_memory=logging.log_memory_to_tensorboard,
         memory_interval=logging.log_memory_interval,
@@ -468,13 +428,10 @@ def _logging(flags: Flags) -> LoggingConfig:
         log_timers=logging.log_timers_to_tensorboard,
         log_validation_ppl=logging.log_validation_ppl_to_tensorboard,
         log_world_size=logging.log_world_size_to_tensorboard,
-        log_straggler=logging.log_straggler,
         stragglers_named=logging.straggler_minmax_count,
-        log_progress=logging.log_progress,
         timing_level=logging.timing_log_level,
         timing_option=logging.timing_log_option,
         per_layer_moe=flags.moe.moe_per_layer_logging,
-        plots=logging.plots,
     )
 
 
@@ -496,37 +453,35 @@ def _profile(logging: LoggingFlags) -> ProfileConfig:
 
 def _graphs(flags: Flags, model: ModelConfig) -> CudaGraphConfig:
     kernels = flags.kernels
-    warmup = max(kernels.cuda_graph_warmup_steps, 1)  # kernels compile and libraries plan in the first step
+    warmup = max(kernels.cuda_graph_warmup_steps, 1)  # the first step compiles kernels and creates library plans
     match kernels.cuda_graph_impl:
         case "none":
             return CudaGraphConfig(warmup_steps=warmup)
         case "full_iteration":
             return CudaGraphConfig(full_iteration=True, warmup_steps=warmup)
-    modules: Any = kernels.cuda_graph_modules or _all_graph_modules(flags, model)  # a rule rejects mamba
+    modules: Any = kernels.cuda_graph_modules or _all_graph_modules(flags, model)  # checks/cuda_graphs.py rejects mamba
     return CudaGraphConfig(modules=modules, warmup_steps=warmup)
 
 
 def _all_graph_modules(flags: Flags, model: ModelConfig) -> tuple[GraphModule, ...]:
-    """What can be recorded of the model's layers."""
-    parallel = flags.parallel
-    ranks = derive.expert_ranks(
-        parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, parallel.tensor_model_parallel_size
-    )
-    wanted: list[GraphModule] = ["attn"]
+    """Modules of the model that can be captured."""
+    modules: list[GraphModule] = ["attn"]
     if not all(layer.is_moe for layer in model.layers):
-        wanted.append("mlp")
+        modules.append("mlp")
     if any(layer.is_moe for layer in model.layers):
-        recorded = derive.experts_are_recorded(ranks, flags.precision.bf16, flags.moe.moe_grouped_gemm)
-        wanted.append("moe" if recorded else "moe_router")
-    return tuple(wanted)
+        ranks = from_flags(derive.expert_ranks, flags)
+        captures_experts = from_flags(derive.experts_are_recorded, flags, num_expert_ranks=ranks)
+        modules.append("moe" if captures_experts else "moe_router")
+    return tuple(modules)
 
 
 def _kernels(flags: Flags) -> KernelConfig:
-    wishes = tuple((op, backend) for op, _, backend in (wish.partition("=") for wish in flags.kernels.kernel_per_op))
-    folder = flags.kernels.kernel_cache_dir
-    return KernelConfig(
-        backend=flags.kernels.kernel_backend,
-        per_op=wishes,
-        cache_dir=None if folder is None else Path(folder),
-        compile_first=flags.kernels.compile_first,
+    kernels = flags.kernels
+    requests = (request.partition("=") for request in kernels.kernel_per_op)
+    return from_flags(
+        KernelConfig,
+        flags,
+        backend=kernels.kernel_backend,
+        per_op=tuple((op, backend) for op, _, backend in requests),
+        cache_dir=_path(kernels.kernel_cache_dir),
     )

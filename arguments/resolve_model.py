@@ -1,10 +1,10 @@
-"""From flags to the `ModelConfig`."""
+"""Converts checked flags to the `ModelConfig`."""
 
 import math
 from dataclasses import replace
 
 from arguments import derive
-from arguments.flags import Flags
+from arguments.flags import Flags, from_flags
 from megatron_moe.config.attention import (
     AttentionConfig,
     ContextExchange,
@@ -31,30 +31,24 @@ from megatron_moe.config.moe import (
 )
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
-"""Context length that Llama 3's stretching starts from; Megatron has no flag for it."""
+"""Original context length in Llama 3's RoPE scaling; Megatron has no flag for it."""
 _LOSS_CHUNK = 1024
-"""Tokens of one product of a fused head: enough of them to fill a GPU."""
+"""Tokens per GEMM of the fused output layer; enough to fill a GPU."""
 
 
 def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
-    """The model of a true vocabulary size."""
+    """Builds the model config for a vocabulary size before padding."""
     model = flags.model
-    rotation = {"rope": "rope", "yarn": "rope"}
-    return ModelConfig(
-        hidden_size=model.hidden_size,
-        vocab_size=derive.padded_vocab_size(
-            vocab_size,
-            model.make_vocab_size_divisible_by,
-            flags.parallel.tensor_model_parallel_size,
-            model.padded_vocab_size,
-            model.pad_vocab_size,
-        ),
+    return from_flags(
+        ModelConfig,
+        flags,
+        vocab_size=from_flags(derive.pad_vocab_size, flags, vocab_size=vocab_size),
         layers=_layers(flags),
         norm=_norm(flags),
-        position_embedding=rotation.get(model.position_embedding_type, model.position_embedding_type),  # type: ignore[arg-type]
+        position_embedding="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
         max_positions=model.max_position_embeddings,
         tied_embeddings=not model.untie_embeddings_and_output_weights,
-        loss_chunk=_LOSS_CHUNK if _fuses_the_head(flags) else None,
+        loss_chunk=_LOSS_CHUNK if _fuses_output_layer(flags) else None,
         embedding_dropout=model.hidden_dropout,
         mtp=_mtp(flags),
         init=InitConfig(
@@ -66,28 +60,28 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     )
 
 
-def _fuses_the_head(flags: Flags) -> bool:
+def _fuses_output_layer(flags: Flags) -> bool:
     return flags.kernels.cross_entropy_loss_fusion and flags.kernels.cross_entropy_fusion_impl == "linear"
 
 
 def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
-    model, attention = flags.model, flags.attention
-    places = zip(
-        derive.moe_layers(model.num_layers, flags.moe.num_experts, flags.moe.moe_layer_freq),
-        derive.windowed_layers(model.num_layers, attention.window_size, attention.window_attn_skip_freq),
-        derive.rotated_layers(model.num_layers, model.no_rope_freq),
-        derive.context_exchanges(model.num_layers, flags.parallel.cp_comm_type),
+    model = flags.model
+    layers = zip(
+        from_flags(derive.moe_layers, flags),
+        from_flags(derive.windowed_layers, flags),
+        from_flags(derive.rotated_layers, flags),
+        from_flags(derive.context_exchanges, flags),
         strict=True,
     )
     return tuple(
         LayerConfig(
-            mixer=_exchanging(_mixer(flags, windowed, rotated), exchange),
+            mixer=_mixer(flags, windowed, rotated, exchange),
             feed_forward=moe_config(flags) if is_moe else _dense(flags),
             norm=_norm(flags),
             hidden_dropout=model.hidden_dropout,
             residual_from_norm=model.apply_residual_connection_post_layernorm,
         )
-        for is_moe, windowed, rotated, exchange in places
+        for is_moe, windowed, rotated, exchange in layers
     )
 
 
@@ -108,12 +102,10 @@ def _mtp(flags: Flags) -> MTPConfig | None:
     )
 
 
-def _exchanging(mixer: AttentionConfig | MLAConfig, exchange: ContextExchange) -> AttentionConfig | MLAConfig:
+def _mixer(flags: Flags, windowed: bool, rotated: bool, exchange: ContextExchange) -> AttentionConfig | MLAConfig:
+    latent = flags.attention.multi_latent_attention
+    mixer = _mla(flags, windowed) if latent else _attention(flags, windowed, rotated)
     return replace(mixer, core=replace(mixer.core, context_exchange=exchange))
-
-
-def _mixer(flags: Flags, windowed: bool, rotated: bool) -> AttentionConfig | MLAConfig:
-    return _mla(flags, windowed) if flags.attention.multi_latent_attention else _attention(flags, windowed, rotated)
 
 
 def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionConfig:
@@ -129,19 +121,18 @@ def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionConfig:
 
 def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionConfig:
     model, attention = flags.model, flags.attention
-    head_dim = derive.head_dim(attention.kv_channels, model.hidden_size, attention.num_attention_heads)
-    rotates = rotated and model.position_embedding_type in ("rope", "yarn")
+    head_dim = from_flags(derive.head_dim, flags)
+    has_rope = rotated and model.position_embedding_type in ("rope", "yarn")
     scope = {"head": "per_head", "all-heads": "full"}[attention.qk_layernorm_over] if attention.qk_layernorm else "none"
-    return AttentionConfig(
-        hidden_size=model.hidden_size,
+    return from_flags(
+        AttentionConfig,
+        flags,
         num_heads=attention.num_attention_heads,
-        num_query_groups=attention.num_query_groups
-        if attention.group_query_attention
-        else attention.num_attention_heads,
+        **({} if attention.group_query_attention else {"num_query_groups": attention.num_attention_heads}),
         head_dim=head_dim,
         core=_core(flags, head_dim**-0.5, windowed),
-        rope=_rope(flags, head_dim) if rotates else None,
-        qk_norm="l2" if attention.qk_l2_norm else scope,  # type: ignore[arg-type]
+        rope=_rope(flags, head_dim) if has_rope else None,
+        qk_norm="l2" if attention.qk_l2_norm else scope,
         norm=_norm(flags),
         qkv_bias=model.add_bias_linear or attention.add_qkv_bias,
         out_bias=model.add_bias_linear,
@@ -150,30 +141,32 @@ def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionConfig:
 
 
 def _rope(flags: Flags, head_dim: int) -> RopeConfig:
-    """Rotation of grouped-query attention."""
+    """Rotary embedding of grouped-query attention."""
     model = flags.model
     dim = int(head_dim * model.rotary_percent)
     if model.position_embedding_type == "yarn":
         length = model.yarn_original_max_position_embeddings or derive.YARN_LENGTH
         return _yarn(flags, dim, model.rotary_interleaved, length)
-    plain = RopeConfig(dim=dim, base=model.rotary_base, interleaved=model.rotary_interleaved)
+    unscaled = RopeConfig(dim=dim, base=model.rotary_base, interleaved=model.rotary_interleaved)
     if model.use_rope_scaling:
         return replace(
-            plain,
+            unscaled,
             scaling="llama3",
             scaling_factor=model.rope_scaling_factor,
             original_max_positions=_LLAMA3_ORIGINAL_POSITIONS,
         )
-    stretch = model.rotary_seq_len_interpolation_factor
-    if stretch is not None and stretch != 1:
-        return replace(plain, scaling="linear", scaling_factor=float(stretch))
-    return plain
+    factor = model.rotary_seq_len_interpolation_factor
+    if factor is not None and factor != 1:
+        return replace(unscaled, scaling="linear", scaling_factor=float(factor))
+    return unscaled
 
 
 def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int) -> RopeConfig:
     model, attention = flags.model, flags.attention
-    fast, slow = derive.yarn_turns(model.yarn_beta_fast, model.yarn_beta_slow)
-    return RopeConfig(
+    fast, slow = from_flags(derive.yarn_turns, flags)
+    return from_flags(
+        RopeConfig,
+        flags,
         dim=dim,
         base=model.rotary_base,
         interleaved=interleaved,
@@ -182,8 +175,6 @@ def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int
         original_max_positions=original_max_positions,
         beta_fast=fast,
         beta_slow=slow,
-        mscale=attention.mscale,
-        mscale_all_dim=attention.mscale_all_dim,
         truncate=model.yarn_correction_range_round_to_int,
     )
 
@@ -197,14 +188,11 @@ def _mla(flags: Flags, windowed: bool) -> MLAConfig:
     else:
         rope = _yarn(flags, rope_dim, True, attention.original_max_position_embeddings)
         gain = yarn_mscale(attention.rotary_scaling_factor, attention.mscale_all_dim)
-    return MLAConfig(
-        hidden_size=model.hidden_size,
+    return from_flags(
+        MLAConfig,
+        flags,
         num_heads=attention.num_attention_heads,
-        q_lora_rank=attention.q_lora_rank,
-        kv_lora_rank=attention.kv_lora_rank,
-        qk_head_dim=attention.qk_head_dim,
         qk_rope_dim=rope_dim,
-        v_head_dim=attention.v_head_dim,
         core=_core(flags, gain * gain * (attention.qk_head_dim + rope_dim) ** -0.5, windowed),
         rope=rope,
         qk_norm=attention.qk_layernorm,
@@ -230,14 +218,13 @@ def _dense(flags: Flags) -> MLPConfig:
     model = flags.model
     return MLPConfig(
         hidden_size=model.hidden_size,
-        ffn_hidden_size=derive.ffn_hidden_size(model.ffn_hidden_size, model.hidden_size, model.swiglu),
+        ffn_hidden_size=from_flags(derive.ffn_hidden_size, flags),
         activation=_activation(flags),
         bias=model.add_bias_linear,
     )
 
 
 def moe_config(flags: Flags) -> MoEConfig:
-    """A layer with experts."""
     moe = flags.moe
     capacity = None
     if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
@@ -260,9 +247,9 @@ def moe_config(flags: Flags) -> MoEConfig:
 def _router(flags: Flags) -> RouterConfig:
     moe = flags.moe
     assert moe.num_experts
-    return RouterConfig(
-        hidden_size=flags.model.hidden_size,
-        num_experts=moe.num_experts,
+    return from_flags(
+        RouterConfig,
+        flags,
         topk=moe.moe_router_topk,
         score_function=moe.moe_router_score_function,
         pre_softmax=moe.moe_router_pre_softmax,
@@ -286,11 +273,10 @@ def _router(flags: Flags) -> RouterConfig:
 def _experts(flags: Flags) -> ExpertsConfig:
     model, moe = flags.model, flags.moe
     assert moe.num_experts
-    dense_width = derive.ffn_hidden_size(model.ffn_hidden_size, model.hidden_size, model.swiglu)
     return ExpertsConfig(
         num_experts=moe.num_experts,
         hidden_size=moe.moe_latent_size or model.hidden_size,
-        ffn_hidden_size=moe.moe_ffn_hidden_size or dense_width,
+        ffn_hidden_size=moe.moe_ffn_hidden_size or from_flags(derive.ffn_hidden_size, flags),
         activation=_activation(flags),
         bias=model.add_bias_linear,
         grouped=moe.moe_grouped_gemm,

@@ -1,6 +1,6 @@
-"""The scripts that start a planned run: for SLURM, and for torchrun. Pure texts; `tools/launch.py` writes and submits.
+"""Launch scripts of a planned run for SLURM and torchrun; `tools/launch.py` writes and submits them.
 
-A script holds everything that was decided, so that what is read is what runs: ranks, environment with reasons, flags.
+A script contains all resolved values: ranks, environment variables with reasons, and flags.
 """
 
 import re
@@ -19,7 +19,7 @@ _SLURM_OPTION = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, ready to be started on `nodes` machines with `ranks_per_node` processes each."""
+    """A run to start on `nodes` machines with `ranks_per_node` processes each."""
 
     name: str
     nodes: int
@@ -27,27 +27,27 @@ class Job:
     root: Path
     """The repository."""
     folder: Path
-    """Where the run is started: relative paths in flags and recipes begin here."""
+    """Working directory of the run; relative paths in flags and recipes refer to it."""
     run_dir: Path
     python: str
     flags: tuple[str, ...]
-    """The words behind pretrain_moe.py."""
+    """Arguments of pretrain_moe.py."""
     variables: tuple[Variable, ...] = ()
     summary: tuple[str, ...] = ()
-    """What the plan says about itself."""
+    """Lines that describe the plan."""
     waits: tuple[str, ...] = ()
-    """What keeps it from being trained: it is to be read, not to be started."""
+    """Reasons why the run cannot start yet; its script can only be printed."""
     grace: int = 300
     """Seconds between the signal to save and the end of the job."""
     slurm: tuple[tuple[str, str | None], ...] = ()
-    """(option, value) for #SBATCH lines, over the usual ones; a value None takes a usual one away."""
+    """(option, value) of #SBATCH lines that override the defaults; None removes a default."""
     container: str | None = None
-    """Image for pyxis."""
+    """Container image for pyxis."""
     mounts: tuple[str, ...] = ()
-    """HOST:CONTAINER folders; root, folder and run folder are always mounted."""
+    """HOST:CONTAINER mounts in addition to root, folder and run folder."""
 
     def __post_init__(self) -> None:
-        """Raises FlagErrors if a value cannot be written into a script without becoming part of its code."""
+        """Raises FlagErrors if a value cannot be quoted safely in a script."""
         problems = [
             Problem(what=f"{source} is {text!r}, {unprintable(text)}", remedy="choose a text without it")
             for source, text in self._texts()
@@ -64,7 +64,7 @@ class Job:
             raise FlagErrors(problems)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """(source, value) of all texts that users choose."""
+        """(source, value) of all texts chosen by the user."""
         yield from (("--name", self.name), ("the folder of the project", str(self.root)))
         yield from (("the current folder", str(self.folder)), ("--run-dir", str(self.run_dir)))
         yield from (("--python", self.python), ("--container", self.container or ""))
@@ -75,13 +75,13 @@ class Job:
 
 
 def slurm_script(job: Job, body: str) -> str:
-    """What `sbatch` gets. `body`: the text of scripts/slurm/body.sh, which is the same for every run."""
+    """Script for `sbatch`. `body` is the text of scripts/slurm/body.sh, which is the same for all runs."""
     return "".join(
         (
             _SHEBANG,
             *(f"#SBATCH {_option(name, value)}\n" for name, value in slurm_options(job).items()),
             _comment(job),
-            _exports(job.variables),  # first, so that a variable named like one of the script's does not replace it
+            _exports(job.variables),  # before the script's own variables, which must win over equal names
             _settings(
                 {
                     "root": str(job.root),
@@ -101,7 +101,7 @@ def slurm_script(job: Job, body: str) -> str:
 
 
 def torchrun_script(job: Job) -> str:
-    """A script that starts scripts/launch.sh with everything set; on several machines it is started on each."""
+    """Script that runs scripts/launch.sh with all settings; with several machines it is started on each."""
     settings = {"NNODES": str(job.nodes), "RANKS_PER_NODE": str(job.ranks_per_node)}
     settings |= {"RUN_DIR": str(job.run_dir), "PYTHON": job.python}
     return "".join(
@@ -119,7 +119,7 @@ def torchrun_script(job: Job) -> str:
 
 
 def slurm_options(job: Job) -> dict[str, str]:
-    """Options of sbatch; an empty value is a switch."""
+    """sbatch options; an empty value means a switch."""
     options = {
         "job-name": job.name,
         "nodes": str(job.nodes),
@@ -141,7 +141,7 @@ def slurm_options(job: Job) -> dict[str, str]:
 
 
 def slurm_setting(text: str) -> tuple[str, str | None]:
-    """`time=4:00:00`; `exclusive` is a switch; `no-mem` takes a usual option away."""
+    """Parses `time=4:00:00`, `exclusive` (a switch) or `no-mem` (removes a default)."""
     name, equals, value = text.lstrip("-").partition("=")
     if not equals and name.startswith("no-"):
         return name.removeprefix("no-"), None
@@ -153,10 +153,10 @@ def _option(name: str, value: str) -> str:
 
 
 def _comment(job: Job) -> str:
-    """Where the script comes from and what it starts."""
+    """Comment with the origin of the script and a summary of the run."""
     ranks = job.nodes * job.ranks_per_node
     lines = [f"Written by tools/launch.py: {job.name} on {job.nodes} x {job.ranks_per_node} = {ranks} ranks."]
-    lines += [f"Cannot be trained yet: {reason}" for reason in job.waits]
+    lines += [f"Cannot start yet: {reason}" for reason in job.waits]
     return "".join(f"# {line}\n" for text in [*lines, *job.summary] for line in text.splitlines()) + "\n"
 
 
@@ -165,7 +165,7 @@ def _settings(values: Mapping[str, str]) -> str:
 
 
 def _array(name: str, words: Sequence[str]) -> str:
-    """A bash array, one flag with its values per line."""
+    """Bash array with one flag and its values per line."""
     lines = "".join(f"    {line}\n" for line in _by_flag(words))
     return f"{name}=(\n{lines})\n" if words else f"{name}=()\n"
 
@@ -182,13 +182,13 @@ def _by_flag(words: Sequence[str]) -> Iterator[str]:
 
 
 def _quoted(word: str) -> str:
-    """For bash; commas as well, so that nobody takes them for the commas of an array."""
+    """Quotes a word for bash, also if it contains commas, which could be mistaken for separators."""
     quoted = shlex.quote(word)
     return f"'{word}'" if quoted == word and "," in word else quoted
 
 
 def _exports(variables: Sequence[Variable]) -> str:
-    """Each with its reason. What the environment has already stays, as it does in the program."""
+    """Exports of variables with their reasons; values that are already set are kept, as in the program."""
     lines = [
         f'# {each.reason}\nexport {each.name}="${{{each.name}:-{_in_double_quotes(each.value)}}}"\n'
         for each in variables
@@ -201,14 +201,14 @@ def _in_double_quotes(value: str) -> str:
 
 
 def _container(job: Job) -> list[str]:
-    """Options of srun for pyxis."""
+    """srun options for pyxis."""
     if job.container is None:
         return []
-    own: list[Path] = []
+    folders: list[Path] = []
     for path in (job.root, job.folder, job.run_dir):
-        if not any(path.is_relative_to(known) for known in own):
-            own.append(path)
-    mounts = [*(f"{path}:{path}" for path in own), *job.mounts]
+        if not any(path.is_relative_to(known) for known in folders):
+            folders.append(path)
+    mounts = [*(f"{path}:{path}" for path in folders), *job.mounts]
     return [
         f"--container-image={job.container}",
         f"--container-mounts={','.join(mounts)}",
@@ -217,7 +217,7 @@ def _container(job: Job) -> list[str]:
 
 
 def _without_head(body: str) -> str:
-    """The body behind its own shebang and the comments that explain it as a file."""
+    """The body without its shebang and leading comments."""
     lines = body.splitlines(keepends=True)
     first = next(place for place, line in enumerate(lines) if not line.startswith("#"))
     return "".join(lines[first:])

@@ -1,4 +1,4 @@
-"""The text of a flag's value into the value that its annotation promises, and back. Nothing is ever evaluated."""
+"""Converts the text of a flag to the type of its annotation, and back, without `eval`."""
 
 import ast
 import math
@@ -19,21 +19,21 @@ _FALSE = ("false", "no", "off")
 
 
 class BadValue(ValueError):
-    """A text that is not a value of the wanted type. The message completes "--flag TEXT ..."."""
+    """Text that cannot be converted to the requested type. The message completes "--flag TEXT ..."."""
 
 
 def strip_quotes(text: str) -> str:
-    """Without one level of matching quotes: shells and YAML inside of each other leave them."""
+    """Removes one level of matching quotes, which nested shells and YAML leave."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return text
 
 
 def parse(annotation: Any, texts: Sequence[str]) -> Any:
-    """The value of `texts`, the words given to a flag.
+    """Converts the words given to a flag.
 
     Raises:
-        BadValue: they are no value of that type.
+        BadValue: they do not have the type.
     """
     kind = without_none(annotation)
     words = [strip_quotes(text) for text in texts]
@@ -45,7 +45,7 @@ def parse(annotation: Any, texts: Sequence[str]) -> Any:
 
 
 def cut(text: str) -> list[str]:
-    """The words of a text, as a shell would cut them.
+    """Splits a text into words as a shell does.
 
     Raises:
         BadValue: a quote is not closed.
@@ -57,7 +57,7 @@ def cut(text: str) -> list[str]:
 
 
 def within(value: object, least: float | None, below: float | None) -> None:
-    """Raises `BadValue` if a number, or one of a list, is out of bounds."""
+    """Raises `BadValue` if a number, or one of a list of numbers, is out of bounds."""
     for number in value if isinstance(value, tuple) else (value,):
         if least is not None and number < least:
             raise BadValue(f"is less than {least:g}")
@@ -66,7 +66,7 @@ def within(value: object, least: float | None, below: float | None) -> None:
 
 
 def words_of(annotation: Any, value: object) -> list[str]:
-    """The words that `parse` reads as `value`."""
+    """Inverse of `parse`: the words of a value."""
     if isinstance(value, tuple):
         return [_pattern_text(value)] if without_none(annotation) == LayerPattern else [_word(item) for item in value]
     return [_word(value)]
@@ -78,13 +78,13 @@ def _word(value: object) -> str:
 
 
 def _pattern_text(pattern: tuple[int, ...]) -> str:
-    """A sum of repeated lists: `([0]*3+[1]*58)`."""
+    """Run-length notation of a pattern: `([0]*3+[1]*58)`."""
     runs = [f"[{entry}]*{len(list(same))}" for entry, same in groupby(pattern)]
     return "(" + "+".join(runs) + ")" if runs else "[]"
 
 
 def describe(annotation: Any) -> str:
-    """The type for people: `int`, `a | b | c`, `float ...`, `layer pattern`."""
+    """Readable name of a type: `int`, `a | b | c`, `float ...`, `layer pattern`."""
     kind = without_none(annotation)
     if kind is bool:
         return "switch"
@@ -99,7 +99,7 @@ def describe(annotation: Any) -> str:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """The values there are, where they can be listed: of the flag, or of each of its words."""
+    """Allowed values of a literal type, or of the elements of a tuple of literals; else empty."""
     kind = without_none(annotation)
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
@@ -107,18 +107,17 @@ def choices(annotation: Any) -> tuple[str, ...]:
 
 
 def is_optional(annotation: Any) -> bool:
-    """May the value be None, that is: not set?"""
     return types.NoneType in get_args(annotation)
 
 
 def is_list(annotation: Any) -> bool:
-    """Does the flag take several words?"""
+    """Whether the flag takes several words."""
     kind = without_none(annotation)
     return get_origin(kind) is tuple and kind != LayerPattern
 
 
 def without_none(annotation: Any) -> Any:
-    """The type of a value that is set."""
+    """Removes None from an optional type."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
     return Union[tuple(member for member in get_args(annotation) if member is not types.NoneType)]  # noqa: UP007
@@ -142,7 +141,7 @@ def _tuple(items: tuple[Any, ...], words: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _entry(kind: Any, word: str, words: Sequence[str]) -> Any:
-    """One of several words, which a problem names."""
+    """Converts one of several words and names it in the error."""
     try:
         return _scalar(kind, word)
     except BadValue as problem:
@@ -187,21 +186,21 @@ def _number(kind: Callable[[str], int | float], word: str) -> int | float:
         value = kind(word)
         finite = math.isfinite(value)
     except ValueError:
-        raise BadValue("is not a whole number" if kind is int else "is not a number") from None
-    except OverflowError:  # a whole number beyond the largest float
+        raise BadValue("is not an integer" if kind is int else "is not a number") from None
+    except OverflowError:  # an integer larger than the largest float
         finite = False
     if not finite:
         raise BadValue("is not a finite number")
     if kind is float and abs(value) > _LARGEST_FP32:
-        raise BadValue(f"is beyond {_LARGEST_FP32:g}, the largest number of fp32")
+        raise BadValue(f"is larger than {_LARGEST_FP32:g}, the largest fp32 number")
     return value
 
 
 def layer_pattern(expression: str) -> LayerPattern:
-    """A number, or a list made of digits, lists, `+`, `*` and parentheses.
+    """Evaluates a number, or a list built from integers, lists, `+`, `*` and parentheses.
 
     Raises:
-        BadValue: anything else, or a list longer than any model is deep.
+        BadValue: anything else, or a list with more than 10,000 entries.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise BadValue(f"is longer than {_LONGEST_EXPRESSION} characters")
@@ -224,12 +223,12 @@ def _calculate(node: ast.expr) -> int | list[int]:
             return _flat([_calculate(entry) for entry in entries])
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
             return _combined(_calculate(left), operator, _calculate(right))
-    raise BadValue("may hold only whole numbers, lists, +, * and parentheses")
+    raise BadValue("may contain only integers, lists, +, * and parentheses")
 
 
 def _flat(entries: list[int | list[int]]) -> list[int]:
     if not all(isinstance(entry, int) for entry in entries):
-        raise BadValue("has a list inside of a list")
+        raise BadValue("has a nested list")
     return [entry for entry in entries if isinstance(entry, int)]
 
 
@@ -246,11 +245,11 @@ def _combined(left: int | list[int], operator: ast.operator, right: int | list[i
             _bounded(len(entries) * times)
             result = entries * times
         case _:
-            raise BadValue("adds or multiplies what does not fit: lists add to lists and repeat by numbers")
+            raise BadValue("mixes types: lists can be added to lists and multiplied by numbers")
     _bounded(result if isinstance(result, int) else len(result))
     return result
 
 
 def _bounded(number: int) -> None:
     if number > _LONGEST_PATTERN:
-        raise BadValue(f"goes beyond {_LONGEST_PATTERN}")
+        raise BadValue(f"exceeds {_LONGEST_PATTERN}")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 
@@ -19,14 +19,14 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         sys.exit(ExitCode.INTERRUPTED)
 
 
-def wait_for(command: Sequence[str], output: IO[str] | None = None) -> int:
+def wait_for(command: Sequence[str]) -> int:
     """The exit code of a command that is run to its end.
 
     Ctrl-C reaches the command as well, which may have something to save: it is waited for before KeyboardInterrupt
     goes on.
     """
     interrupt: KeyboardInterrupt | None = None
-    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None) as process:
+    with subprocess.Popen(command) as process:
         while True:
             try:
                 code = process.wait()

@@ -1,4 +1,4 @@
-"""Collects runs into one table: `python tools/summarize_run.py runs/a runs/sweep [--format text|csv|markdown]`.
+"""Collects runs into one table: `python tools/summarize_run.py runs/a runs/lr [--format text|csv|markdown]`.
 
 A place is a run folder or a folder with runs below it. Speeds are medians over a run's reports after the first.
 """

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.dry_run.report import report  # noqa: E402
-from arguments.dry_run.request import without_words  # noqa: E402
+from arguments.dry_run.request import figures  # noqa: E402
 from arguments.errors import Finished  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from arguments.recipes import recipe_names  # noqa: E402
@@ -58,7 +58,7 @@ def facts(recipe: str) -> dict[str, Any]:
 
 def numbers(recipe: str) -> str:
     """Returns the report of a recipe without its lists of flags."""
-    return report(without_words(facts(recipe))) + "\n"
+    return report(figures(facts(recipe))) + "\n"
 
 
 def totals(recipe: str) -> str:

@@ -1,11 +1,11 @@
-"""GPUs that a run is planned for: from flags, else from what its recipe or files say, the same in all programs."""
+"""GPUs that a run is planned for, from flags or else from the `about` section of its recipe or files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from arguments.errors import FlagErrors, Problem
 from arguments.parser import Settings
-from arguments.recipes import said_by
+from arguments.recipes import about_of
 from megatron_moe.cost_model.hardware import GPU, GPUS
 
 _DEFAULT_GPU = "h100"
@@ -13,17 +13,17 @@ _DEFAULT_GPU = "h100"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """Size of a cluster as a command line gives it; None: not given."""
+    """Cluster size given on a command line; None: not given."""
 
     gpu: str | None = None
     gpus: int | None = None
-    """`--gpus`, `--world-size`: ranks of all nodes."""
+    """`--gpus`, `--world-size`: total number of ranks."""
     nodes: int | None = None
     gpus_per_node: int | None = None
 
     @classmethod
     def of(cls, start: Settings) -> "ClusterFlags":
-        """From the flags of `pretrain_moe.py`."""
+        """Reads the flags of `pretrain_moe.py`."""
         values = {name: start.setting(name).value for name in ("gpu", "nodes", "gpus_per_node")}
         return cls(gpus=start.setting("world_size").value, **values)
 
@@ -34,10 +34,10 @@ class ClusterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes with the same number of ranks; the last one may have fewer."""
+    """Nodes with equal numbers of ranks; the last may have fewer."""
 
     gpu: GPU
-    """Kind of every GPU, in nodes of this cluster."""
+    """GPU type, with the node size of this cluster."""
     world_size: int
     ranks_per_node: int
 
@@ -49,21 +49,21 @@ class Cluster:
 def cluster_of(
     flags: ClusterFlags, start: Settings, environ: Mapping[str, str], *, launched: int = 1, otherwise: int | None = 1
 ) -> Cluster:
-    """The cluster of a command line.
+    """Determines the cluster of a command line.
 
     Args:
-        flags: its sizes.
-        start: where it names its recipe and files, whose section `about` counts where `flags` say nothing.
+        flags: given sizes.
+        start: settings that name the recipe and files, whose `about` section supplies sizes missing in `flags`.
         environ: for variables in files.
-        launched: ranks that a launcher has started; more than one count before `about`.
-        otherwise: ranks where nothing says; None: one node.
+        launched: ranks started by a launcher; more than one overrides `about`.
+        otherwise: number of ranks if none is given; None: one node.
 
     Raises:
-        FlagErrors: the sizes contradict each other, or a section `about` cannot be read.
+        FlagErrors: the sizes contradict each other, or an `about` section is invalid.
     """
-    said = said_by(start, environ)
-    gpu = GPUS[flags.gpu or said.gpu or _DEFAULT_GPU]
-    total = launched if launched > 1 else said.gpus
+    about = about_of(start, environ)
+    gpu = GPUS[flags.gpu or about.gpu or _DEFAULT_GPU]
+    total = launched if launched > 1 else about.gpus
     per_node = flags.gpus_per_node or min(gpu.per_node, flags.gpus or total or gpu.per_node)
     if flags.gpus and flags.nodes:
         world_size, per_node = flags.gpus, flags.gpus_per_node or max(1, flags.gpus // flags.nodes)
@@ -84,5 +84,5 @@ def cluster_of(
 def _contradiction(flags: ClusterFlags) -> FlagErrors:
     given = [f"--gpus {flags.gpus}", f"--nodes {flags.nodes}"]
     given += [f"--gpus-per-node {flags.gpus_per_node}"] if flags.gpus_per_node else []
-    remedy = "leave out one of them: ranks of all nodes = nodes x ranks of each"
+    remedy = "leave out one of them: gpus = nodes x gpus-per-node"
     return FlagErrors([Problem(what=f"{' and '.join(given)} contradict each other", remedy=remedy)])

@@ -1,4 +1,4 @@
-"""Files and folders that a run reads, checked without reading them."""
+"""Checks that the input files and folders of a run exist, without reading them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ _HUGGING_FACE = "hf:"
 
 
 def missing_inputs(plan: RunPlan) -> tuple[str, ...]:
-    """A sentence per flag that names something that does not exist here, and without which the run would not start."""
+    """One sentence per flag that names a missing input without which the run would not start."""
     found = [*_data_files(plan.data), *_checkpoints(plan.checkpoint)]
     return tuple(f"{sentence}; correct it, or start the run where it exists" for sentence in found)
 
@@ -32,7 +32,7 @@ def _data_files(data: DataConfig) -> Iterator[str]:
 
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
-    """Without weights, which `checks/data.py` has found to be in turn with prefixes or absent."""
+    """Drops the weights, which `checks/data.py` guarantees to alternate with prefixes if there are any."""
     try:
         float(words[0] if words else "")
     except ValueError:
@@ -41,7 +41,7 @@ def _prefixes(words: Sequence[str]) -> Sequence[str]:
 
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
-    """Folders that a first start reads; a later one resumes from the checkpoints of `save`."""
+    """Checks folders that are read by the first start of a run; later starts resume from `save`."""
     resumes = config.save is not None and not config.fresh and any(config.save.glob("iter_*"))
     if not resumes:
         has_load = config.load is not None and _folder(config.load).is_dir()

@@ -1,4 +1,4 @@
-"""The facts of a dry run as a text for people."""
+"""Formats the dry-run report."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,6 @@ _WIDTH = 120
 
 
 def report(facts: dict[str, Any]) -> str:
-    """The whole report."""
     unknown = facts["unknown_layers"]
     assumed = "" if unknown else "; the figures count their known effects"
     sections = (
@@ -209,7 +208,7 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """With three digits, or all before the point."""
+    """Three significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -218,7 +217,7 @@ def _billions(count: int) -> str:
 
 
 def _table(head: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]], left: tuple[int, ...] = ()) -> Iterator[str]:
-    """Columns of equal width; numbers to the right, texts (`left`) to the left."""
+    """Aligned columns: numbers to the right, the text columns in `left` to the left."""
     lines = [*([head] if head else []), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:

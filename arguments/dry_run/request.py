@@ -1,4 +1,4 @@
-"""`--dry-run`: for how many ranks of which kind, and what is told about the plan."""
+"""`--dry-run`: cluster of the run and report of its plan."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -29,33 +29,31 @@ _GPT2_VOCABULARY = 50_257
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a dry run is asked."""
+class DryRunRequest:
+    """Parsed `--dry-run` flags."""
 
     form: Literal["text", "json"]
     gpu: GPU
     environ: Mapping[str, str]
-    """Environment of the first of the ranks it is for."""
+    """Environment of the first rank."""
 
 
-def question(asked: Settings, environ: Mapping[str, str]) -> Question | None:
-    """What the command line asks of a dry run; None when it asks for none.
-
-    The number of ranks is that of the flag, of the launcher, of the recipe, or one.
-    """
-    form = asked.setting("dry_run").value
+def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunRequest | None:
+    """Returns the parsed flags; None without `--dry-run`. The number of ranks is that of the flags, the launcher, the
+    recipe, or one."""
+    form = start.setting("dry_run").value
     if form is None:
         return None
-    return Question(form, *machine(asked, environ))
+    return DryRunRequest(form, *machine(start, environ))
 
 
-def machine(asked: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
-    """Kind of GPU, and environment of the first rank."""
-    flags = ClusterFlags.of(asked)
+def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
+    """GPU type, and environment of the first rank."""
+    flags = ClusterFlags.of(start)
     launched = 1 if flags.has_size else _launched(environ)
-    if asked.setting("proxy").value and not flags.has_size:
+    if start.setting("proxy").value and not flags.has_size:
         flags = replace(flags, gpus=launched)
-    cluster = cluster_of(flags, asked, environ, launched=launched)
+    cluster = cluster_of(flags, start, environ, launched=launched)
     return cluster.gpu, _first_rank(environ, cluster)
 
 
@@ -67,7 +65,7 @@ def _launched(environ: Mapping[str, str]) -> int:
 
 
 def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
-    """The environment as torchrun would leave it there."""
+    """Environment as set by torchrun."""
     sizes = {"WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": cluster.ranks_per_node}
     ranks = {"RANK": 0, "LOCAL_RANK": 0, **sizes}
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
@@ -76,25 +74,24 @@ def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
 def or_known_size(
     vocab_size_of: Callable[[TokenizerConfig], int] | None, flags: Flags, unavailable: list[str]
 ) -> Callable[[TokenizerConfig], int] | None:
-    """Wraps `vocab_size_of` for dry runs, which need only the size of the vocabulary.
+    """Wraps `vocab_size_of` for dry runs, which need only the vocabulary size.
 
-    If the tokenizer cannot be read, the reason is added to `unavailable` and the size comes from the flags, or is that
-    of GPT-2's published vocabulary.
+    If the tokenizer cannot be read, the reason is added to `unavailable` and the size is that of the flags or of GPT-2.
     """
     if vocab_size_of is None:
         return None
-    ask, given = vocab_size_of, flags.data.vocab_size or flags.model.padded_vocab_size
+    read_size, given = vocab_size_of, flags.data.vocab_size or flags.model.padded_vocab_size
 
     def size(config: TokenizerConfig) -> int:
         try:
-            return ask(config)
+            return read_size(config)
         except RunError as trouble:
             known = given or (_GPT2_VOCABULARY if config.kind == "GPT2BPETokenizer" else None)
             if known is None:
-                remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
+                remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
                 raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
             unavailable.append(
-                str(trouble) if given else f"{trouble}; the figures assume {known:,} tokens, as in GPT-2"
+                str(trouble) if given else f"{trouble}; the figures assume GPT-2's vocabulary of {known:,} tokens"
             )
             return known
 
@@ -102,21 +99,21 @@ def or_known_size(
 
 
 def with_tokenizer(flags: Flags) -> Flags:
-    """Where no tokenizer is named, one that has nothing but the size of its vocabulary: all that a dry run asks for.
+    """Substitutes a NullTokenizer if no tokenizer is given, since a dry run needs only the vocabulary size.
 
     Raises:
-        FlagErrors: the size is not given either.
+        FlagErrors: the vocabulary size is not given either.
     """
     data = flags.data
     kind, size = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file), data.vocab_size
     if size is None and kind in (None, "NullTokenizer"):
-        remedy = "give --vocab-size: a dry run needs nothing else of the tokenizer"
+        remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
         raise FlagErrors([Problem(what="the vocabulary size is not known", remedy=remedy)])
     return flags if kind else replace(flags, data=replace(data, tokenizer_type="NullTokenizer"))
 
 
-def answer(plan: RunPlan, asked: Question, settings: Settings) -> Finished:
-    """Report of a plan; its exit code is OK only if the plan would start.
+def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -> Finished:
+    """Report of a plan; its exit code is OK only if the run would start.
 
     Raises FlagErrors.
     """
@@ -124,13 +121,13 @@ def answer(plan: RunPlan, asked: Question, settings: Settings) -> Finished:
     if too_long:
         remedy = "use fewer pipeline ranks, smaller groups or a smaller --moe-expert-wgrad-interval"
         raise FlagErrors([Problem(what=too_long, remedy=remedy)])
-    facts = facts_with_words(plan, asked.gpu, settings)
-    text = json.dumps(facts, indent=2) if asked.form == "json" else report(facts)
+    facts = all_facts(plan, request.gpu, settings)
+    text = json.dumps(facts, indent=2) if request.form == "json" else report(facts)
     return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)
 
 
-def facts_with_words(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
-    """Numbers of a plan, and lists about its flags."""
+def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
+    """Figures of a plan, and lists of texts about its flags."""
     recipe = settings.setting("recipe").value
     return {
         "recipe": recipe,
@@ -145,9 +142,9 @@ def facts_with_words(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
 
 
 def _differences(settings: Settings) -> list[str]:
-    """Flags whose value is not the recipe's."""
+    """Flags whose value differs from the recipe."""
     path = find_recipe(str(settings.setting("recipe").value))
-    assert path is not None, "a recipe that was read is there"
+    assert path is not None, "the recipe was read before"
     registry: Registry = settings.registry
     own = settle(registry, [file.flags for file in read_files(path, registry, {})])
     return list(_changes(own, settings, [name for name, flag in registry.flags.items() if flag.group != "start"]))
@@ -167,7 +164,7 @@ def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[st
     return lines
 
 
-def without_words(facts: Facts) -> Facts:
-    """The numbers alone, which do not depend on the features that are available today."""
+def figures(facts: Facts) -> Facts:
+    """Figures only, which do not depend on the available features."""
     lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
     return {**facts, "would_start": True, "environment": {}, **lists}

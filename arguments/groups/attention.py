@@ -1,4 +1,4 @@
-"""Attention: grouped queries, multi-latent, windows, sinks."""
+"""Attention flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,105 +9,112 @@ from arguments.values import LayerPattern
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFlags:
-    """Heads, grouped-query and multi-latent attention, windows, sinks."""
+    """Heads, grouped-query and multi-latent attention, sliding windows, attention sinks."""
 
     num_attention_heads: int = flag(REQUIRED, least=1, essential=True)
-    """Query heads."""
+    """Number of query heads."""
     group_query_attention: bool = flag(False)
-    """Several query heads share one key and value head."""
+    """Use grouped-query attention: query heads share key and value heads."""
     num_query_groups: int = flag(1, least=1)
-    """Key and value heads with `--group-query-attention`."""
+    """Number of key and value heads for `--group-query-attention`."""
     kv_channels: int | None = flag(None, least=1)
-    """Width of a head. Not set: hidden size / heads."""
+    """Head dimension. Not set: hidden size / heads."""
     qk_layernorm: bool = flag(False)
-    """Norm of queries and keys; with multi-latent attention of the compressed queries, keys and values."""
+    """Normalize queries and keys; with multi-latent attention the compressed queries, keys and values."""
     qk_layernorm_over: Literal["head", "all-heads"] = flag("head", status="ours")
-    """`--qk-layernorm` over every head by itself (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
+    """Apply `--qk-layernorm` to each head separately (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
     qk_l2_norm: bool = flag(False)
-    """Norm of queries and keys over every head, without a weight (Llama 4); wins over `--qk-layernorm`."""
+    """L2-normalize queries and keys per head without a weight (Llama 4); overrides `--qk-layernorm`."""
     add_qkv_bias: bool = flag(False)
-    """Bias on the projection to queries, keys and values alone."""
+    """Add a bias to the query, key and value projection only."""
     attention_dropout: float = flag(0.1, least=0, below=1)
     """Dropout on attention probabilities."""
     attention_output_gate: bool = flag(False)
-    """A sigmoid gate per channel on the output of attention (Qwen3-Next)."""
+    """Gate the attention output with a sigmoid per channel (Qwen3-Next)."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla")
-    """Sinks: none, a fixed zero logit, or one learned logit per head in the softmax denominator."""
+    """Attention sink in the softmax denominator: none, a fixed zero logit, or a learned logit per head."""
     window_size: tuple[int, int] | None = flag(None, least=-1)
-    """Sliding window LEFT,RIGHT: visible tokens on either side of the own one, -1 is no limit; 127,0 sees 128."""
+    """Sliding window LEFT,RIGHT: number of visible tokens before and after the current one; -1 is unlimited. 127,0 sees
+    128 tokens."""
     window_attn_skip_freq: LayerPattern | None = flag(None)
-    """Layers with full attention among windowed ones: every n-th, or a list with 1 for a window."""
-    qk_clip: bool = flag(False, status="not yet", note="logits are left alone")
-    """Shrink query and key weights of heads whose largest logit exceeds a threshold."""
-    qk_clip_alpha: float = flag(0.5, status="not yet", note="logits are left alone")
-    """Share of the shrinking that falls on the queries."""
-    qk_clip_threshold: float = flag(100.0, status="not yet", note="logits are left alone")
-    """Largest logit that is left alone."""
+    """Layers with full attention instead of the window: every n-th layer, or a list with 1 for windowed layers."""
+    qk_clip: bool = flag(False, status="not yet", note="attention logits are not clipped")
+    """Rescale query and key weights of heads whose maximum logit exceeds a threshold."""
+    qk_clip_alpha: float = flag(0.5, status="not yet", note="attention logits are not clipped")
+    """Exponent of the rescaling factor applied to query weights; key weights get the rest."""
+    qk_clip_threshold: float = flag(100.0, status="not yet", note="attention logits are not clipped")
+    """Maximum attention logit before weights are rescaled."""
 
     multi_latent_attention: bool = flag(False)
-    """Multi-latent attention (DeepSeek)."""
+    """Use multi-latent attention (DeepSeek)."""
     q_lora_rank: int | None = flag(None, least=1)
-    """Width of compressed queries. Not set: queries are not compressed."""
+    """Rank of the query compression. Not set: queries are not compressed."""
     kv_lora_rank: int = flag(32, least=1)
-    """Width of compressed keys and values."""
+    """Rank of the key and value compression."""
     qk_head_dim: int = flag(128, least=1)
-    """Width of the part of a query or key head without rotation."""
+    """Query and key head dimension without the rotary part."""
     qk_pos_emb_head_dim: int = flag(64, least=2)
-    """Width of the rotated part of a query or key head."""
+    """Dimension of the rotary part of a query or key head."""
     v_head_dim: int = flag(128, least=1)
-    """Width of a value head."""
+    """Value head dimension."""
     rope_type: Literal["rope", "yarn"] | None = flag(None)
-    """Rotation of multi-latent attention. Not set: yarn."""
+    """Rotary embedding of multi-latent attention. Not set: yarn."""
     rotary_scaling_factor: float = flag(1.0, least=1)
-    """YaRN: factor by which the context is extended."""
+    """YaRN: context extension factor."""
     original_max_position_embeddings: int = flag(4096, least=1)
-    """YaRN in multi-latent attention: context length before extension."""
+    """YaRN (multi-latent attention): context length before extension."""
     mscale: float = flag(1.0, least=0)
-    """YaRN: growth of cos and sin with the logarithm of the factor."""
+    """YaRN: coefficient of the logarithmic scaling of cos and sin."""
     mscale_all_dim: float = flag(0.0, least=0)
-    """YaRN: growth that is divided out of cos and sin again; in multi-latent attention its square joins the softmax
-    scale."""
+    """YaRN: coefficient by whose scaling cos and sin are divided; in multi-latent attention its square also multiplies
+    the softmax scale."""
 
-    experimental_attention_variant: str | None = flag(None, status="not yet", note="only softmax attention exists")
-    """Another mixer in place of attention, such as gated_delta_net."""
-    linear_attention_freq: LayerPattern | None = flag(None, status="not yet", note="only softmax attention exists")
-    """Layers with linear attention."""
-    linear_conv_kernel_dim: int = flag(4, status="not yet", harmless=True, note="only softmax attention exists")
-    """Width of the convolution in linear attention."""
-    linear_key_head_dim: int = flag(128, status="not yet", harmless=True, note="only softmax attention exists")
-    """Width of a key head of linear attention."""
-    linear_value_head_dim: int = flag(128, status="not yet", harmless=True, note="only softmax attention exists")
-    """Width of a value head of linear attention."""
-    linear_num_key_heads: int = flag(16, status="not yet", harmless=True, note="only softmax attention exists")
-    """Key heads of linear attention."""
-    linear_num_value_heads: int = flag(32, status="not yet", harmless=True, note="only softmax attention exists")
-    """Value heads of linear attention."""
-
-    dsa_indexer_n_heads: int | None = flag(None, status="not yet", note="only softmax attention over all tokens exists")
-    """Heads of the indexer of sparse attention."""
-    dsa_indexer_head_dim: int | None = flag(
-        None, status="not yet", note="only softmax attention over all tokens exists"
+    experimental_attention_variant: str | None = flag(
+        None, status="not yet", note="only softmax attention is implemented"
     )
-    """Width of an indexer head."""
-    dsa_indexer_topk: int | None = flag(None, status="not yet", note="only softmax attention over all tokens exists")
+    """Sequence mixer that replaces attention, such as gated_delta_net."""
+    linear_attention_freq: LayerPattern | None = flag(
+        None, status="not yet", note="only softmax attention is implemented"
+    )
+    """Layers with linear attention."""
+    linear_conv_kernel_dim: int = flag(4, status="not yet", harmless=True, note="only softmax attention is implemented")
+    """Convolution kernel size of linear attention."""
+    linear_key_head_dim: int = flag(128, status="not yet", harmless=True, note="only softmax attention is implemented")
+    """Key head dimension of linear attention."""
+    linear_value_head_dim: int = flag(
+        128, status="not yet", harmless=True, note="only softmax attention is implemented"
+    )
+    """Value head dimension of linear attention."""
+    linear_num_key_heads: int = flag(16, status="not yet", harmless=True, note="only softmax attention is implemented")
+    """Number of key heads of linear attention."""
+    linear_num_value_heads: int = flag(
+        32, status="not yet", harmless=True, note="only softmax attention is implemented"
+    )
+    """Number of value heads of linear attention."""
+
+    dsa_indexer_n_heads: int | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
+    """Number of heads of the sparse-attention indexer."""
+    dsa_indexer_head_dim: int | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
+    """Head dimension of the sparse-attention indexer."""
+    dsa_indexer_topk: int | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
     """Tokens that sparse attention keeps per query."""
     dsa_indexer_loss_coeff: float | None = flag(
-        None, status="not yet", note="only softmax attention over all tokens exists"
+        None, status="not yet", note="only dense softmax attention is implemented"
     )
-    """Weight of the indexer's loss."""
+    """Weight of the indexer loss."""
     dsa_indexer_use_sparse_loss: bool = flag(
-        False, status="not yet", note="only softmax attention over all tokens exists"
+        False, status="not yet", note="only dense softmax attention is implemented"
     )
-    """Compute that loss on kept tokens only."""
-    csa_compress_ratios: str | None = flag(None, status="not yet", note="only softmax attention over all tokens exists")
-    """Compression of keys and values per layer."""
+    """Compute the indexer loss on the kept tokens only."""
+    csa_compress_ratios: str | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
+    """Compression ratio of keys and values per layer."""
     csa_compress_rotary_base: float = flag(
-        40000.0, status="not yet", note="only softmax attention over all tokens exists"
+        40000.0, status="not yet", note="only dense softmax attention is implemented"
     )
-    """Base of the rotation of compressed keys."""
-    csa_window_size: int = flag(128, status="not yet", note="only softmax attention over all tokens exists")
-    """Window beside compressed attention."""
-    o_groups: int = flag(8, status="not yet", note="one output projection exists")
-    """Groups of the low-rank output projection."""
-    o_lora_rank: int = flag(1024, status="not yet", note="one output projection exists")
-    """Width of the low-rank output projection."""
+    """Rotary base for compressed keys."""
+    csa_window_size: int = flag(128, status="not yet", note="only dense softmax attention is implemented")
+    """Sliding window used alongside compressed attention."""
+    o_groups: int = flag(8, status="not yet", note="only a full-rank output projection is implemented")
+    """Number of groups of the low-rank output projection."""
+    o_lora_rank: int = flag(1024, status="not yet", note="only a full-rank output projection is implemented")
+    """Rank of the low-rank output projection."""

@@ -1,76 +1,77 @@
-"""What is saved and loaded."""
+"""Checkpoint flags."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag import flag
 
-_ONE_KIND = "there is one kind of checkpoint, written every --save-interval iterations"
+_ONE_KIND = "only persistent checkpoints every --save-interval iterations are implemented"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
-    """Saving, resuming, loading weights."""
+    """Saving, resuming and loading checkpoints."""
 
     save: str | None = flag(None)
-    """Folder for checkpoints. Not set: checkpoints/ in the run folder; on mock data only with `--save-interval`."""
+    """Checkpoint folder. Not set: checkpoints/ in the run folder; on mock data only with `--save-interval`."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
-    """Iterations between checkpoints. Not set: only when the run ends."""
+    """Iterations between checkpoints. Not set: save only when the run ends."""
     save_retain_interval: int | None = flag(None, least=1)
-    """Keep only checkpoints of multiples of this, and the last one."""
+    """Keep only the last checkpoint and those whose iteration is a multiple of this."""
     keep_best_checkpoint: bool = flag(False, status="ours")
-    """Never delete the checkpoint with the lowest validation loss of those evaluated at their own iteration."""
+    """Never delete the checkpoint with the lowest validation loss, among those evaluated at the iteration of the
+    checkpoint."""
     on_save_failure: Literal["continue", "stop"] = flag("continue", status="ours")
-    """When a checkpoint cannot be written: go on, until the third time in a row, or end the run."""
+    """Action when a checkpoint cannot be written: continue (at most three failures in a row) or end the run."""
     save_hf_interval: int | None = flag(None, least=1, status="ours")
-    """Iterations between exports as Hugging Face folders, into hf/ of the folder for checkpoints; also when the run
-    ends. Not set: none."""
+    """Iterations between exports to Hugging Face format, into hf/ of the checkpoint folder; the end of the run exports
+    too. Not set: no exports."""
     save_hf_config: str | None = flag(None, status="ours")
-    """Folder whose config.json and tokenizer files the exports carry. Not set: the hf: folder of `--load` or
+    """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder of `--load` or
     `--pretrained-checkpoint`."""
     keep_last_checkpoints: int | None = flag(None, least=1, status="ours")
-    """Delete older checkpoints than the last so many. Not set: keep all."""
+    """Number of most recent checkpoints to keep. Not set: all."""
     load: str | None = flag(None, essential=True)
-    """Folder with checkpoints to go on from, or hf:FOLDER for Hugging Face weights. A checkpoint of the run's own
-    folder comes first."""
+    """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Checkpoints in the run's own checkpoint
+    folder take precedence."""
     fresh: bool = flag(False, status="ours")
-    """Start at iteration 0 although the run's folder holds checkpoints."""
+    """Start at iteration 0 even if the run folder contains checkpoints."""
     finetune: bool = flag(False)
-    """Take weights only and start at iteration 0."""
+    """Load weights only and start at iteration 0."""
     pretrained_checkpoint: str | None = flag(None)
-    """Weights to start from where `--load` holds nothing."""
+    """Checkpoint with initial weights, used if `--load` has no checkpoint."""
     ckpt_step: int | None = flag(None, least=0)
-    """Iteration to load instead of the newest."""
+    """Iteration of the checkpoint to load. Not set: the newest."""
     exit_on_missing_checkpoint: bool = flag(False)
-    """Leave when `--load` holds nothing."""
+    """Exit if `--load` has no checkpoint."""
     load_optim: bool = flag(True)
-    """Load the optimizer's state."""
+    """Load optimizer state."""
     save_optim: bool = flag(True)
-    """Save the optimizer's state."""
+    """Save optimizer state."""
     load_main_params_from_ckpt: bool = flag(
-        False, status="not yet", note="master weights come with the optimizer's state, or are made from the weights"
+        False, status="not yet", note="master weights are loaded with the optimizer state, else copied from the weights"
     )
-    """Take master weights from the checkpoint's weights."""
-    use_checkpoint_args: bool = flag(False, status="not yet", note="give --config with the run.yaml of that run")
-    """Take the model's flags from the checkpoint."""
+    """Initialize master weights from the model weights of the checkpoint."""
+    use_checkpoint_args: bool = flag(False, status="not yet", note="use --config with the run.yaml of that run")
+    """Take model flags from the checkpoint."""
     override_ckpt_iteration: int | None = flag(
-        None, least=0, status="close", note="not of the run's own checkpoints, so that a restart goes on"
+        None, least=0, status="close", note="does not apply to the run's own checkpoints, so that a restart resumes"
     )
-    """What the iteration of a checkpoint of `--load` counts as."""
+    """Iteration number to assign to the checkpoint loaded from `--load`."""
 
     ckpt_convert_format: Literal["torch", "torch_dist"] | None = flag(
-        None, status="refused", note="there is one format; nothing is converted"
+        None, status="refused", note="only one checkpoint format is implemented"
     )
-    """Convert a checkpoint and leave."""
-    ckpt_convert_save: str | None = flag(None, status="refused", note="there is one format; nothing is converted")
-    """Where the converted checkpoint goes."""
+    """Convert a checkpoint to this format and exit."""
+    ckpt_convert_save: str | None = flag(None, status="refused", note="only one checkpoint format is implemented")
+    """Output folder of the conversion."""
     async_save: bool = flag(False)
-    """Write checkpoints in the background: training waits only for a copy to host memory."""
+    """Write checkpoints in the background; training is blocked only while state is copied to host memory."""
     non_persistent_save_interval: int | None = flag(None, status="not yet", harmless=True, note=_ONE_KIND)
     """Iterations between rolling checkpoints."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
         None, status="not yet", harmless=True, note=_ONE_KIND
     )
-    """Kind of rolling checkpoints."""
+    """Storage of rolling checkpoints."""
     non_persistent_global_ckpt_dir: str | None = flag(None, status="not yet", harmless=True, note=_ONE_KIND)
     """Folder for rolling checkpoints."""

@@ -1,4 +1,4 @@
-"""Where tokens come from."""
+"""Dataset and tokenizer flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,48 +8,52 @@ from arguments.flag import flag
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags:
-    """Data sets, their split and blend, masks, and the tokenizer."""
+    """Datasets, splits and blends, document masks, tokenizer."""
 
     data_path: tuple[str, ...] = flag((), essential=True)
-    """Prefixes of .bin/.idx files, or weight and prefix in turn; `--split` divides them."""
+    """Prefixes of .bin/.idx files, or alternating weights and prefixes; divided by `--split`."""
     train_data_path: tuple[str, ...] = flag(())
-    """Prefixes for training alone."""
+    """Prefixes of training data."""
     valid_data_path: tuple[str, ...] = flag(())
-    """Prefixes for validation alone."""
+    """Prefixes of validation data."""
     test_data_path: tuple[str, ...] = flag(())
-    """Prefixes for the test alone."""
+    """Prefixes of test data."""
     data_args_path: str | None = flag(None)
-    """File with the words of `--data-path`."""
+    """File with the values of `--data-path`."""
     per_split_data_args_path: str | None = flag(None)
-    """JSON file with the words of `--train-data-path` and its kin, under train, valid and test."""
+    """JSON file with the values of `--train-data-path`, `--valid-data-path` and `--test-data-path` under the keys
+    train, valid and test."""
     split: str | None = flag(None, essential=True)
-    """Shares of training, validation and test, such as 99,1,0. Not set: 969, 30, 1."""
+    """Fractions of training, validation and test data, such as 99,1,0. Not set: 969, 30, 1."""
     mock_data: bool = flag(
-        False, status="close", essential=True, note="--split holds; Megatron-LM always takes thirds of these documents"
+        False, status="close", essential=True, note="--split applies; Megatron-LM always splits mock data into thirds"
     )
-    """Random documents instead of files."""
+    """Use random documents instead of files."""
     data_cache_path: str | None = flag(None)
-    """Folder for indices. Not set: beside the data."""
+    """Folder for index caches. Not set: next to the data."""
     mmap_bin_files: bool = flag(True)
-    """Map token files into memory."""
-    num_workers: int = flag(2, least=0, status="close", note="any number above 0 is one thread of every rank")
-    """Who makes the microbatches of the next step ahead; 0: nobody."""
+    """Memory-map the token files."""
+    num_workers: int = flag(2, least=0, status="close", note="any number above 0 means one thread per rank")
+    """Workers that prefetch the microbatches of the next step; 0: no prefetching."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
-        None, status="refused", works=("single", "cyclic"), note="data comes from .bin/.idx files; use single or cyclic"
+        None,
+        status="refused",
+        works=("single", "cyclic"),
+        note="data is read from .bin/.idx files; use single or cyclic",
     )
-    """Samples in order once, or shuffled again in every pass. Not set: single."""
+    """Sample order: each sample once in order, or reshuffled every epoch. Not set: single."""
     reset_position_ids: bool = flag(False)
-    """Positions start again after every end of document."""
+    """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = flag(False)
-    """Attention stays inside of a document."""
+    """Restrict attention to the current document."""
     eod_mask_loss: bool = flag(False)
-    """No loss where the input is the end of a document, whose next token is another document's."""
+    """Mask the loss at end-of-document tokens, whose next token belongs to another document."""
     mid_level_dataset_surplus: float = flag(0.005, least=0)
-    """Share by which every data set of a weighted blend is built larger than its part."""
+    """Fraction by which each dataset of a weighted blend is built larger than its share."""
     multiple_validation_sets: bool = flag(False)
-    """A loss of its own for every validation data set."""
+    """Report a separate loss for each validation dataset."""
     full_validation: bool = flag(False)
-    """Every evaluation reads the whole validation set, without a last batch that is not full."""
+    """Evaluate on the whole validation set, excluding an incomplete last batch."""
 
     tokenizer_type: (
         Literal[
@@ -84,30 +88,30 @@ class DataFlags:
         note="use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, GPT2BPETokenizer or NullTokenizer",
         essential=True,
     )
-    """What turns text into tokens; NullTokenizer knows only numbers, ByteTokenizer is ours. Not set: GPT2BPETokenizer
-    with --vocab-file and --merge-file."""
+    """Tokenizer. NullTokenizer reads numbers only; ByteTokenizer is an addition. Not set: GPT2BPETokenizer if
+    --vocab-file and --merge-file are given."""
     tokenizer_model: str | None = flag(None, essential=True)
-    """File of the tokenizer: a SentencePiece model, a tiktoken file, a folder with tokenizer.json, or the Hugging Face
-    repository of which the local cache has a copy."""
+    """Tokenizer file: a SentencePiece model, a tiktoken file, a folder with tokenizer.json, or a Hugging Face
+    repository that is in the local cache."""
     vocab_size: int | None = flag(None, least=1)
-    """Tokens in the vocabulary before padding. Not set: the tokenizer knows."""
+    """Vocabulary size before padding. Not set: that of the tokenizer."""
     vocab_file: str | None = flag(None)
-    """GPT2BPETokenizer: JSON file with the vocabulary."""
+    """GPT2BPETokenizer: JSON vocabulary file."""
     merge_file: str | None = flag(None)
-    """GPT2BPETokenizer: text file with the merges."""
+    """GPT2BPETokenizer: merges file."""
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(None)
-    """Version of the tiktoken pattern."""
+    """Version of the tiktoken split pattern."""
     tiktoken_num_special_tokens: int = flag(1000, least=0)
-    """Special tokens of a tiktoken vocabulary."""
+    """Number of special tokens of a tiktoken vocabulary."""
     tokenizer_special_tokens: tuple[str, ...] | None = flag(None)
-    """Names of special tokens of a tiktoken vocabulary."""
+    """Special tokens of a tiktoken vocabulary."""
     null_tokenizer_eod_id: int | None = flag(None, least=0)
-    """NullTokenizer: id that ends a document. Not set: the last one."""
+    """NullTokenizer: id of the end-of-document token. Not set: the last id."""
     trust_remote_code: bool = flag(False, status="refused", harmless=True, note="no code is downloaded or executed")
-    """Run code that comes with a tokenizer."""
+    """Execute code that ships with a tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
-    """NullTokenizer: id of padding; -1: none."""
+    """NullTokenizer: id of the padding token; -1: none."""
     dataloader_inter_document_masking: bool = flag(
-        False, status="close", note="means --reset-attention-mask and --reset-position-ids"
+        False, status="close", note="equivalent to --reset-attention-mask --reset-position-ids"
     )
-    """Sequences are packed documents: attention stays inside of each, and positions begin anew."""
+    """Treat sequences as packed documents: attention and positions restart at each document."""

@@ -1,4 +1,4 @@
-"""What is reported, how often and where to."""
+"""Logging and profiling flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,91 +8,93 @@ from arguments.flag import flag
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingFlags:
-    """The run folder, the log line, TensorBoard, W&B, timers and profiles."""
+    """Run folder, log line, TensorBoard, W&B, timers, profiler."""
 
     run_dir: str | None = flag(None, status="ours", essential=True)
     """Folder of the run: configuration, logs, metrics, plots and checkpoints."""
     log_interval: int = flag(100, least=1, essential=True)
     """Iterations between log lines."""
     log_style: Literal["megatron", "short"] = flag("megatron", status="ours")
-    """Megatron's long line, or one for people."""
+    """Log line format: Megatron's long line or a short one."""
     progress_bar: bool = flag(True, status="ours")
-    """On a terminal, one live line of progress instead of the step lines, which log.txt has."""
+    """On a terminal, show one live progress line instead of a line per report; log.txt contains all lines."""
     plots: bool = flag(True, status="ours")
-    """Draw plots into the run folder at the end."""
+    """Write plots to the run folder at the end."""
     log_throughput: bool = flag(
-        False, status="close", note="keys outside of a sliding window are no work (docs/model.md)"
+        False, status="close", note="keys outside a sliding window are not counted (docs/model.md)"
     )
-    """TFLOP/s per GPU in the log line."""
+    """Log TFLOP/s per GPU."""
     log_params_norm: bool = flag(False)
-    """Norm of the parameters in the log line."""
+    """Log the norm of the parameters."""
     log_num_zeros_in_grad: bool = flag(False)
-    """Zeros among the gradients in the log line."""
+    """Log the number of zeros in the gradients."""
     log_timers_to_tensorboard: bool = flag(False)
-    """Times to TensorBoard."""
+    """Write timers to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = flag(False)
-    """Validation perplexity to TensorBoard."""
+    """Write validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = flag(False)
-    """Memory to TensorBoard."""
+    """Write memory usage to TensorBoard."""
     log_memory_interval: int | None = flag(None, least=1)
-    """Iterations between memory lines. Not set: one line, after the first report."""
+    """Iterations between memory log lines. Not set: one line, after the first report."""
     log_device_memory_used: bool = flag(False)
-    """In the memory line also what all processes occupy on the device, by its driver's count."""
+    """Also log the memory used by all processes on the device, as reported by the driver."""
     log_world_size_to_tensorboard: bool = flag(False)
-    """World size to TensorBoard."""
+    """Write the world size to TensorBoard."""
     log_progress: bool = flag(False)
-    """A line in progress.txt, in the folder of checkpoints, for every start and every checkpoint."""
-    log_energy: bool = flag(False, status="not yet", harmless=True, note="no counter of energy is read")
-    """Energy per GPU."""
+    """Append a line to progress.txt in the checkpoint folder at every start and every checkpoint."""
+    log_energy: bool = flag(False, status="not yet", harmless=True, note="energy counters are not read")
+    """Log energy per GPU."""
     log_max_attention_logit: bool = flag(
-        False, status="not yet", harmless=True, note="logits of attention are not looked at"
+        False, status="not yet", harmless=True, note="attention logits are not recorded"
     )
-    """Largest attention logit."""
-    log_straggler: bool = flag(False, status="close", note="one attention of every rank is timed, and its data")
-    """Report slow ranks with every log line."""
-    straggler_minmax_count: int = flag(1, least=1, status="close", note="the slowest alone are named")
-    """How many slow ranks are named."""
+    """Log the maximum attention logit."""
+    log_straggler: bool = flag(
+        False, status="close", note="times one attention layer and the data loading of every rank"
+    )
+    """Report slow ranks in every log line."""
+    straggler_minmax_count: int = flag(1, least=1, status="close", note="only the slowest ranks are named")
+    """Number of slow ranks to name."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
-    """How much is timed."""
+    """Level of detail of the timers."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
-    """How times of ranks are summed up."""
+    """Aggregation of timers over ranks."""
     tensorboard_dir: str | None = flag(None)
-    """Folder for TensorBoard. Not set: tensorboard/ in the run folder."""
+    """TensorBoard folder. Not set: tensorboard/ in the run folder."""
     tensorboard_log_interval: int = flag(1, least=1)
-    """Iterations between TensorBoard entries."""
+    """Iterations between TensorBoard writes."""
     wandb_project: str | None = flag(None)
-    """W&B project; switches W&B on."""
+    """W&B project; enables W&B."""
     wandb_exp_name: str | None = flag(None)
-    """W&B name of the run."""
+    """W&B run name."""
     wandb_entity: str | None = flag(None)
-    """W&B team."""
+    """W&B entity."""
     wandb_save_dir: str | None = flag(None)
-    """Folder for W&B's files. Not set: the run folder."""
+    """Folder for W&B files. Not set: the run folder."""
 
     profile: bool = flag(False)
-    """Profile chosen iterations: mark them for an external profiler, or write a trace."""
+    """Profile selected iterations: mark them for an external profiler, or write a trace."""
     profile_step_start: int = flag(10, least=0)
-    """Iterations before the first profiled one."""
+    """Number of iterations before the first profiled one."""
     profile_step_end: int = flag(12, least=1)
     """Last profiled iteration."""
     profile_ranks: tuple[int, ...] = flag(())
-    """Profiled ranks. Not set: all."""
+    """Ranks to profile. Not set: all."""
     use_pytorch_profiler: bool = flag(False, status="close", note="traces go to profile/ in the run folder")
-    """Write a trace with torch's profiler."""
+    """Write a trace with torch.profiler."""
     record_memory_history: bool = flag(False, status="close", note="snapshots go to profile/ in the run folder")
-    """Record what the device's allocator does; a snapshot at every log interval and at the end, whatever ended it."""
+    """Record allocator history; write a snapshot at every log interval and whenever the run ends, also on errors."""
     memory_snapshot_path: str = flag("snapshot.pickle")
-    """File for recorded allocations; the number of the rank is added to its name."""
-    nvtx_ranges: bool = flag(False, status="close", note="the forwards of the model's parts have marks")
-    """Name the parts of the model in profiles."""
+    """File name of memory snapshots; the rank is appended."""
+    nvtx_ranges: bool = flag(False, status="close", note="covers forward passes of modules")
+    """Add NVTX ranges for the modules of the model."""
     pytorch_profiler_collect_shapes: bool = flag(False)
-    """Shapes in the trace."""
+    """Record tensor shapes in the trace."""
     pytorch_profiler_collect_callstack: bool = flag(False)
-    """Call stacks in the trace."""
+    """Record call stacks in the trace."""
     save_tokens_per_expert_interval: int | None = flag(
         None,
         status="not yet",
         harmless=True,
-        note="loads of experts stand in metrics.jsonl and in plots/expert_load.png",
+        note="expert loads are written to metrics.jsonl and plots/expert_load.png",
     )
-    """Iterations between files with the tokens of every expert."""
+    """Iterations between files with token counts per expert."""

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer: router, balancing, capacity, experts, dispatch."""
+"""Mixture-of-Experts flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,41 +9,41 @@ from arguments.values import LayerPattern
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFlags:
-    """Which layers have experts, how tokens choose them, what keeps them busy, how rows travel."""
+    """Expert layers, router, load balancing, capacity, experts, token dispatch."""
 
     num_experts: int | None = flag(None, least=0, essential=True)
-    """Routed experts in every Mixture-of-Experts layer. Not set or 0: all layers are dense."""
+    """Number of routed experts per MoE layer. Not set or 0: all layers are dense."""
     moe_layer_freq: LayerPattern = flag(1, essential=True)
-    """Layers with experts: every n-th counted from the first, or a list with 1 for experts: "([0]*3+[1]*58)"."""
+    """MoE layers: every n-th layer counted from the first, or a list with 1 for MoE layers: "([0]*3+[1]*58)"."""
     moe_ffn_hidden_size: int | None = flag(None, least=1, essential=True)
-    """Width of one routed expert. Not set: that of a dense feed-forward block."""
+    """Hidden size of each routed expert. Not set: `--ffn-hidden-size`."""
     moe_router_topk: int = flag(2, least=1, essential=True)
-    """Experts that every token visits."""
+    """Number of experts each token is routed to."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag("softmax")
-    """How the router's logits become scores."""
+    """Function that converts router logits to scores."""
     moe_router_pre_softmax: bool = flag(False)
-    """Softmax over all experts before the choice; the chosen probabilities are not normalised again."""
+    """Apply softmax over all experts before the top-k selection, without renormalizing the selected probabilities."""
     moe_router_num_groups: int | None = flag(None, least=1)
-    """Groups of experts for group-limited routing."""
+    """Number of expert groups for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, least=1)
-    """Of `--moe-router-num-groups`: groups of experts that a token may choose from."""
+    """Number of expert groups each token may select from, with `--moe-router-num-groups`."""
     moe_router_topk_scaling_factor: float | None = flag(None, least=0)
-    """Factor on the final probabilities."""
+    """Scaling factor of the final routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
-    """Format of the router's matrix product. Not set: that of the activations."""
-    moe_input_jitter_eps: float | None = flag(None, least=0, below=1, status="close", note="in training alone")
-    """Multiply the router's input by a random factor between 1 - eps and 1 + eps."""
+    """Dtype of the router GEMM. Not set: that of the activations."""
+    moe_input_jitter_eps: float | None = flag(None, least=0, below=1, status="close", note="during training only")
+    """Multiply the router input by uniform noise in [1 - eps, 1 + eps]."""
     moe_router_force_load_balancing: bool = flag(False)
-    """Random logits, for measuring speed with balanced experts."""
+    """Replace router logits by random ones, to measure speed with balanced experts."""
     moe_router_force_biased: float | None = flag(
-        None, status="close", note="a positive one is drawn once per step, not in every forward"
+        None, status="close", note="a positive value draws the bias once per step, not in every forward pass"
     )
-    """Random logits with a random bias of this standard deviation per expert, for measuring speed with unbalanced
-    experts; negative: drawn once per layer."""
+    """Replace router logits by random ones plus a random bias per expert of this standard deviation, to measure speed
+    with unbalanced experts; negative: the bias is drawn once per layer."""
     moe_enable_routing_replay: bool = flag(
-        False, status="not yet", harmless=True, note="every forward pass chooses anew"
+        False, status="not yet", harmless=True, note="routing is computed in every forward pass"
     )
-    """Record and replay the choices of the router."""
+    """Record and replay routing decisions."""
 
     moe_router_load_balancing_type: tuple[
         Literal[
@@ -53,72 +53,73 @@ class MoEFlags:
     ] = flag(
         ("aux_loss",),
         status="close",
-        note="expert_choice is ours; global_aux_loss weighs the same for any number of data-parallel ranks, in "
-        "Megatron-LM it is that number of times weaker (docs/moe.md)",
+        note="expert_choice is an addition; global_aux_loss is independent of the number of data-parallel ranks, while "
+        "Megatron-LM divides it by that number (docs/moe.md)",
     )
-    """What keeps experts equally busy: a loss over the microbatch, over every sequence, over the global batch (several
-    may be given), or another way to choose."""
+    """Load balancing: an auxiliary loss per microbatch, per sequence or per global batch (several may be given), or
+    another routing method."""
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
-    """Weight of every balancing loss, in the order of the types."""
+    """Coefficient of each balancing loss, in the order of the types."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
-    """Weight of the loss that keeps logits small."""
-    moe_router_enable_expert_bias: bool = flag(
-        False, status="close", note="it does not move in a step that is left out"
-    )
-    """Balance by a bias per expert on the choice, moved once per global batch."""
+    """Coefficient of the router z-loss, which keeps logits small."""
+    moe_router_enable_expert_bias: bool = flag(False, status="close", note="not updated in a skipped step")
+    """Add a bias per expert to the scores used for selection and update it once per global batch to balance the
+    load."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
-    """How far the bias of `--moe-router-enable-expert-bias` moves at once: up for experts with fewer rows than the
-    mean, down for those with more."""
+    """Update of `--moe-router-enable-expert-bias` per step: up for experts with fewer tokens than the mean, down for
+    those with more."""
     moe_router_quantile_balancing_ema: float = flag(0.0, least=0, below=1)
-    """Weight of the old thresholds in quantile balancing."""
+    """Exponential moving average coefficient of the thresholds in quantile balancing."""
 
     moe_expert_capacity_factor: float | None = flag(None)
-    """Rows an expert takes at most, as a multiple of its fair share. Not set or negative: no token is dropped."""
+    """Maximum number of tokens per expert as a multiple of the even share. Not set or negative: no token is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs")
-    """Which rows an expert drops that is full: the least probable or the last."""
+    """Tokens dropped when an expert exceeds its capacity: those with the lowest probability or the last ones."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
-    """Every expert gets exactly its capacity, filled with empty rows."""
+    """Pad the input of every expert to its capacity."""
     moe_expert_rank_capacity_factor: float | None = flag(
-        None, status="not yet", harmless=True, note="on one rank the rows have an exact bound"
+        None, status="not yet", harmless=True, note="the number of tokens per rank is not limited"
     )
-    """Rows a rank takes at most, as a multiple of its fair share."""
+    """Maximum number of tokens per rank as a multiple of the even share."""
 
     moe_grouped_gemm: bool = flag(False)
-    """One grouped matrix product over all experts instead of a loop."""
+    """Compute all experts of a rank with one grouped GEMM instead of a loop."""
     moe_expert_wgrad_interval: int = flag(1, least=1, status="ours")
-    """Compute weight gradients of experts once for so many microbatches, in one product: their buffer is read and
-    written once for all of them, while rows of the microbatches before the last wait in memory."""
+    """Compute expert weight gradients once per this many microbatches in one GEMM: the gradient buffer is read and
+    written once, while the inputs of the earlier microbatches stay in memory."""
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
-    """Width of all shared experts together, which every token visits. Not set or 0: none."""
+    """Total hidden size of the shared experts. Not set or 0: no shared experts."""
     moe_shared_expert_gate: bool = flag(False)
-    """A sigmoid gate per token on the shared experts."""
-    moe_shared_expert_overlap: bool = flag(False, status="close", note="with every dispatcher")
-    """Run shared experts while rows travel."""
+    """Gate the shared experts with a sigmoid per token."""
+    moe_shared_expert_overlap: bool = flag(False, status="close", note="available with every dispatcher")
+    """Overlap shared experts with expert-parallel communication."""
     moe_latent_size: int | None = flag(None, least=1)
-    """Width of the space in which routed experts work; tokens are projected into it and back."""
+    """Latent size of routed experts: tokens are projected to it before and back after the experts."""
     moe_apply_probs_on_input: bool = flag(False)
-    """Multiply rows by their probability before the expert, for one expert per token."""
-    moe_memory_efficient_permutation: bool = flag(True, status="ours", note="Megatron-LM always has the first form")
-    """Multiply rows by their probability before the second matrix of an expert, so that its results are not kept for
-    the backward. Without: after it, as the standard permutation does; to compare the two."""
-    moe_use_upcycling: bool = flag(False, status="close", note="the second matrix takes the whole scale (docs/moe.md)")
-    """Turn the dense checkpoint of `--load` into experts and train on."""
+    """Multiply tokens by their routing probability before the expert; requires top-1 routing."""
+    moe_memory_efficient_permutation: bool = flag(True, status="ours", note="always on in Megatron-LM")
+    """Apply routing probabilities before the second expert GEMM, so that expert outputs are not saved for backward.
+    Off: apply them after it, as in the standard unpermutation, for comparison."""
+    moe_use_upcycling: bool = flag(
+        False, status="close", note="the scaling is applied to the second matrix only (docs/moe.md)"
+    )
+    """Convert the dense checkpoint of `--load` into experts and continue training."""
     moe_upcycling_granularity: int = flag(1, least=1)
-    """How many experts a dense feed-forward block is cut into."""
+    """Number of experts each dense MLP is split into."""
     moe_per_layer_logging: bool = flag(False)
-    """Log balancing losses of every layer."""
+    """Log balancing losses per layer."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
         "allgather",
         status="close",
-        note="flex over several ranks is not available yet; where one rank has all experts, all kinds are the same "
+        note="flex over several ranks is not available yet; if one rank holds all experts, every type is the same "
         "local permutation",
     )
-    """How rows travel between expert-parallel ranks: every rank gets all tokens, rows go to the ranks of their experts,
-    or a library does it (`--moe-flex-dispatcher-backend`)."""
-    moe_n_hash_layers: int = flag(0, status="not yet", note="every layer with experts has a router")
-    """First layers whose tokens choose experts by a hash."""
+    """Token dispatcher between expert-parallel ranks: all-gather of all tokens, all-to-all to the ranks of the selected
+    experts, or a library (`--moe-flex-dispatcher-backend`)."""
+    moe_n_hash_layers: int = flag(0, status="not yet", note="every MoE layer has a learned router")
+    """Number of first layers whose tokens are routed by hash."""
     moe_routing_trace_path: str | None = flag(
-        None, status="not yet", harmless=True, note="expert loads are counted, choices are not kept"
+        None, status="not yet", harmless=True, note="expert loads are logged, routing decisions are not"
     )
-    """Folder for the choices of every step."""
+    """Folder for the routing decisions of every step."""

@@ -1,4 +1,4 @@
-"""The optimizer, the learning rate and weight decay."""
+"""Optimizer, learning-rate and weight-decay flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,59 +13,59 @@ class OptimizerFlags:
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = flag(
         "adam", status="not yet", note="use adam"
     )
-    """Which optimizer; adam has decoupled weight decay."""
+    """Optimizer; adam uses decoupled weight decay (AdamW)."""
     adam_beta1: float = flag(0.9, least=0, below=1)
-    """Decay of the first moment."""
+    """Adam beta1: decay rate of the first moment."""
     adam_beta2: float = flag(0.999, least=0, below=1)
-    """Decay of the second moment."""
+    """Adam beta2: decay rate of the second moment."""
     adam_eps: float = flag(1e-8, least=0)
-    """Added to the root of the second moment."""
+    """Adam epsilon."""
     clip_grad: float = flag(1.0, least=0)
-    """Largest global norm of the gradient; 0: no clipping."""
+    """Maximum global gradient norm; 0 disables clipping."""
     weight_decay: float = flag(0.01, least=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay coefficient."""
     start_weight_decay: float | None = flag(None, least=0)
-    """First value of a changing weight decay."""
+    """Initial weight decay of a schedule."""
     end_weight_decay: float | None = flag(None, least=0)
-    """Last value of a changing weight decay."""
+    """Final weight decay of a schedule."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
-    """How weight decay changes."""
+    """Weight decay schedule."""
     apply_wd_to_qk_layernorm: bool = flag(False)
-    """Weight decay on the norms of queries and keys too."""
+    """Apply weight decay to query and key norms too."""
     overlap_optimizer_step: bool = flag(False, status="ours")
-    """Step the weights of every layer while the next forward begins; the numbers stay the same."""
+    """Overlap the optimizer step of each layer with the next forward pass; results are bitwise identical."""
 
     lr: float = flag(REQUIRED, least=0, essential=True)
-    """Largest learning rate."""
+    """Maximum learning rate."""
     min_lr: float = flag(0.0, least=0, essential=True)
-    """Smallest learning rate."""
+    """Minimum learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "linear", essential=True
     )
-    """How the learning rate falls after warm-up."""
+    """Learning-rate schedule after warmup."""
     lr_decay_iters: int | None = flag(None, least=1)
-    """Iterations until the smallest learning rate. Not set: all."""
+    """Iterations until the minimum learning rate. Not set: the whole run."""
     lr_decay_samples: int | None = flag(None, least=1)
-    """Samples until the smallest learning rate. Not set: all."""
+    """Samples until the minimum learning rate. Not set: the whole run."""
     lr_warmup_iters: int = flag(0, least=0, essential=True)
-    """Iterations of linear warm-up."""
+    """Iterations of linear warmup."""
     lr_warmup_samples: int = flag(0, least=0)
-    """Samples of linear warm-up."""
+    """Samples of linear warmup."""
     lr_warmup_fraction: float | None = flag(None, least=0, below=1)
-    """Warm-up as a share of the decay length."""
+    """Warmup as a fraction of the decay length."""
     lr_warmup_init: float = flag(0.0, least=0)
-    """Learning rate at the start of warm-up."""
+    """Initial learning rate of warmup."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
-    """WSD: shape of the last part."""
+    """WSD: decay function of the final phase."""
     lr_wsd_decay_iters: int | None = flag(None, least=1)
-    """WSD: iterations of the last part."""
+    """WSD: iterations of the final decay phase."""
     lr_wsd_decay_samples: int | None = flag(None, least=1)
-    """WSD: samples of the last part."""
+    """WSD: samples of the final decay phase."""
     decoupled_lr: float | None = flag(None, least=0)
-    """Largest learning rate of embedding and head."""
+    """Maximum learning rate of the embedding and the output layer."""
     decoupled_min_lr: float | None = flag(None, least=0)
-    """Smallest learning rate of embedding and head."""
+    """Minimum learning rate of the embedding and the output layer."""
     override_opt_param_scheduler: bool = flag(False, names=("--override-opt_param-scheduler",))
-    """On resume, the command line's learning rate wins over the checkpoint's."""
+    """On resume, use the learning-rate schedule of the command line instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(False, names=("--use-checkpoint-opt_param-scheduler",))
-    """On resume, the checkpoint's learning rate wins over the command line's."""
+    """On resume, use the learning-rate schedule of the checkpoint instead of the command line's."""

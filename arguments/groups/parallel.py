@@ -1,4 +1,4 @@
-"""Sizes of the grids over ranks, and how gradients and parameters travel between data-parallel ranks."""
+"""Parallelism flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,68 +11,95 @@ class ParallelFlags:
     """Tensor, context, expert and data parallelism."""
 
     tensor_model_parallel_size: int = flag(1, least=1)
-    """Ranks that split attention, dense blocks and the vocabulary."""
+    """Tensor-parallel size: ranks that shard attention, dense MLPs and the vocabulary."""
     sequence_parallel: bool = flag(False)
-    """Split the residual stream, its norms and its dropout along the sequence over tensor-parallel ranks."""
+    """Shard the residual stream, norms and dropout along the sequence over tensor-parallel ranks."""
     context_parallel_size: int = flag(1, least=1)
-    """Ranks that split the sequence."""
+    """Context-parallel size: ranks that shard the sequence."""
     expert_model_parallel_size: int = flag(1, least=1)
-    """Ranks over which the experts are spread."""
+    """Expert-parallel size: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int | None = flag(None, least=1)
-    """Ranks that split one expert. Not set: the tensor-parallel size."""
+    """Tensor-parallel size of experts. Not set: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
-    """Pipeline stages before data-parallel ranks in the order of ranks."""
+    """Order ranks with pipeline stages before data-parallel replicas."""
     cp_comm_type: tuple[Literal["p2p", "allgather", "all_gather", "a2a", "a2a+p2p"], ...] = flag(("p2p",))
-    """How context-parallel ranks exchange keys and values: around a ring, gathered, heads against places, or both; one
+    """Context-parallel exchange of keys and values: ring (p2p), all-gather, all-to-all of heads, or both (a2a+p2p); one
     value, or one per layer."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, least=1)
-    """Of a2a+p2p: ranks that exchange heads, and ranks of the ring between them; their product is the context-parallel
-    size."""
+    """For a2a+p2p: sizes of the all-to-all and of the ring; their product is the context-parallel size."""
     distributed_timeout_minutes: int = flag(10, least=1)
-    """How long a collective may wait."""
+    """Collective timeout in minutes."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
-        False, status="close", note="any precision, no change of numbers; on one expert-parallel rank the plain order"
+        False, status="close", note="any precision; results do not change; no effect on one expert-parallel rank"
     )
-    """Hide expert communication behind another microbatch."""
+    """Overlap expert-parallel communication with computation of another microbatch."""
     delay_wgrad_compute: bool = flag(
-        False, status="close", note="needs no other flag: a stage sends its input's gradient before it computes them"
+        False,
+        status="close",
+        note="needs no other flag: a stage sends the gradient of its input before it computes weight gradients",
     )
-    """Compute weight gradients later than input gradients."""
+    """Compute weight gradients after input gradients."""
 
     use_distributed_optimizer: bool = flag(False)
-    """Shard the optimizer's state over data-parallel ranks (ZeRO-1)."""
+    """Shard optimizer state over data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = flag(False)
-    """Reduce gradients during the backward pass."""
+    """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False)
-    """Gather parameters during the forward pass."""
+    """Overlap the parameter all-gather with the forward pass."""
     ddp_num_buckets: int | None = flag(
-        None, least=1, status="close", note="about that many: parameters that differ in their treatment never share one"
+        None, least=1, status="close", note="approximate: parameters with different settings never share a bucket"
     )
-    """Number of gradient buckets of a rank."""
+    """Number of gradient buckets per rank."""
     ddp_bucket_size: int | None = flag(
-        None, least=1, status="close", note="on every pipeline stage, and without --overlap-grad-reduce too"
+        None, least=1, status="close", note="applies to all pipeline stages, with and without --overlap-grad-reduce"
     )
-    """Elements in a gradient bucket. Not set: 40 million, or 1 million per rank if that is more."""
+    """Elements per gradient bucket. Not set: 40 million, or 1 million per rank if that is larger."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False)
     """Pad buckets to multiples of 2^16 elements."""
     ddp_average_in_collective: bool = flag(False)
-    """Average inside of the collective."""
+    """Average gradients in the collective instead of scaling them."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
-    """Sum gradients that travel in bf16 in fp32."""
+    """Communicate bf16 gradients but accumulate them in fp32."""
 
-    use_megatron_fsdp: bool = flag(False, status="not yet", note="use data parallelism")
-    """Shard parameters over data-parallel ranks."""
-    use_torch_fsdp2: bool = flag(False, status="not yet", note="use data parallelism")
-    """Shard parameters with torch's FSDP2."""
+    use_megatron_fsdp: bool = flag(False, status="not yet", note="use --use-distributed-optimizer")
+    """Shard parameters over data-parallel ranks (Megatron FSDP)."""
+    use_torch_fsdp2: bool = flag(False, status="not yet", note="use --use-distributed-optimizer")
+    """Shard parameters over data-parallel ranks (torch FSDP2)."""
     hybrid_context_parallel: bool = flag(
         False,
         names=("--dynamic-context-parallel",),
         status="close",
-        note="among the context-parallel ranks, one degree per microbatch; smaller groups share its sequences",
+        note="within the context-parallel group, one degree per microbatch; smaller groups divide its sequences",
     )
-    """Split a microbatch over as few context-parallel ranks as its longest document needs."""
+    """Use only as many context-parallel ranks for a microbatch as its longest document needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
-    """Of --hybrid-context-parallel: tokens of one document that a rank holds at most."""
+    """Maximum tokens of one document per rank, for --hybrid-context-parallel."""
     ep_overlap_early_attn_memory_release: bool = flag(False)
-    """Of --overlap-moe-expert-parallel-comm: run the backward pass of attention earlier, which hides less."""
+    """With --overlap-moe-expert-parallel-comm, run the attention backward earlier: less memory, less overlap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFlags:
+    """Assignment of layers to pipeline stages, and schedule."""
+
+    pipeline_model_parallel_size: int = flag(1, least=1)
+    """Pipeline-parallel size: ranks that divide the layers."""
+    pipeline_model_parallel_layout: str | None = flag(
+        None, status="close", note="`auto` is an addition: it computes a layout that balances FLOPs"
+    )
+    """Layers of each stage, written as in Et*3|(tt|)*29m|L, or `auto`."""
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, least=1)
+    """Layers per virtual stage."""
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, least=1)
+    """Virtual stages per rank."""
+    decoder_first_pipeline_num_layers: int | None = flag(None, least=0)
+    """Layers of the first rank; the other ranks divide the rest."""
+    decoder_last_pipeline_num_layers: int | None = flag(None, least=0)
+    """Layers of the last rank; the other ranks divide the rest."""
+    account_for_embedding_in_pipeline_split: bool = flag(False)
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = flag(False)
+    """Count the output layer and loss as a layer of the last stage."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, least=1)
+    """Consecutive microbatches per virtual stage. Not set: the pipeline-parallel size."""

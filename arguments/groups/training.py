@@ -1,4 +1,4 @@
-"""Batches, length of the run, evaluation, leaving."""
+"""Training-loop flags."""
 
 from dataclasses import dataclass
 
@@ -7,47 +7,50 @@ from arguments.flag import REQUIRED, flag
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFlags:
-    """Batches, length of the run, evaluation, seeds, and leaving early."""
+    """Batch sizes, run length, evaluation, seeds, exit conditions."""
 
     micro_batch_size: int = flag(REQUIRED, least=1, essential=True)
-    """Sequences per microbatch and rank."""
+    """Sequences per microbatch on each data-parallel rank."""
     global_batch_size: int | None = flag(None, least=1, essential=True)
-    """Sequences per step over all ranks. Not set: one microbatch per rank."""
+    """Sequences per step over all ranks. Not set: one microbatch per data-parallel rank."""
     rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
-    """START INCREMENT SAMPLES: the global batch grows from START in steps of INCREMENT over so many samples."""
+    """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = flag(None, status="not yet", note="use --rampup-batch-size")
-    """Batch sizes at thresholds."""
-    decrease_batch_size_if_needed: bool = flag(False, status="not yet", note="choose a batch size that divides")
-    """Round a batch size down that the ranks do not divide."""
+    """Global batch sizes at thresholds of consumed samples."""
+    decrease_batch_size_if_needed: bool = flag(False, status="not yet", note="choose a divisible batch size")
+    """Round down a batch size that is not divisible by the number of ranks."""
     train_iters: int | None = flag(None, least=1, essential=True)
-    """Iterations of the run."""
+    """Number of training iterations."""
     train_samples: int | None = flag(None, least=1)
-    """Samples of the run, instead of iterations."""
+    """Number of training samples; replaces `--train-iters`."""
     eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: none during training."""
     eval_iters: int | None = flag(None, least=0, status="close", note="Megatron-LM's default is 100 on mock data too")
-    """Batches of an evaluation. Not set: 100, on mock data at most the iterations of the run."""
+    """Batches per evaluation. Not set: 100; on mock data at most the number of training iterations."""
     skip_train: bool = flag(False)
-    """Evaluate only."""
+    """Evaluate without training."""
     exit_interval: int | None = flag(None, least=1)
-    """Save and leave when the iteration is a multiple of this."""
+    """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: int | None = flag(None, least=1)
-    """Save and leave after so many minutes."""
+    """Save and exit after this many minutes."""
     seed: int = flag(
-        1234, least=0, below=2**32, status="close", note="the same order of data, but other weights and dropout"
+        1234, least=0, below=2**32, status="close", note="same data order, different initial weights and dropout masks"
     )
-    """Start of all random numbers."""
+    """Random seed."""
     data_parallel_random_init: bool = flag(
-        False, status="refused", note="all data-parallel ranks hold the same weights"
+        False, status="refused", note="data-parallel replicas always start with identical weights"
     )
-    """Other initial weights on every data-parallel rank."""
+    """Initialize weights differently on each data-parallel rank."""
     manual_gc: bool = flag(False)
-    """Collect Python's garbage at chosen iterations only."""
+    """Disable automatic garbage collection and collect at fixed intervals."""
     manual_gc_interval: int = flag(0, least=0)
-    """Iterations between collections."""
+    """Iterations between manual garbage collections."""
     manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",))
-    """Collect around evaluations."""
+    """Collect garbage before and after evaluations."""
     iterations_to_skip: tuple[int, ...] = flag(
-        (), least=1, status="close", note="numbers are those of the log; Megatron-LM's are smaller by one"
+        (),
+        least=1,
+        status="close",
+        note="iterations are numbered as in the log; Megatron-LM's numbers are smaller by one",
     )
-    """Iterations, counted from 1, whose samples are passed over without a step."""
+    """Iterations, counted from 1, whose samples are skipped without a training step."""

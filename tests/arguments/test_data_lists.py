@@ -34,9 +34,9 @@ def test_a_file_with_splits_stands_for_the_paths_of_each(tmp_path, train):
     [
         ("--data-args-path", "a 'b", "quote that is not closed"),
         ("--per-split-data-args-path", "{", "Expecting property name"),
-        ("--per-split-data-args-path", "[]", "holds no lists under train, valid, test"),
-        ("--per-split-data-args-path", '{"dev": []}', "holds no lists under train, valid, test"),
-        ("--per-split-data-args-path", '{"train": [[]]}', "something else than weights and prefixes"),
+        ("--per-split-data-args-path", "[]", "must map train, valid, test to lists"),
+        ("--per-split-data-args-path", '{"dev": []}', "must map train, valid, test to lists"),
+        ("--per-split-data-args-path", '{"train": [[]]}', "only weights and prefixes"),
     ],
 )
 def test_a_file_that_lists_nothing_is_refused(tmp_path, option, content, sentence):
@@ -48,5 +48,5 @@ def test_a_file_that_is_missing_or_repeats_a_flag_is_refused(tmp_path):
     (text,) = texts_of("--data-args-path nowhere")
     assert text == "--data-args-path nowhere cannot be read: No such file or directory"
     (text,) = texts_of(f"--data-args-path {write(tmp_path, 'other')}")
-    assert text.endswith("lists what --data-path gives too")
+    assert text.endswith("conflicts with --data-path; give one of them")
     assert texts_of(f"--data-args-path {write(tmp_path, 'corpus_text_document')}") == []

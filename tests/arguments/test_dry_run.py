@@ -238,9 +238,9 @@ def test_the_last_file_says_the_machine_and_flags_win(ready):
 @pytest.mark.parametrize(
     ("about", "sentence"),
     [
-        ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not a whole number of at least 1"),
-        ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of a100, "),
-        ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', but model, gpu, gpus"),
+        ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not an integer of at least 1"),
+        ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of a100, h100, "),
+        ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', only model, gpu, gpus"),
     ],
 )
 def test_a_file_that_says_no_machine_is_rejected(ready, about, sentence):
@@ -293,7 +293,7 @@ def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
             "--vocab-file v --merge-file m",
             "--tokenizer-type --tokenizer-model",
             50257,
-            "; the figures assume 50,257 tokens, as in GPT-2",
+            "; the figures assume GPT-2's vocabulary of 50,257 tokens",
         ),
         ("--vocab-file v --merge-file m --vocab-size 999", "--tokenizer-type --tokenizer-model", 999, ""),
     ],

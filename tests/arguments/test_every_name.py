@@ -67,7 +67,7 @@ def test_names_of_documents_and_of_earlier_versions_are_accepted(name):
 
 def test_every_old_name_becomes_flags_that_exist():
     for old, today in old_names().items():
-        if not today.startswith("refused: "):
+        if not today.startswith("rejected: "):
             assert [word for word in today.split() if word.startswith("--") and not REGISTRY.find(word)] == [], old
 
 
@@ -112,8 +112,8 @@ def test_a_recognised_name_in_a_file_is_reported_once_and_taken_back_by_null(tmp
 
 def test_help_and_search_know_recognised_names():
     for words, text in (
-        (("--help", "--otel_enabled"), "--otel_enabled concerns a logger .* accepted without effect"),
-        (("--help", "--perform-rl-step"), "reinforcement learning; .* It is refused"),
+        (("--help", "--otel_enabled"), "--otel_enabled concerns a logger .* It has no effect"),
+        (("--help", "--perform-rl-step"), "reinforcement learning; .* It is rejected"),
         (("--find", "expert parallel"), "--expert-model-parallel-size "),
         (("--find", "otel"), "--otel-span-groups +no effect: concerns a logger"),
     ):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arguments.environment import unprintable
 from arguments.errors import Finished
 from arguments.export import export, flags_text, json_text, yaml_text
 from arguments.files import read_file
@@ -29,8 +30,6 @@ from tests.helpers.command_lines import (
 REGISTRY = Registry.declared()
 FLAGS = [flag for flag in REGISTRY.flags.values() if flag.group != "start"]
 ANY = st.text(st.characters(codec="utf-8"), max_size=9)
-VARIABLE = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=9)
-"""Values of environment variables may hold no control characters."""
 
 
 def _is_legible(text: str) -> bool:
@@ -39,6 +38,8 @@ def _is_legible(text: str) -> bool:
 
 LEGIBLE = ANY.filter(_is_legible)
 """Other characters are written by JSON as pairs of escapes, which YAML takes apart."""
+PRINTABLE = LEGIBLE.filter(lambda text: not unprintable(text))
+"""Values that an environment variable may have."""
 FRAMED = ANY.map(lambda text: f"a{text}z")
 """Words that begin or end with blanks and the like may be what a shell or a clipboard has made of other words."""
 LEGAL = list({case.rule: case for case in ALL_CASES if not case.environ}.values())
@@ -106,7 +107,7 @@ def printed(form: str, argv: list[str]) -> str:
 @given(st.data())
 def test_a_yaml_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data):
     before = settings_of(data)
-    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), VARIABLE))
+    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), PRINTABLE))
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(yaml_text(before, environment, ["a heading"]), encoding="utf-8")
     file = read_file(path, REGISTRY, {})
@@ -118,7 +119,7 @@ def test_a_yaml_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data)
 @given(st.data())
 def test_a_json_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data):
     before = settings_of(data, LEGIBLE)
-    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), VARIABLE.filter(_is_legible)))
+    environment = data.draw(st.dictionaries(st.sampled_from(["A", "B_C"]), PRINTABLE))
     path = tmp_path_factory.getbasetemp() / "round_trip.json"
     text = json_text(before, environment)
     path.write_text(text, encoding="utf-8")

@@ -190,24 +190,24 @@ def test_missing_variables_are_all_reported_and_their_flags_not_twice(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr: $(rm -rf x)", "a.yaml:1 holds shell code"),
-        ("lr: $((1+1))", "which is never executed"),
-        ("lr: ${1+x}", "holds shell code"),
+        ("lr: $(rm -rf x)", "a.yaml:1 contains shell code"),
+        ("lr: $((1+1))", "which is not executed"),
+        ("lr: ${1+x}", "contains shell code"),
         ("lr: !!python/object/apply:os.system ['true']", "a.yaml:1 has the tag !!python/object/apply:os.system;"),
         ("lr: !!python/name:os.system ''", "a.yaml:1 has the tag !!python/name:os.system;"),
         ("lr: !!python/object:str 5", "a.yaml:1 has the tag !!python/object:str;"),
         ("recompute_modules: [!!python/name:a b]", "a.yaml:1 has the tag !!python/name:a;"),
         ("model: !!python/object/new:a {lr: 1}", "a.yaml:1 has the tag !!python/object/new:a;"),
         ("!!python/object/new:a\nlr: 1", "a.yaml:1 has the tag !!python/object/new:a;"),
-        ("model: {lr: {a: 1}}", "neither a text, a number nor a list"),
-        ("recompute_modules: [[a]]", "neither a text, a number nor a list"),
-        ("- lr", "holds no `name: value` lines"),
-        ("just text", "holds no `name: value` lines"),
+        ("model: {lr: {a: 1}}", "must be a text, a number or a list"),
+        ("recompute_modules: [[a]]", "must be a text, a number or a list"),
+        ("- lr", "must contain `name: value` entries"),
+        ("just text", "must contain `name: value` entries"),
         ("? [a]\n: 3", "a key that is not a name"),
         ("config: b.yaml", "--config belongs on the command line"),
-        ("&a {model: *a}", "neither a text, a number nor a list"),
-        ("<<: 3", "holds no `name: value` lines"),
-        ("moe_layer_freq: {<<: 3}", "neither a text, a number nor a list"),
+        ("&a {model: *a}", "must be a text, a number or a list"),
+        ("<<: 3", "must contain `name: value` entries"),
+        ("moe_layer_freq: {<<: 3}", "must be a text, a number or a list"),
     ],
 )
 def test_a_file_that_is_wrong_is_reported_with_its_line(tmp_path, text, message):
@@ -252,7 +252,9 @@ def test_a_null_takes_back_what_an_earlier_file_said(tmp_path):
 def test_a_null_where_a_value_must_be_is_refused(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("adam-eps: null\n", encoding="utf-8")
-    assert texts_of(f"--config {path}")[0].startswith("--adam-eps cannot be null; leave it out for its default 1e-08")
+    assert texts_of(f"--config {path}")[0].startswith(
+        "--adam-eps cannot be null; leave it out to use the default 1e-08"
+    )
 
 
 def test_the_command_line_wins_over_files_and_later_files_over_earlier_ones(tmp_path):
@@ -286,7 +288,7 @@ def test_variables_of_a_file_become_the_runs_unless_the_user_set_them(tmp_path):
         ('"A\\n": 1', "names the environment variable 'A\\n'"),
         ("Ä: 1", "names the environment variable 'Ä'"),
         ('BASH_ENV: "$$(touch x)"', "sets BASH_ENV, whose value shells execute"),
-        ('A: "b\\0"', "holds a NUL character, 'b\\x00'"),
+        ('A: "b\\0"', "contains a NUL character, 'b\\x00'"),
         ('A: "b\\ntouch x"', "sets the environment variable A to 'b\\ntouch x', which contains the character U+000A"),
         ('A: "b\\x1b[2J"', "which contains the character U+001B"),
     ],
@@ -302,7 +304,7 @@ def test_variables_that_no_environment_or_script_can_hold_are_refused(tmp_path, 
 def test_a_flag_with_a_nul_character_is_refused(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text('run-dir: "runs/a\\0b"\n', encoding="utf-8")
-    assert texts_of(f"--config {path}", without="--run-dir") == [f"{path}:1 holds a NUL character, 'runs/a\\x00b'"]
+    assert texts_of(f"--config {path}", without="--run-dir") == [f"{path}:1 contains a NUL character, 'runs/a\\x00b'"]
 
 
 def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch):
@@ -334,7 +336,7 @@ def test_a_file_that_builds_on_itself_or_on_nothing_is_refused(tmp_path):
     first.write_text("base: b.yaml\n")
     second.write_text("base: a.yaml\n")
     third.write_text("base: nowhere.yaml\n")
-    assert any("a.yaml builds on itself" in text for text in texts_of(f"--config {first}"))
+    assert any("a.yaml includes itself" in text for text in texts_of(f"--config {first}"))
     (missing,) = problems_of(f"--config {third}")
     assert "nowhere.yaml cannot be read" in missing.what and missing.remedy == f"correct `base` of {third}"
 

@@ -103,7 +103,7 @@ def test_a_config_is_the_lowest_layer_and_its_values_know_their_origin(tmp_path)
 
 def test_what_no_flag_says_is_noted(tmp_path):
     notes = plan_from(folder_of(tmp_path, "Moonlight-16B-A3B")).notes
-    assert any("no flag says that layers 0-26 mixer norm eps: 1e-05, published 1e-06" in note for note in notes)
+    assert any("no flag for: layers 0-26 mixer norm eps: 1e-05, published 1e-06" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_model_that_is_not_described_cannot_be_compared(tmp_path):
     [
         (None, "cannot be read: No such file or directory"),
         ("{", "is not JSON"),
-        ("[1]", "holds no names with values"),
+        ("[1]", "is not a JSON object"),
         ('{"model_type": "llama"}', "has the model type llama; this program knows mixtral"),
         ('{"model_type": "mixtral"}', "has no hidden_size"),
         (json.dumps({**PUBLISHED["Qwen3-30B-A3B"], "head_dim": "x"}), "holds a value that describes no model"),

@@ -48,7 +48,7 @@ def test_without_a_launcher_there_is_one_process():
 def test_a_world_without_a_rank_is_refused():
     with pytest.raises(LaunchProblem, match="WORLD_SIZE=8, but RANK is not set") as caught:
         launch_of({"WORLD_SIZE": "8"})
-    assert "unset WORLD_SIZE" in caught.value.problem.remedy and "set RANK too" in caught.value.problem.remedy
+    assert "unset WORLD_SIZE" in caught.value.problem.remedy and "set RANK" in caught.value.problem.remedy
     assert launch_of({"WORLD_SIZE": "1"}) == Launch()
     assert launch_of({"WORLD_SIZE": "8", **SRUN}).launcher == "slurm"
     assert launch_of({"WORLD_SIZE": "8", **MPIRUN}).launcher == "openmpi"
@@ -117,7 +117,7 @@ def test_hosts_with_different_numbers_of_tasks(place, ranks):
 
 
 def test_a_host_that_slurm_does_not_count_is_refused():
-    with pytest.raises(LaunchProblem, match=r"SLURM_NODEID=2, but SLURM counts the tasks of 2 hosts: 4\(x2\)"):
+    with pytest.raises(LaunchProblem, match=r"SLURM_NODEID=2, but SLURM lists tasks of 2 hosts: 4\(x2\)"):
         launch_of({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "2"})
 
 
@@ -197,10 +197,10 @@ def test_variables_set_by_hand_must_agree_with_srun():
     [
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
-        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is not a whole number"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is not an integer"),
         ({**TORCHRUN, "RANK": "8"}, "rank 8 does not exist in a world of 8 ranks"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 does not exist on a host with 4 ranks"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "9 ranks on a host are more than the 8 of the world"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "9 ranks per host exceed the world size of 8"),
         ({**SRUN, "SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST"),
     ],
 )

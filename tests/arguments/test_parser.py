@@ -65,12 +65,12 @@ def test_every_spelling_sets_its_flag(name, words, value):
 @pytest.mark.parametrize(
     ("word", "problem"),
     [
-        ("--bf16 --lr 1", "'--bf16 --lr 1' is one word with blanks in it"),
-        ("--bf16 ", "'--bf16 ' is one word with blanks in it"),
-        (" --bf16", "' --bf16' is one word with blanks in it"),
+        ("--bf16 --lr 1", "'--bf16 --lr 1' is one argument that contains blanks"),
+        ("--bf16 ", "'--bf16 ' is one argument that contains blanks"),
+        (" --bf16", "' --bf16' is one argument that contains blanks"),
         ("--bf16\r", "'--bf16\\r' ends with a carriage return"),
-        ("\u2013bf16", "begins with the dash U+2013 in place of two hyphens"),
-        ("-\u2014bf16", "begins with the dash U+2014 in place of two hyphens"),
+        ("\u2013bf16", "starts with the dash U+2013 instead of two hyphens"),
+        ("-\u2014bf16", "starts with the dash U+2014 instead of two hyphens"),
     ],
 )
 def test_a_flag_that_a_shell_or_a_clipboard_has_spoilt_is_told_and_meant(word, problem):
@@ -161,7 +161,7 @@ def test_a_name_of_another_program_is_refused_with_what_to_use():
 
 def test_an_old_name_with_a_value_that_means_nothing_is_refused():
     assert "qwen3_next" in settings_of("--no-weight-decay-cond-type length").problems[0].what
-    assert "no parts beside it" in settings_of("--cuda-graph-scope full_iteration attn").problems[0].what
+    assert "cannot be combined with modules" in settings_of("--cuda-graph-scope full_iteration attn").problems[0].what
 
 
 def test_a_later_layer_decides_against_an_old_name():
@@ -199,7 +199,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest_names():
 )
 def test_only_names_that_are_near_are_offered(option, names):
     (problem,) = settings_of(f"{option} 2").problems
-    assert problem.remedy.startswith(f"did you mean {names}" if names else "--find WORD searches"), problem.remedy
+    assert problem.remedy.startswith(f"did you mean {names}" if names else "search with --find WORD"), problem.remedy
 
 
 def test_an_abbreviation_is_not_a_flag():
@@ -218,7 +218,7 @@ def test_an_abbreviation_is_not_a_flag():
         ("--num-layers 999999999999999999999", "999999999999999999999 is not less than 100000"),
         ("--hidden-dropout 1", "--hidden-dropout 1 is not less than 1"),
         ("--moe-router-dtype bf16", "--moe-router-dtype bf16 is not one of fp32, fp64"),
-        ("stray --lr 1", "'stray' stands before any flag"),
+        ("stray --lr 1", "'stray' does not follow a flag"),
     ],
 )
 def test_a_word_that_does_not_fit_is_reported(words, message):

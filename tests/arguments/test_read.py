@@ -51,7 +51,7 @@ def test_run_yaml_says_what_follows_from_the_flags():
     lines = plan_of(environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}).resolved_yaml
     assert "# derived: 2 ranks = 2 data-parallel x 1 model-parallel" in lines
     assert "# derived: a step is 16 sequences = 2 microbatches of 4 per rank" in lines
-    assert "# derived: 1 dense layers, 3 with experts" in lines
+    assert "# derived: 1 dense and 3 MoE layers" in lines
     assert "# derived: vocabulary of 1000 tokens, padded to 1024" in lines
 
 
@@ -90,10 +90,10 @@ def test_help_on_everything_shows_every_flag():
 
 def test_help_on_a_flag_is_a_page():
     page = answer_to("--help", "--moe-router-dtype")
-    for part in ("Format of the router's matrix product", "fp32 | fp64", "not set", "as in Megatron-LM", "quickstart"):
+    for part in ("Dtype of the router GEMM", "fp32 | fp64", "not set", "as in Megatron-LM", "quickstart"):
         assert part in page
     assert "--disable-bias-linear" in answer_to("--help", "--add-bias-linear")
-    assert "Today: --micro-batch-size" in answer_to("--help", "--batch-size")
+    assert "Use: --micro-batch-size" in answer_to("--help", "--batch-size")
     assert answer_to("--help", "moe-router-dtype") == page
 
 
@@ -120,7 +120,7 @@ def test_find_searches_names_texts_choices_defaults_and_old_names():
     assert "--adam-beta2" in answer_to("--find", "0.999")
     assert "--bf16" not in answer_to("--find", "not set")
     assert "--moe-router-padding-for-fp8" in answer_to("--find", "padding-for-fp8")
-    assert "--untie-embeddings-and-output-weights" in answer_to("--find", "output head")
+    assert "--untie-embeddings-and-output-weights" in answer_to("--find", "output layer")
     assert "No flag has 'zzz'" in answer_to("--find", "zzz")
 
 

@@ -83,7 +83,7 @@ def test_a_value_that_would_become_part_of_the_code_is_refused(changes, message)
 
 def test_every_line_of_the_summary_is_a_comment():
     script = torchrun_script(replace(JOB, summary=("one\ntwo",), waits=("three\nfour",)))
-    assert "# one\n# two\n" in script and "# Cannot be trained yet: three\n# four\n" in script
+    assert "# one\n# two\n" in script and "# Cannot start yet: three\n# four\n" in script
 
 
 def test_usual_slurm_options_can_be_changed_and_taken_away():

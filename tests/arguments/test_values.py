@@ -53,19 +53,19 @@ def test_a_text_becomes_the_value_its_type_promises(annotation, texts, value):
 @pytest.mark.parametrize(
     ("annotation", "texts", "message"),
     [
-        (int, ["1.5"], "is not a whole number"),
+        (int, ["1.5"], "is not an integer"),
         (int, ["1", "2"], "takes one value, not 2"),
         (float, ["fast"], "is not a number"),
         (float, ["nan"], "is not a finite number"),
         (float, ["1e999"], "is not a finite number"),
         (int, ["9" * 400], "is not a finite number"),
-        (float, ["-1e39"], r"is beyond 3.40282e\+38, the largest number of fp32"),
+        (float, ["-1e39"], r"is larger than 3.40282e\+38, the largest fp32 number"),
         (bool, ["maybe"], "takes no value"),
         (Literal["a", "b"], ["c"], "is not one of a, b"),
         (tuple[int, int] | None, ["127"], "takes 2 values, not 1"),
-        (tuple[int, ...], ["1", "x"], "has x, which is not a whole number"),
+        (tuple[int, ...], ["1", "x"], "has x, which is not an integer"),
         (tuple[Literal["a", "b"], ...], ["a", "c"], "has c, which is not one of a, b"),
-        (LayerPattern, ["([0]*3+[1]*99999)"], "goes beyond 10000"),
+        (LayerPattern, ["([0]*3+[1]*99999)"], "exceeds 10000"),
     ],
 )
 def test_a_text_that_does_not_fit_is_refused_with_the_reason(annotation, texts, message):

@@ -75,7 +75,7 @@ def test_an_illegal_layout_is_refused_before_anything_is_written(here, capsys):
 def test_a_script_that_cannot_run_yet_is_printed_with_the_reasons_and_not_written(here, capsys):
     flags = ["--recipe", "deepseek-v3-gb200-256"]
     script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
-    reasons = [line for line in script.splitlines() if line.startswith("# Cannot be trained yet: ")]
+    reasons = [line for line in script.splitlines() if line.startswith("# Cannot start yet: ")]
     assert any("--moe-token-dispatcher-type flex over 64 expert-parallel" in line for line in reasons)
     assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=64\n" in script
     for more in ([], ["--submit"]):

@@ -77,5 +77,5 @@ def test_documents_name_no_flag_that_does_not_exist(name):
 def test_documents_name_no_file_that_does_not_exist(name):
     text = (REPOSITORY / name).read_text()
     named = set(FILE.findall(text))
-    assert "tools/launch.py" in named or "tools/sweep.py" in named
+    assert "tools/launch.py" in named
     assert {path for path in named if not (REPOSITORY / path).exists()} == set()

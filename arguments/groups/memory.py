@@ -1,0 +1,95 @@
+"""Memory-saving flags: activation recomputation and offload."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arguments.flag import flag
+
+_ACTIVATIONS_STAY = "use --fine-grained-activation-offloading"
+_ON_DEVICE = "pages are kept on the device only; see --moe-paged-stash-buffer-size-factor-cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeFlags:
+    """Activation recomputation. Saves memory without changing results."""
+
+    recompute_granularity: Literal["full", "selective"] | None = flag(None)
+    """Recompute whole layers, or the modules of `--recompute-modules`."""
+    recompute_method: Literal["uniform", "block"] | None = flag(None)
+    """For `--recompute-granularity full`: recompute all layers in chunks (uniform), or the first layers of each virtual
+    stage (block)."""
+    recompute_num_layers: int | None = flag(None, least=1)
+    """For `--recompute-granularity full`: layers per chunk, of which only the input is saved (uniform), or recomputed
+    layers per virtual stage (block)."""
+    recompute_modules: (
+        tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
+        | None
+    ) = flag(
+        None,
+        status="close",
+        note="layernorm covers both norms of every layer; gated delta attention has no recomputable modules",
+    )
+    """Modules recomputed by `--recompute-granularity selective`. Not set: core_attn."""
+    distribute_saved_activations: bool = flag(False)
+    """Shard the saved inputs of recomputed layers over tensor-parallel ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadFlags:
+    """Offload of activations and optimizer state to host memory. Saves device memory without changing results."""
+
+    fine_grained_activation_offloading: bool = flag(False)
+    """Offload the saved tensors of `--offload-modules` to host memory between forward and backward."""
+    offload_modules: tuple[
+        Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
+    ] = flag((), status="close", note="a tensor saved by several modules is copied once")
+    """Modules for `--fine-grained-activation-offloading`."""
+    min_offloaded_tensor_size: int = flag(1048576, least=0)
+    """Minimum number of elements of a tensor to offload, for `--fine-grained-activation-offloading`."""
+    delay_offload_until_cuda_graph: bool = flag(
+        False, status="not yet", harmless=True, note="copies are not delayed; leave it out"
+    )
+    """Start offload copies after the replay of a captured module."""
+    fine_grained_offloading_max_inflight_offloads: int | None = flag(None, least=0)
+    """Maximum number of concurrent offload copies per module."""
+    cpu_offloading: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
+    """Offload the activations of whole layers."""
+    cpu_offloading_num_layers: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
+    """Number of layers for `--cpu-offloading`."""
+    optimizer_cpu_offload: bool = flag(False)
+    """Keep optimizer state in host memory and run the optimizer step on the CPU."""
+    optimizer_offload_fraction: float = flag(
+        1.0, least=0, status="close", note="offloads the first elements of every flat buffer, in blocks of 128"
+    )
+    """Fraction of the optimizer state offloaded by `--optimizer-cpu-offload`."""
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False)
+    """Overlap copies of gradients and weights with the CPU step of `--optimizer-cpu-offload`."""
+    use_torch_optimizer_for_cpu_offload: bool = flag(False)
+    """Use torch's fused CPU kernel for `--optimizer-cpu-offload`."""
+    chunked_optimizer_state_offload: bool = flag(False)
+    """Keep optimizer state in host memory between steps and copy it to the device in chunks for the step."""
+    optimizer_state_offload_chunk_size_mb: int = flag(0, least=0, status="close", note="0: one flat buffer per chunk")
+    """Chunk size in MiB for `--chunked-optimizer-state-offload`."""
+    optimizer_state_offload_fraction: float = flag(1.0, least=0)
+    """Fraction of the optimizer state offloaded by `--chunked-optimizer-state-offload`."""
+    moe_paged_stash: bool = flag(
+        False, status="close", note="a step that overflows the buffer is rejected instead of repeated"
+    )
+    """Store the expert activations saved for backward in pages of a common buffer, sized by actual rather than
+    worst-case use."""
+    moe_paged_stash_page_size: int = flag(64, least=1)
+    """Tokens per page of `--moe-paged-stash`."""
+    moe_paged_stash_buffer_size_factor_cuda: float = flag(
+        1.1, least=0, status="close", note="relative to the peak of in-flight rows, computed from the schedule"
+    )
+    """Size of the device buffer as a multiple of the size for even routing."""
+    moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True, note=_ON_DEVICE)
+    """Size of the host buffer as a multiple of the size for even routing."""
+    delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
+    """Reduction of the offloaded bytes per microbatch and chunk from each pipeline rank to the next."""
+    activation_offload_fraction: float = flag(1.0, least=0)
+    """Fraction of the groups of saved tensors to offload, starting with the first."""
+    pin_cpu_grads: bool = flag(True)
+    """Use pinned host memory for gradients."""
+    pin_cpu_params: bool = flag(True)
+    """Use pinned host memory for parameters."""
