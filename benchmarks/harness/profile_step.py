@@ -23,6 +23,7 @@ from benchmarks.harness.board import (  # noqa: E402
     Reading,
     nvidia_smi,
 )
+from benchmarks.harness.kernel_times import Share, shares_of_kernels, shares_of_kinds  # noqa: E402
 from benchmarks.harness.timed_run import (  # noqa: E402
     Run,
     bytes_beside,
@@ -34,7 +35,6 @@ from benchmarks.harness.timed_run import (  # noqa: E402
 from megatron_moe.config.exit_codes import RunError  # noqa: E402
 from megatron_moe.config.run import RunPlan  # noqa: E402
 from megatron_moe.cost_model.flops import flops_per_step  # noqa: E402
-from megatron_moe.logs.kernel_times import Share, shares_of_kernels, shares_of_kinds  # noqa: E402
 from tools.words import words_around_dashes  # noqa: E402
 
 

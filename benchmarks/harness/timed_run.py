@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from arguments.read import read_plan
+from benchmarks.harness.kernel_times import KernelEvent
 from megatron_moe import build
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.logs.kernel_times import KernelEvent
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import StepOutcome, Trainer
 

@@ -21,6 +21,7 @@ from benchmarks.harness.bench_step import (
     row,
 )
 from benchmarks.harness.board import Reading
+from benchmarks.harness.kernel_times import Share
 from benchmarks.harness.profile_step import Profile
 from benchmarks.harness.step_cases import (
     CASES,
@@ -31,7 +32,6 @@ from benchmarks.harness.timed_run import Run, bytes_beside
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.logs.kernel_times import Share
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router_metrics import record_load
 from megatron_moe.parallel.context import ParallelContext

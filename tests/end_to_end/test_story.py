@@ -106,7 +106,7 @@ def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: P
     with ExitStack() as goodbye:
         pretrain(replace(plan, loop=loop), goodbye)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "iteration 2: its" in log and "passed over" in log
+    assert "iteration 2: its" in log and "samples (--iterations-to-skip)" in log
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "lm loss" in row and "learning-rate" in row]
     assert [(row["iteration"], row["samples"]) for row in steps] == [(1, 8), (3, 24)]
