@@ -30,7 +30,7 @@ _POINTERS = """\
 _DOCUMENT_HEAD = """\
 # Flags
 
-Made by `python tools/write_flags_doc.py` from `arguments/groups/`. Every switch `--x` also has `--no-x`, and
+Made by `python tools/docs_gen.py flags` from `arguments/groups/`. Every switch `--x` also has `--no-x`, and
 underscores may stand for dashes. Later wins: defaults, the recipe, files from left to right, the command line.
 """
 _RECOGNISED_HEADS = MappingProxyType(

@@ -30,7 +30,7 @@ from megatron_moe.resilience.run_summary import (  # noqa: E402
     summarize,
 )
 from tools import launch  # noqa: E402
-from tools.output import leave, wait_for  # noqa: E402
+from tools._common import run_command, run_main  # noqa: E402
 
 SUBMITTED = "job.submitted"
 """In a run folder: SLURM has taken the job."""
@@ -79,7 +79,7 @@ def start(point: Point, options: argparse.Namespace, flags: list[str]) -> tuple[
         (run_dir / SUBMITTED).touch()
         return "submitted", 0
     with open(run_dir / "output.txt", "a") as output:
-        code = wait_for(["bash", str(path)], output)
+        code = run_command(["bash", str(path)], output)
     return "finished" if code == 0 else f"ended with exit code {code}, see {run_dir / 'output.txt'}", code
 
 
@@ -109,4 +109,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

@@ -21,9 +21,9 @@ from tests.helpers.command_lines import (
     vocab_size_of,
     words,
 )
-from tools.write_dry_runs import DOCUMENT, FOLDER, numbers, with_example
+from tools.docs_gen import DRY_RUN_DOC, DRY_RUNS, dry_run, with_example
 
-UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
+UPDATE = "run python tools/docs_gen.py dry-runs, and review the difference"
 DEEPSEEK = "--recipe deepseek-v3-h100-1024"
 
 
@@ -44,15 +44,15 @@ def facts(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_report_of_a_recipe_is_the_stored_one(name):
-    assert numbers(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8"), UPDATE
+    assert dry_run(name) == (DRY_RUNS / f"{name}.txt").read_text(encoding="utf-8"), UPDATE
 
 
 def test_no_report_is_left_of_a_recipe_that_is_gone():
-    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == recipe_names(), UPDATE
+    assert sorted(path.stem for path in DRY_RUNS.glob("*.txt")) == recipe_names(), UPDATE
 
 
 def test_the_example_of_the_guide_is_todays():
-    document = DOCUMENT.read_text(encoding="utf-8")
+    document = DRY_RUN_DOC.read_text(encoding="utf-8")
     assert document == with_example(document), UPDATE
 
 

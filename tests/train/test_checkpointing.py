@@ -153,8 +153,8 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
         with pytest.raises(NumericsProblem) as problem:
             save(run.state, run.loader)
         said = str(problem.value)
-        assert "the checkpoint of iteration 2 was not written, as 1 of its tensors" in said
-        assert "the newest there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
+        assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in said
+        assert "the newest checkpoint there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
     assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
