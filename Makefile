@@ -29,9 +29,7 @@ gpu1 gpu2 gpu4:  ## tests that need one, two or four GPUs, by hand
 	$(PYTEST) -q -m $@ tests
 
 goldens:  ## rewrite golden texts after an intended change; look at the diff before you commit it
-	$(PYTHON) tools/write_flags_doc.py
-	$(PYTHON) tools/write_recipes_doc.py
-	$(PYTHON) tools/write_dry_runs.py
+	$(PYTHON) tools/docs_gen.py
 	UPDATE_GOLDENS=1 $(PYTEST) -q tests -k golden
 	git diff --stat -- tests/goldens docs
 

@@ -83,8 +83,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     # model, optimizer, data
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels, reporter.timers)
-    for listener in build.build_listeners(plan, context, trainer, reporter, stack):
-        watchdog.then(listener)
+    events = build.build_run_events(plan, context, trainer, reporter, watchdog, stack)
     datasets = build.build_data(plan, context)
     loader = build.build_train_loader(plan, context, datasets)
     if loader:
@@ -107,7 +106,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         plan.loop, context, iteration=state.iteration, last_iteration=last, signals=signals, begun=begun
     )
     while loader and not stop.now(state.iteration):
-        watchdog.enter("step", state.iteration + 1)
+        events.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:
             log.pass_over(loader, state)
             continue
@@ -119,22 +118,22 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         trainer.compare_replicas(state.iteration)
         if evaluation.due(state.iteration) or checkpointing.due(state.iteration):
             log.catch_up()
-            watchdog.enter("evaluation", state.iteration)
+            events.enter("evaluation", state.iteration)
             evaluation.run_if_due(state)
-            watchdog.enter("save", state.iteration)
+            events.enter("save", state.iteration)
             checkpointing.save_if_due(state, loader)
             log.restart_clock()
 
     # flush the log, save, evaluate
     log.catch_up()
     reporter.note(stop.reason)
-    watchdog.enter("save", state.iteration)
+    events.enter("save", state.iteration)
     if stop.preempted:
         checkpointing.leave_preempted(state, loader, stop.reason)
     checkpointing.save_last(state, loader)
-    watchdog.enter("evaluation", state.iteration)
+    events.enter("evaluation", state.iteration)
     evaluation.final(state)
-    watchdog.enter("exit", state.iteration)
+    events.enter("exit", state.iteration)
 
 
 def tell(text: str, code: int = 0) -> int:

@@ -31,7 +31,7 @@ _QUICKSTART_VOCABULARY = 4096
 _HEAD = """\
 # Recipes
 
-Made by `python tools/write_recipes_doc.py` from `scripts/recipes/`. `--recipe NAME` reads one; the command line wins. A
+Made by `python tools/docs_gen.py recipes` from `scripts/recipes/`. `--recipe NAME` reads one; the command line wins. A
 recipe has the layout, the batch and the kernels that its source published. It trains on random documents until it is
 told otherwise: `--no-mock-data --data-path ... --tokenizer-type ... --tokenizer-model ...`. `--proxy` makes any of them
 small enough for the machine at hand, on the same paths.

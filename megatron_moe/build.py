@@ -1,6 +1,6 @@
 """The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.watchdog import Watchdog
-from megatron_moe.train.gc import GarbageCollection
+from megatron_moe.train.events import GarbageCollection, RunEvents
 from megatron_moe.train.oom_report import room_asked_for
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.trainer import Trainer
@@ -181,22 +181,27 @@ def record_steps(trainer: Trainer, recorder: Recorder) -> None:
         trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.warmup_steps)
 
 
-def build_listeners(
-    plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, goodbye: ExitStack
-) -> list[Callable[[str, int], None]]:
-    """Who is to be told of every phase and iteration. `goodbye` ends what they began."""
-    garbage = goodbye.enter_context(GarbageCollection(plan.loop))
+def build_run_events(
+    plan: RunPlan,
+    context: ParallelContext,
+    trainer: Trainer,
+    reporter: Reporter,
+    watchdog: Watchdog,
+    stack: ExitStack,
+) -> RunEvents:
+    """Run-phase events with all their observers; `stack` closes the observers."""
+    garbage = stack.enter_context(GarbageCollection(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
-    goodbye.callback(profile.close)
+    stack.callback(profile.close)
     if plan.profile.marks:
         mark_parts(trainer.model, context.device)
     faults = plan.resilience.faults
     for fault in faults:
         reporter.note(f"--inject: {fault}")
-    strikes = [FaultInjector(faults, context.rank, trainer.model).strike] if faults else []
+    injectors = [FaultInjector(faults, context.rank, trainer.model).enter] if faults else []
     recorded = trainer.full_iteration or trainer.pipeline.graph_instances
     reports = [CaptureReport(recorded, reporter.note).enter] if recorded is not None else []
-    return [garbage.enter, profile.enter, *reports, *strikes]
+    return RunEvents(watchdog.enter, garbage.enter, profile.enter, *reports, *injectors)
 
 
 def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:

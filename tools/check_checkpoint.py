@@ -20,7 +20,7 @@ from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
 from megatron_moe.checkpoint.verify import VerifiedCheckpoint, examine_checkpoint
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.train.train_state import check_train_state
-from tools.output import leave
+from tools._common import run_main
 
 _HEADINGS = ("checkpoint", "tensors", "files", "GB", "seconds", "state")
 _MAX_SHOWN = 20
@@ -80,4 +80,4 @@ def _print_details(examined: VerifiedCheckpoint) -> None:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

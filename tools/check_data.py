@@ -1,7 +1,7 @@
 """Checks token files: `python tools/check_data.py data/my_text_document --vocab-size 50257 [--eod 50256]`
 
-Takes prefixes of .bin/.idx pairs. The index must be consistent with itself and with the size of the .bin; every token
-must be in the vocabulary. Prints a table of documents, lengths and ids. Exit code 0: in order; 4: not.
+Takes prefixes of .bin/.idx pairs. Checks the index, the size of the .bin, and every token against the vocabulary;
+prints statistics of documents, lengths and ids. Exit code 0: valid; 4: invalid.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from megatron_moe.config.exit_codes import (
 )
 from megatron_moe.data.examine import DataReport, examine
 from megatron_moe.data.tokenizer import load_tokenizer
-from tools.output import leave
+from tools._common import run_main
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    vocab_size, eod, fine = options.vocab_size, options.eod, True
+    vocab_size, eod, valid = options.vocab_size, options.eod, True
     try:
         if options.tokenizer_type or options.tokenizer_model:
             name = options.tokenizer_type or "HuggingFaceTokenizer"
@@ -41,15 +41,15 @@ def main(argv: Sequence[str]) -> int:
             found = examine(Path(prefix.removesuffix(".bin").removesuffix(".idx")), vocab_size=vocab_size, eod=eod)
         except DataProblem as problem:
             print(f"{prefix}: DAMAGED\n    {problem}")
-            fine = False
+            valid = False
             continue
         _print(found, vocab_size, eod)
-        fine = fine and not found.problems
-    return int(ExitCode.OK if fine else DataProblem.code)
+        valid = valid and not found.problems
+    return int(ExitCode.OK if valid else DataProblem.code)
 
 
 def _print(found: DataReport, vocab_size: int | None, eod: int | None) -> None:
-    print(f"{found.prefix}: {'in order' if not found.problems else 'NOT IN ORDER'}")
+    print(f"{found.prefix}: {'valid' if not found.problems else 'INVALID'}")
     for name, value in _rows(found, vocab_size, eod):
         print(f"  {name:<22} {value}")
     for problem in found.problems:
@@ -60,18 +60,18 @@ def _rows(found: DataReport, vocab_size: int | None, eod: int | None) -> list[tu
     rows = [
         ("tokens", f"{found.num_tokens:,} of {found.dtype}"),
         ("sequences", f"{found.num_sequences:,}"),
-        ("documents", f"{found.num_documents:,}, of them {found.num_empty:,} without a token"),
+        ("documents", f"{found.num_documents:,}, {found.num_empty:,} of them empty"),
     ]
     if found.lengths is not None:
-        of = found.lengths
-        spread = f"{of.shortest:,} shortest, {of.median:,.1f} median, {of.mean:,.1f} mean, {of.longest:,} longest"
-        rows.append(("tokens in a document", spread))
+        each = found.lengths
+        spread = f"{each.shortest:,} min, {each.median:,.1f} median, {each.mean:,.1f} mean, {each.longest:,} max"
+        rows.append(("tokens per document", spread))
     if found.largest_id is not None:
-        known = "not given, so not checked" if vocab_size is None else f"{vocab_size:,}"
-        rows.append(("ids", f"{found.smallest_id:,} to {found.largest_id:,}, {found.num_distinct:,} different"))
+        known = "not given, not checked" if vocab_size is None else f"{vocab_size:,}"
+        rows.append(("ids", f"{found.smallest_id:,} to {found.largest_id:,}, {found.num_distinct:,} distinct"))
         rows.append(("vocabulary", known))
     if eod is not None:
-        rows.append(("documents that end", f"{found.num_ended:,} with the id {eod}"))
+        rows.append(("documents with end", f"{found.num_ended:,} end with id {eod}"))
     return rows
 
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
     parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
-    parser.add_argument("--eod", type=int, help="id that ends a document; the tokenizer's when one is given")
+    parser.add_argument("--eod", type=int, help="end-of-document id; the tokenizer's when one is given")
     kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
     parser.add_argument(
         "--tokenizer-type",
@@ -91,4 +91,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

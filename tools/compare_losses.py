@@ -1,7 +1,7 @@
 """Compares the loss curves of two runs: `python tools/compare_losses.py runs/a runs/b [--plot out.png] [--rtol 1e-12]`.
 
-Reads `metrics.jsonl` of both run folders, prints the steps they share, the first step at which they differ by more than
-the tolerance, and a verdict. Exit code 0: equal within the tolerance; 6: not; 4: a curve cannot be read.
+Reads `metrics.jsonl` of both run folders and prints their common steps, the first step that differs by more than the
+tolerance, and the result. Exit code 0: equal within the tolerance; 6: not; 4: a curve cannot be read.
 """
 
 import argparse
@@ -17,27 +17,27 @@ from megatron_moe.config.exit_codes import (
     ExitCode,
     RunError,
 )
-from megatron_moe.logs.plots import read_metrics
-from tools.output import writing
+from megatron_moe.logs.metrics_file import read_metrics
+from tools._common import writing
 
 ROWS = 12
-"""Steps shown in the table."""
+"""Maximum number of steps in the table."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two curves over the iterations both have."""
+    """Values of two curves at their common iterations."""
 
     iterations: list[int]
     first: list[float]
     second: list[float]
 
     def relative(self) -> list[float]:
-        """|b - a| / |a| at every common iteration."""
+        """|b - a| / |a| at every iteration, |b| for a = 0."""
         return [abs(b - a) / abs(a) if a else abs(b) for a, b in zip(self.first, self.second, strict=True)]
 
     def first_difference(self, rtol: float) -> int | None:
-        """The first iteration that differs by more than `rtol`; nan differs from everything."""
+        """First iteration that differs by more than `rtol`; NaN differs from every value."""
         for iteration, difference in zip(self.iterations, self.relative(), strict=True):
             if not difference <= rtol:
                 return iteration
@@ -50,11 +50,11 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
     if not path.is_file():
         raise DataProblem(f"{path} does not exist; give a run folder that holds metrics.jsonl")
     rows = [row for row in read_metrics(path) if key in row]
-    curve = {row["iteration"]: nan if row[key] is None else row[key] for row in rows}  # null is what was not finite
-    strange = [value for value in curve.values() if not isinstance(value, int | float)]
-    if strange:
+    curve = {row["iteration"]: nan if row[key] is None else row[key] for row in rows}  # null: not finite
+    invalid = [value for value in curve.values() if not isinstance(value, int | float)]
+    if invalid:
         raise DataProblem(
-            f"{path} has {key!r} values that are no numbers, such as {strange[0]!r:.40}; give another --key"
+            f"{path} has {key!r} values that are not numbers, such as {invalid[0]!r:.40}; give another --key"
         )
     if not curve:
         raise DataProblem(f"{path} has no record of {key!r}; give another --key")
@@ -81,7 +81,7 @@ def table(comparison: Comparison, names: tuple[str, str]) -> str:
 
 
 def plot(comparison: Comparison, names: tuple[str, str], key: str, path: Path) -> None:
-    """Both curves over each other, their relative difference below."""
+    """Plots both curves, and their relative difference below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plot", type=Path, help="write both curves to this PNG")
     options = parser.parse_args(argv)
     if options.plot and options.plot.suffix != ".png":
-        parser.error(f"--plot {options.plot} is no .png")
+        parser.error(f"--plot {options.plot} is not a .png")
     if not options.rtol >= 0:
         parser.error(f"--rtol {options.rtol:g} must be at least 0")
     names = tuple(options.names) if options.names else (str(options.first), str(options.second))

@@ -52,9 +52,8 @@ from megatron_moe.kernels.reference import bundle  # noqa: E402
 from megatron_moe.model.gpt import GPT  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext, torch_dtype  # noqa: E402
 from megatron_moe.train.train_state import TrainState  # noqa: E402
+from tools._common import positive, run_main  # noqa: E402
 from tools.generate import load_model, newest, plan_of  # noqa: E402
-from tools.output import leave  # noqa: E402
-from tools.words import positive  # noqa: E402
 
 REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
@@ -261,4 +260,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

@@ -1,6 +1,6 @@
-"""What is installed, what works here, and what that means for flags: `python tools/doctor.py [--device cuda]`.
+"""Checks installed packages and this machine, and lists the affected flags: `python tools/doctor.py [--device cuda]`.
 
-Exit code 0: a run can start; 3: something required is missing, wrong or does not work.
+Exit code 0: a run can start; 3: something required is missing, wrong or broken.
 """
 
 import argparse
@@ -31,18 +31,18 @@ from megatron_moe.resilience.packages import (  # noqa: E402
 
 
 def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:
-    """The flags that need a package; those that this program does not have yet say so."""
+    """Flags that need a package, with a note for those that are not available yet."""
     found = [f"--kernel-backend {each.name}" for each in backends if package.module in each.needs]
     is_used = bool(found) or not package.is_kernels
     for option, value in package.flags:
         declared = registry.find(option)
-        has = is_used and declared is not None and declared[0].available(value)
-        found.append(f"{option} {value}" if has else f"{option} {value} (not available yet)")
+        available = is_used and declared is not None and declared[0].available(value)
+        found.append(f"{option} {value}" if available else f"{option} {value} (not available yet)")
     return found
 
 
 def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend], registry: Registry) -> list[str]:
-    """A line per package, and one below it about what its absence means."""
+    """One line per package, followed by the consequences if it is missing."""
     lines = []
     for each in found:
         package = each.package
@@ -63,7 +63,7 @@ def probe_lines(tried: Sequence[Probe]) -> list[str]:
 
 
 def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
-    """How to build what the index does not hold, for what is not there."""
+    """Build instructions for missing packages that the package index does not have."""
     lines = []
     for each in found:
         if each.package.name in HOW_TO_BUILD and each.verdict in ("missing", "wrong"):
@@ -73,17 +73,17 @@ def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
 
 
 def device_of(name: str) -> torch.device:
-    """The wished device; `auto` takes a GPU if there is one."""
+    """Requested device; `auto` is a GPU if there is one."""
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="the tested set of versions")
+    parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="file with the tested versions")
     options = parser.parse_args(argv)
     if options.constraints != CONSTRAINTS and not options.constraints.is_file():
-        parser.error(f"--constraints {options.constraints} is no file")
+        parser.error(f"--constraints {options.constraints} is not a file")
     found, tried = find_all(options.constraints), probes(device_of(options.device))
     backends = discover(BACKENDS)
     lines = [f"packages, against {options.constraints.name}"]
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     bad = [each.package.name for each in found if each.verdict == "wrong"]
     bad += [each.package.name for each in found if each.package.required and each.verdict == "missing"]
     bad += [probe.name for probe in tried if not probe.works]
-    lines.append(f"not in order: {', '.join(bad)}" if bad else "a run can start here")
+    lines.append(f"broken or missing: {', '.join(bad)}" if bad else "a run can start here")
     print("\n".join(lines))
     return int(ExitCode.ENVIRONMENT if bad else ExitCode.OK)
 

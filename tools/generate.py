@@ -1,7 +1,7 @@
 """Continues a text with a trained model: `python tools/generate.py --load runs/quickstart/checkpoints --prompt "def "`.
 
-The model, its tokenizer and its numbers come from the checkpoint itself (run.yaml beside the weights); paths in it are
-relative to where the run was started. Every step runs the whole text again: short samples only.
+Model, tokenizer and precision come from the checkpoint's run.yaml; its relative paths refer to the folder in which the
+run was started. There is no KV cache: every step processes the whole text, so use it for short samples.
 """
 
 import argparse
@@ -40,11 +40,11 @@ from megatron_moe.data.batch import TokenMeta
 from megatron_moe.data.tokenizer import load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel import rng
-from tools.output import leave
+from tools._common import run_main
 
 
 def newest(folder: Path) -> Candidate:
-    """The checkpoint itself, or the newest one in a folder of checkpoints."""
+    """The checkpoint `folder`, or the newest one in it."""
     found = as_checkpoint(folder) or next(iter(list_checkpoints(folder)), None)
     if found is None or not found.path.is_dir():
         raise CheckpointProblem(f"{folder} holds no checkpoint iter_NNNNNNN; give the run's checkpoints folder")
@@ -52,9 +52,9 @@ def newest(folder: Path) -> Candidate:
 
 
 def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> RunPlan:
-    """The plan the checkpoint was trained with, on one rank of this machine and with the kernels that suit it.
+    """Plan of the checkpoint's run, changed to one rank of this machine and default kernels.
 
-    `changes`: flags that win over those of the run.
+    `changes`: flags that override those of the run.
     """
     checkpoint = OpenCheckpoint(candidate.path)
     if checkpoint.text("run.yaml") is None:
@@ -66,8 +66,8 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
 
 
 def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
-    """The plan of a run that one process looks at: on its ranks, or on the fewest that its layout is possible on (a
-    checkpoint that was imported has been written by one). Raises FlagErrors."""
+    """Plan of a run for a single process: on `num_ranks` ranks, or on the fewest that its layout allows if these do not
+    divide `num_ranks` (imported checkpoints are written by one rank). Raises FlagErrors."""
     fewest = fewest_ranks(words, {})
     world_size = str(fewest if num_ranks % fewest else num_ranks)
     launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -75,7 +75,7 @@ def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
 
 
 def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
-    """The model with the checkpoint's weights, every byte verified."""
+    """Model with the verified weights of the checkpoint."""
     context = build.build_context(plan)
     model = GPT(plan.model, context, build.build_kernels(plan, context))
     tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in model.state_dict().items()}
@@ -96,9 +96,9 @@ def continue_text(
     end: int,
     vocab_size: int,
 ) -> list[int]:
-    """The prompt's ids with up to `num_new` more; stops before the id `end`. Temperature 0 takes the likeliest.
+    """Extends the prompt's ids by up to `num_new` ids; stops before the id `end`. Temperature 0 is greedy.
 
-    Ids from `vocab_size` on only pad the model's table and stand for no text.
+    Ids from `vocab_size` on are padding of the embedding table and never chosen.
     """
     device = next(model.parameters()).device
     ids = list(prompt)
@@ -114,7 +114,7 @@ def continue_text(
 
 
 def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
-    """One id: the likeliest, or one drawn from the `top_k` likeliest."""
+    """Argmax for temperature 0, else a sample from the `top_k` most likely ids."""
     if temperature == 0.0:
         return int(logits_V.argmax())
     best, ids = torch.topk(logits_V, min(top_k, len(logits_V)))
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--load", type=Path, required=True, help="checkpoint, or folder of checkpoints (the newest)")
     parser.add_argument("--prompt", default="", help="text to continue; empty: from the start of a document")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
     parser.add_argument("--top-k", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -163,4 +163,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

@@ -33,14 +33,13 @@ from megatron_moe.config.exit_codes import (  # noqa: E402
 )
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 from megatron_moe.train.train_state import TrainState  # noqa: E402
+from tools._common import run_main, split_at_dashes  # noqa: E402
 from tools.convert_checkpoint import skeleton  # noqa: E402
 from tools.generate import plan_of_run  # noqa: E402
-from tools.output import leave  # noqa: E402
-from tools.words import words_around_dashes  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:
-    own, words = words_around_dashes(argv)
+    own, words = split_at_dashes(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=Path, required=True, help="iter_NNNNNNN, or the folder that holds it")
     parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints, without any yet")
@@ -92,4 +91,4 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

@@ -1,13 +1,13 @@
-"""Checks a command line for a cluster and makes the script that starts it there: SLURM or torchrun.
+"""Checks a command line for a cluster and generates its launch script for SLURM or torchrun.
 
     python tools/launch.py --nodes 4 --dry-run --recipe NAME --run-dir /shared/runs/a      prints the script
     python tools/launch.py --nodes 4 --submit  --recipe NAME --run-dir /shared/runs/a      writes and submits it
     python tools/launch.py --launcher torchrun --gpus-per-node 2 --submit --config my.yaml starts it here
 
-Without `--dry-run` and `--submit` the script is written into the run folder. All other words are flags of
-pretrain_moe.py; they are checked for that number of ranks before anything is written. A plan that cannot be trained
-yet, for lack of a feature or of data, is refused with exit code 2; `--dry-run` prints its script with the reasons as
-comments and exits with 15, as pretrain_moe.py --dry-run does.
+Without `--dry-run` and `--submit` the script is written to the run folder. All other arguments are flags of
+pretrain_moe.py, checked for that number of ranks before anything is written. A plan that cannot be trained yet, because
+a feature or data is missing, is rejected with exit code 2; `--dry-run` prints its script with the reasons as comments
+and exits with 15, like pretrain_moe.py --dry-run.
 """
 
 import argparse
@@ -39,40 +39,43 @@ from megatron_moe.config.exit_codes import (  # noqa: E402
 )
 from megatron_moe.config.run import RunPlan  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
-from tools.output import leave, wait_for, writing  # noqa: E402
-from tools.words import add_cluster_options, cluster_asked, positive  # noqa: E402
+from tools._common import add_cluster_options, positive, requested_cluster, run_command, run_main, writing  # noqa: E402
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
 _PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
-"""Variables that the script sets itself, so that it is complete wherever it was made."""
+"""Variables that the script sets itself and that are therefore ignored in this environment."""
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], allow_abbrev=False, epilog="All other words go to pretrain_moe.py."
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+        epilog="All other arguments go to pretrain_moe.py.",
     )
     add_cluster_options(parser)
     parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
-    parser.add_argument("--dry-run", action="store_true", help="print the script and do nothing")
-    parser.add_argument("--name", help="name of the job (default: of the recipe or file)")
+    parser.add_argument("--dry-run", action="store_true", help="print the script only")
+    parser.add_argument("--name", help="name of the job (default: that of the recipe or file)")
     parser.add_argument(
-        "--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p time=4:00:00; no-mem takes away"
+        "--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p time=4:00:00; no-mem removes mem"
     )
     parser.add_argument("--container", help="image for pyxis")
     parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="more folders of the container")
     parser.add_argument(
-        "--grace", type=positive, default=300, help="ranks get SIGTERM so many seconds before the end (300)"
+        "--grace", type=positive, default=300, help="ranks get SIGTERM this many seconds before the end (300)"
     )
-    parser.add_argument("--python", default=None, help="interpreter of the ranks (default: this one; python inside)")
+    parser.add_argument(
+        "--python", default=None, help="interpreter of the ranks (default: this one; python in a container)"
+    )
     return parser
 
 
 def plan_of(
     flags: Sequence[str], nodes: int, ranks_per_node: int, environ: Mapping[str, str], *, waiting: bool
 ) -> RunPlan:
-    """The plan of rank 0 there. Raises FlagErrors with everything that would be refused there; `waiting`: apart from
-    what keeps it from being trained."""
+    """Plan of rank 0 on the cluster. Raises FlagErrors with all problems; `waiting` ignores missing features and
+    inputs."""
     ranks = {"RANK": "0", "WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_RANK": "0"}
     ranks |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
     here = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS + _PLANNED)}
@@ -80,23 +83,23 @@ def plan_of(
 
 
 def name_of(flags: Sequence[str]) -> str:
-    """After the recipe, or the first file."""
-    asked = asked_for(flags, "--recipe") or asked_for(flags, "--config")
-    return Path(asked).stem if asked else "megatron-moe"
+    """Name of the recipe or of the first file."""
+    source = value_of(flags, "--recipe") or value_of(flags, "--config")
+    return Path(source).stem if source else "megatron-moe"
 
 
-def asked_for(flags: Sequence[str], option: str) -> str:
-    """The first word behind an option, also behind its `=`; empty where it is not given."""
+def value_of(flags: Sequence[str], option: str) -> str:
+    """First value of an option; empty if it is not given."""
     words = [given.words for given in split(flags)[0] if given.option == option]
     return words[-1][0] if words and words[-1] else ""
 
 
 def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
-    """(nodes, ranks of each): of the options, else of the recipe or file, else one node of a cluster or one rank here.
+    """(nodes, ranks per node) of the options, else of the recipe or file, else one node of a cluster or one local rank.
 
     Raises FlagErrors.
     """
-    found = cluster_asked(options, flags, environ, otherwise=1 if options.launcher == "torchrun" else None)
+    found = requested_cluster(options, flags, environ, default=1 if options.launcher == "torchrun" else None)
     if found.nodes * found.ranks_per_node != found.world_size:
         what = f"{found.world_size} ranks do not fill nodes of {found.ranks_per_node}"
         raise FlagErrors([Problem(what=what, remedy="give --nodes and --gpus-per-node")])
@@ -104,7 +107,7 @@ def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
 
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
-    """The job of a checked plan; a run without a folder gets runs/NAME."""
+    """Job of a checked plan; --run-dir defaults to runs/NAME."""
     name = options.name or name_of(flags)
     nodes, ranks_per_node = size_of(options, flags, environ)
     plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
@@ -133,14 +136,14 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
 
 
 def script_of(job: Job, launcher: str) -> str:
-    """The text that starts the job."""
+    """Launch script of the job."""
     if launcher == "torchrun":
         return torchrun_script(job)
     return slurm_script(job, (ROOT / "scripts" / "slurm" / "body.sh").read_text(encoding="utf-8"))
 
 
 def write(job: Job, script: str, launcher: str) -> Path:
-    """The script in the run folder, and the folder that SLURM's logs need."""
+    """Writes the script to the run folder and creates the folder of SLURM's logs."""
     path = job.run_dir / ("job.sbatch" if launcher == "slurm" else "job.sh")
     with writing(path):
         (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
@@ -149,19 +152,19 @@ def write(job: Job, script: str, launcher: str) -> Path:
 
 
 def submit(path: Path, job: Job, launcher: str) -> int:
-    """Hands the script to sbatch, or runs it here. Returns the exit code."""
+    """Submits the script with sbatch, or runs it here; returns the exit code."""
     if launcher == "slurm":
         if shutil.which("sbatch") is None:
             raise EnvironmentProblem(
-                f"sbatch is not on this machine; submit {path} where it is, or use --launcher torchrun"
+                f"sbatch is not installed on this machine; submit {path} elsewhere, or use --launcher torchrun"
             )
-        return wait_for(["sbatch", str(path)])
+        return run_command(["sbatch", str(path)])
     if job.nodes > 1:
         raise EnvironmentProblem(
             f"torchrun cannot reach {job.nodes} machines from here; start it on each of them: "
             f"NODE_RANK=0..{job.nodes - 1} MASTER_ADDR=HOST bash {shlex.quote(str(path))}"
         )
-    return wait_for(["bash", str(path)])
+    return run_command(["bash", str(path)])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -187,4 +190,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

@@ -1,10 +1,9 @@
-"""Makes a corpus of real text that every machine has: the standard library of this Python.
+"""Builds a text corpus from the standard library of this Python, which every machine has.
 
     python tools/make_corpus.py --output-dir data/quickstart
 
-writes `corpus.jsonl`, one {"text": ...} per source or documentation file, and with --text also `corpus.txt`. Test
-packages are left out. The order depends on the file names only and is shuffled, so that any stretch of it is a fair
-sample.
+Writes `corpus.jsonl`, one {"text": ...} per source or documentation file, and with --text also `corpus.txt`. Test
+packages are excluded. The order is a hash of the file names, so that any part of it is a fair sample.
 """
 
 import argparse
@@ -23,17 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from megatron_moe.config.exit_codes import EnvironmentProblem, RunError
 from megatron_moe.data.textfiles import TEXT_SEPARATOR, write_whole
 
-_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _SUFFIXES = frozenset({".py", ".rst", ".txt"})
-_LEAST_BYTES = 1_000_000
-"""A standard library with less text than this has no sources: it was stripped, or is a zip file."""
+_MIN_BYTES = 1_000_000
+"""Minimum size of a standard library with sources; a smaller one was stripped or is a zip file."""
 
 
 def corpus_files(library: Path) -> list[Path]:
-    """Sources and documentation below `library`, in an order that depends on their relative paths alone."""
+    """Source and documentation files below `library`, ordered by a hash of their relative paths."""
     found = []
     for folder, folders, files in os.walk(library):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
         for name in files:
             generated = name.startswith("_sysconfigdata")
             if not generated and (Path(name).suffix in _SUFFIXES or name.startswith("LICENSE")):
@@ -42,7 +41,7 @@ def corpus_files(library: Path) -> list[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a file; Python sources by their own coding line. None when it is not text or is empty."""
+    """Text of a file, decoded by its coding line if it is Python; None if it is empty or not text."""
     content = path.read_bytes()
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0] if path.suffix == ".py" else "utf-8"
@@ -53,7 +52,7 @@ def read_text(path: Path) -> str | None:
 
 
 def documents(library: Path) -> Iterator[str]:
-    """The text of every file of the corpus."""
+    """Text of every file of the corpus."""
     for path in corpus_files(library):
         text = read_text(path)
         if text is not None:
@@ -61,13 +60,13 @@ def documents(library: Path) -> Iterator[str]:
 
 
 def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[Path, int]:
-    """Writes the corpus; returns the size of every file written, in bytes. A file appears whole or not at all."""
+    """Atomically writes the corpus; returns the sizes of the files in bytes."""
     texts = list(documents(library))
     size = sum(len(text.encode()) for text in texts)
-    if size < _LEAST_BYTES:
+    if size < _MIN_BYTES:
         raise EnvironmentProblem(
             f"the standard library at {library} has {size:,} bytes of text in {len(texts)} files, too few for a "
-            f"corpus; use a Python whose sources are installed, or bring a text of your own to tools/preprocess_data.py"
+            f"corpus; use a Python with installed sources, or give your own text to tools/preprocess_data.py"
         )
     print(f"{len(texts):,} documents, {size / 1e6:.1f} MB of text from {library}")
     contents = {"corpus.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts)}
@@ -79,9 +78,8 @@ def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[P
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder to write into; made when missing")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder to write into; created if missing")
     parser.add_argument("--text", action="store_true", help="write corpus.txt as well")
     args = parser.parse_args(argv)
     try:

@@ -1,11 +1,11 @@
-"""Which layout, and which memory switches? `python tools/plan.py --recipe NAME [--gpu KIND] [--gpus N] [FLAGS]`
+"""Searches layouts and memory options: `python tools/plan.py --recipe NAME [--gpu KIND] [--gpus N] [FLAGS]`
 
-Searches all layouts, microbatches, recompute and offload that fit the GPU for the model of the flags (a recipe,
-`--config` or `--from-hf-config DIR`), and prints the ten that a cost model finds fastest, with the reasons.
-`--write DIR` leaves each as a recipe that `pretrain_moe.py --config` reads. `--fit` keeps the layout and picks the
-cheapest switches with which it fits. No torch, no GPU; docs/planning.md explains the cost model.
+Searches all layouts, microbatch sizes, recompute and offload options that fit the GPU for the model of the flags (a
+recipe, `--config` or `--from-hf-config DIR`), and prints the ten fastest by the cost model with their reasons.
+`--write DIR` writes each as a recipe for `pretrain_moe.py --config`. `--fit` keeps the layout and selects the cheapest
+memory options with which it fits. Needs neither torch nor a GPU; docs/planning.md explains the cost model.
 
-Exit code 0: something fits; 7: nothing does; 2: the flags are wrong.
+Exit code 0: a plan fits; 7: none fits; 2: invalid flags.
 """
 
 import argparse
@@ -28,44 +28,40 @@ from megatron_moe.cost_model.hardware import (
     GPUS,
 )
 from megatron_moe.planner.search import PlannedLayout
-from tools.output import leave, writing
-from tools.words import add_cluster_options, cluster_asked, positive
+from tools._common import add_cluster_options, positive, requested_cluster, run_main, writing
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what was found; returns the exit code."""
-    asked, words = _parse(argv)
+    options, words = _parse(argv)
     try:
-        return int(_fit(asked, words) if asked.fit else _search(asked, words))
+        return int(_fit(options, words) if options.fit else _search(options, words))
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
 
 
-def _search(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
-    settings, gpu, num_gpus = _question(asked, words)
-    planner = plan_search.planner_of(settings, gpu, asked.imbalance)
+def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
+    settings, gpu, num_gpus = _inputs(options, words)
+    planner = plan_search.planner_of(settings, gpu, options.imbalance)
     start = plan_search.to_search(settings, num_gpus)
-    found = planner.best(start, asked.best, partial(plan_search.legal, settings))
+    found = planner.best(start, options.best, partial(plan_search.legal, settings))
     if not found:
-        print(
-            f"nothing fits: no layout on {num_gpus} {gpu.name} with any switches. Use more GPUs, or shorter sequences"
-        )
+        print(f"no layout fits {num_gpus} {gpu.name} with any memory options; use more GPUs or shorter sequences")
         return ExitCode.MEMORY
     print(f"the fastest layouts on {num_gpus:,} {gpu.name} by the cost model (docs/planning.md)")
     for place, each in enumerate(found, 1):
-        _tell(place, each, gpu)
-        if asked.write:
+        _print(place, each, gpu)
+        if options.write:
             title = f"Plan {place} for {num_gpus} {gpu.name}: {plan_search.layout_text(each)}"
             ready = plan_search.settings_for(settings, each.plan)
-            _write(asked.write, f"plan-{place:02}", plan_search.recipe(ready, each, gpu, title))
+            _write(options.write, f"plan-{place:02}", plan_search.recipe(ready, each, gpu, title))
     return ExitCode.OK
 
 
-def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
-    settings, gpu, num_gpus = _question(asked, words)
+def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
+    settings, gpu, num_gpus = _inputs(options, words)
     _refuse(plan_search.forbidden(settings, num_gpus))
-    planner, plan = plan_search.planner_of(settings, gpu, asked.imbalance), plan_search.as_given(settings, num_gpus)
+    planner, plan = plan_search.planner_of(settings, gpu, options.imbalance), plan_search.as_given(settings, num_gpus)
     now = planner.as_it_is(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
     print(
@@ -73,21 +69,21 @@ def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     )
     found = planner.fit_at_any_price(plan)
     if found is None:
-        print("no set of switches is enough: use a smaller --micro-batch-size, more GPUs, or search without --fit")
+        print("no memory options suffice: use a smaller --micro-batch-size, more GPUs, or search without --fit")
         return ExitCode.MEMORY
     ready = plan_search.settings_for(settings, found.plan, layout=False)
-    _tell(1, found, gpu)
-    title = f"The cheapest switches on {num_gpus} {gpu.name}: {plan_search.layout_text(found)}"
-    if asked.write:
-        _write(asked.write, "fit", plan_search.recipe(ready, found, gpu, title))
+    _print(1, found, gpu)
+    title = f"The cheapest memory options on {num_gpus} {gpu.name}: {plan_search.layout_text(found)}"
+    if options.write:
+        _write(options.write, "fit", plan_search.recipe(ready, found, gpu, title))
     return ExitCode.OK
 
 
-def _question(asked: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int]:
+def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int]:
     registry = Registry.declared()
     settings = plan_search.settings_of(words, registry)
     _refuse(settings.problems or plan_search.unplannable(settings))
-    cluster = cluster_asked(asked, words, {})
+    cluster = requested_cluster(options, words, {})
     return settings, cluster.gpu, cluster.world_size
 
 
@@ -96,7 +92,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
         raise FlagErrors(problems)
 
 
-def _tell(place: int, found: PlannedLayout, gpu: GPU) -> None:
+def _print(place: int, found: PlannedLayout, gpu: GPU) -> None:
     print(f"\n{place:>2}. {plan_search.layout_text(found)}")
     for line in plan_search.reasons(found, gpu):
         print(f"    {line}")
@@ -115,15 +111,15 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.allow_abbrev = False
     parser.add_argument("--gpu", type=str.lower, choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
     add_cluster_options(parser)
-    parser.add_argument("--best", type=positive, default=10, help="how many layouts to print (10)")
+    parser.add_argument("--best", type=positive, default=10, help="number of layouts to print (10)")
     parser.add_argument("--imbalance", type=float, default=1.0, help="rows of the fullest rank over the mean (1)")
-    parser.add_argument("--write", type=Path, metavar="DIR", help="leave each as a recipe there")
-    parser.add_argument("--fit", action="store_true", help="keep the layout; pick the cheapest memory switches")
-    asked, words = parser.parse_known_args(argv)
-    if not 1 <= asked.imbalance < inf:
-        parser.error(f"--imbalance {asked.imbalance:g} must be at least 1, rows that are spread evenly")
-    return asked, words
+    parser.add_argument("--write", type=Path, metavar="DIR", help="write each as a recipe to this folder")
+    parser.add_argument("--fit", action="store_true", help="keep the layout; select the cheapest memory options")
+    options, words = parser.parse_known_args(argv)
+    if not 1 <= options.imbalance < inf:
+        parser.error(f"--imbalance {options.imbalance:g} must be at least 1 (1: evenly distributed rows)")
+    return options, words
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

@@ -1,11 +1,11 @@
-"""Turns text into token files for training.
+"""Tokenizes text into token files for training.
 
     python tools/preprocess_data.py --input data/corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model --append-eod --workers 2
 
-reads JSONL, or plain text whose documents are separated by lines that hold only <|endoftext|> (files ending in .txt),
-also compressed (.gz, .zst), and writes `<prefix>_<key>_document.bin` and `.idx`. Give that name, without the ending, to
---data-path. The output does not depend on the number of workers, and appears whole or not at all.
+Reads JSONL, or plain text with documents separated by lines <|endoftext|> (files ending in .txt), also compressed (.gz,
+.zst), and writes `<prefix>_<key>_document.bin` and `.idx`; pass that name without the suffix to --data-path. The output
+is written atomically and does not depend on the number of workers.
 """
 
 import argparse
@@ -33,17 +33,17 @@ from megatron_moe.config.exit_codes import (
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
-from tools.workers import map_in_order, start_workers
+from tools._common import map_in_order, start_workers
 
 _CHUNKS_AHEAD = 4
-"""Chunks per worker that are read before their results are written."""
+"""Maximum number of chunks in flight per worker."""
 _SHOWN_BAD_LINES = 20
 _SIZED = ("NullTokenizer", "TikTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a worker must know."""
+    """Settings of the workers."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -52,26 +52,26 @@ class Job:
 
 @dataclass
 class Encoded:
-    """A chunk of documents as ids."""
+    """Tokenized chunk of documents."""
 
     num_bytes: int
-    """Of text, decompressed."""
+    """Bytes of text, decompressed."""
     file_bytes: int
-    """Of the input file, as it lies on disk."""
+    """Bytes of the input file on disk."""
     documents: list[list[np.ndarray]] = field(default_factory=list)
-    """For every document the ids of every key."""
+    """Ids of every document, per key."""
     bad: list[str] = field(default_factory=list)
-    """"file, line n: reason" of every line that is no document."""
+    """"file, line n: reason" of every malformed line."""
 
 
 @functools.cache
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
-    """One tokenizer per process."""
+    """Tokenizer, cached per process."""
     return load_tokenizer(config)
 
 
 def encode(job: Job, chunk: Chunk) -> Encoded:
-    """Runs in a worker: parses and tokenizes the records of a chunk, in their order."""
+    """Parses and tokenizes the records of a chunk, in order; runs in a worker."""
     tokenizer = tokenizer_of(job.tokenizer)
     end = [tokenizer.eod] if job.append_eod else []
     encoded = Encoded(num_bytes=sum(len(record.content) for record in chunk.records), file_bytes=chunk.file_bytes)
@@ -87,7 +87,7 @@ def encode(job: Job, chunk: Chunk) -> Encoded:
 
 
 class Progress:
-    """Documents and bytes done, as a bar on a terminal and as lines elsewhere."""
+    """Progress in documents and bytes: a bar on a terminal, lines elsewhere."""
 
     def __init__(self, log_interval: int, file_bytes: int) -> None:
         self.documents = self.tokens = self.empty = self.num_bytes = self.bad = 0
@@ -109,7 +109,7 @@ class Progress:
         return f"{self.documents:,} documents, {self.tokens:,} tokens ({rates})"
 
     def show(self, file_bytes: int) -> None:
-        """After another `file_bytes` of the input."""
+        """Updates the display after another `file_bytes` of the input."""
         if self._bar is not None:
             self._bar.update(self._task, advance=file_bytes, description=str(self))
         elif self.documents >= self._next_line:
@@ -124,11 +124,11 @@ class Progress:
 def write_documents(
     results: Iterable[Encoded], writers: Sequence[IndexedWriter], progress: Progress, on_bad: str
 ) -> None:
-    """Writes every document to the writer of every key; empty texts are left out."""
+    """Writes every document to the writers of its keys; skips empty texts."""
     for encoded in results:
         for reason in encoded.bad:
             if on_bad == "fail":
-                raise DataProblem(f"{reason}; repair the line, or leave such lines out with --on-bad-line skip")
+                raise DataProblem(f"{reason}; repair the line, or skip such lines with --on-bad-line skip")
             progress.bad += 1
             if progress.bad <= _SHOWN_BAD_LINES:
                 print(f"skipped {reason}", file=sys.stderr)
@@ -145,7 +145,6 @@ def write_documents(
 
 
 def preprocess(args: argparse.Namespace) -> Progress:
-    """The whole work of the tool."""
     kind: Any = OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type)
     config = TokenizerConfig(
         kind=kind,
@@ -167,7 +166,7 @@ def preprocess(args: argparse.Namespace) -> Progress:
         stack.callback(progress.stop)
         prefixes = [f"{args.output_prefix}_{key}_document" for key in job.keys]
         for path in (path for prefix in prefixes for path in unfinished_files(prefix)):
-            print(f"{path} is unfinished: remove it if its run was killed, or wait for that run", file=sys.stderr)
+            print(f"{path} is incomplete: remove it if its process was killed, or wait for it", file=sys.stderr)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
         results = map_in_order(pool, functools.partial(encode, job), chunks, _CHUNKS_AHEAD * args.workers)
         write_documents(results, writers, progress, args.on_bad_line)
@@ -182,12 +181,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
     add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
-    add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files each")
+    add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files per key")
     add("--tokenizer-type", choices=(*kinds, *OTHER_TOKENIZER_NAMES), required=True)
     add("--tokenizer-model", type=Path, help="file, or for HuggingFaceTokenizer the folder, of the tokenizer")
-    add("--vocab-file", type=Path, help="of GPT2BPETokenizer: JSON file with the vocabulary")
-    add("--merge-file", type=Path, help="of GPT2BPETokenizer: text file with the merges")
-    add("--vocab-size", type=int, help="of NullTokenizer; for TikTokenizer the size to cut to")
+    add("--vocab-file", type=Path, help="GPT2BPETokenizer: JSON file with the vocabulary")
+    add("--merge-file", type=Path, help="GPT2BPETokenizer: text file with the merges")
+    add("--vocab-size", type=int, help="NullTokenizer: number of ids; TikTokenizer: truncates the vocabulary")
     add("--tiktoken-pattern", choices=("v1", "v2"))
     add("--tiktoken-num-special-tokens", type=int, default=1000)
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
@@ -200,9 +199,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if len(args.json_keys) > 1 and any(format_of(path) == "text" for path in args.input):
         parser.error("plain text has no keys: give one --json-keys")
     if len(set(args.json_keys)) < len(args.json_keys):
-        parser.error(f"--json-keys {' '.join(args.json_keys)} has a key twice")
+        parser.error(f"--json-keys {' '.join(args.json_keys)} has duplicate keys")
     if args.vocab_size is not None and args.tokenizer_type not in _SIZED:
-        parser.error(f"--vocab-size has no meaning for {args.tokenizer_type}, which knows its size")
+        parser.error(f"--vocab-size has no effect on {args.tokenizer_type}, whose vocabulary has a fixed size")
     return args
 
 
@@ -212,26 +211,25 @@ def failed(sentence: str, code: ExitCode) -> ExitCode:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     args = parse(argv)
     try:
         progress = preprocess(args)
     except RunError as error:
         return failed(str(error), error.code)
     except BrokenProcessPool:
-        return failed("a worker died, most likely for want of memory; use fewer --workers", ExitCode.ENVIRONMENT)
+        return failed("a worker died, most likely out of memory; use fewer --workers", ExitCode.ENVIRONMENT)
     except OSError as error:
-        return failed(f"cannot write {args.output_prefix}: {error.strerror}; choose another place", ExitCode.DATA)
+        return failed(f"cannot write {args.output_prefix}: {error.strerror}; choose another path", ExitCode.DATA)
     except KeyboardInterrupt:
         return failed("interrupted; nothing was written", ExitCode.INTERRUPTED)
-    left_out = [f"{progress.bad:,} malformed lines"] if progress.bad else []
-    left_out += [f"{progress.empty:,} empty texts"] if progress.empty else []
-    print(f"wrote {progress}" + (f"; left out {' and '.join(left_out)}" if left_out else ""))
+    skipped = [f"{progress.bad:,} malformed lines"] if progress.bad else []
+    skipped += [f"{progress.empty:,} empty texts"] if progress.empty else []
+    print(f"wrote {progress}" + (f"; skipped {' and '.join(skipped)}" if skipped else ""))
     for key in args.json_keys:
         print(f"--data-path {args.output_prefix}_{key}_document")
     return ExitCode.OK
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up, as after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as for Ctrl-C
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""Shall a run that ended be started again? `python tools/requeue.py --run-dir DIR --exit-code N --since T`.
+"""Decides whether a run that ended is started again: `python tools/requeue.py --run-dir DIR --exit-code N --since T`.
 
-For job scripts. Prints one sentence; exit code 0: start it again, 1: leave it. Needs no torch. `--since` (seconds since
-the epoch) is when this start began: an older status.json says nothing about it.
+For job scripts. Prints one line; exit code 0: start it again, 1: do not. Needs no torch. `--since` (seconds since the
+epoch) is the begin of this start; an older status.json is ignored.
 """
 
 import argparse
@@ -18,16 +18,16 @@ from megatron_moe.resilience.requeue import judge  # noqa: E402
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with the run's status.json")
-    parser.add_argument("--exit-code", type=int, required=True, help="what torchrun or srun ended with")
-    parser.add_argument("--since", type=float, default=0.0, help="when this start began, seconds since the epoch")
+    parser.add_argument("--exit-code", type=int, required=True, help="exit code of torchrun or srun")
+    parser.add_argument("--since", type=float, default=0.0, help="begin of this start, seconds since the epoch")
     parser.add_argument("--patience", type=int, default=3, help="ends in a row without a new checkpoint (default: 3)")
     options = parser.parse_args(argv)
     try:
         decision = judge(
             options.run_dir, options.exit_code, since=options.since, now=time.time(), patience=options.patience
         )
-    except OSError as error:  # without a history starts in vain could not be counted, and would never end
-        print(f"leave it: the history of {options.run_dir} cannot be written ({error.strerror}); mend the folder")
+    except OSError as error:  # without a history, restarts without progress would never end
+        print(f"leave it: the history of {options.run_dir} cannot be written ({error.strerror}); fix the folder")
         return 1
     print(f"{'start again' if decision.restart else 'leave it'}: {decision.reason}")
     if decision.suspect_host:

@@ -1,4 +1,4 @@
-"""Charts of a simulated schedule: time from left to right, one row per pipeline rank. As text, or with matplotlib."""
+"""Gantt charts of a simulated pipeline schedule, one row per pipeline rank, as text or with matplotlib."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,24 +14,24 @@ from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward_weight", "~"))
-"""What the rest of a computation is filled with in a text chart; idle time is dots, pairs are #."""
+"""Fill characters of a text chart by kind of action; idle time is dots, overlapped pairs are #."""
 
 FORWARD = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd")
 BACKWARD = ("#c7e9c0", "#a1d99b", "#74c476", "#31a354")
 WEIGHT = ("#fee6ce", "#fdd0a2", "#fdae6b", "#e6550d")
-"""Colours by chunk, light to dark."""
+"""Colours by model chunk, light to dark."""
 IDLE = "#f3f3f3"
 
 
 def label(entry: Entry, vpp: int) -> str:
-    """Microbatch, and chunk as a letter where a rank has several; forward before backward in a pair."""
+    """Microbatch, with a letter for the chunk if a rank has several; a pair shows its forward first."""
     return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in parts(entry))
 
 
 def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
-    """The schedule in blocks of at most `width` columns."""
+    """Text chart in blocks of at most `width` columns."""
     spans = [span for rank in report.spans for span in rank]
-    # The narrowest computation must hold its label and a space.
+    # The shortest action must fit its label and a space.
     scale = max((len(label(span.entry, vpp)) + 1) / (span.end - span.start) for span in spans)
     rows = [_row(rank, vpp, scale, round(report.time * scale)) for rank in report.spans]
     names = [f"rank {rank} " for rank in range(len(rows))]
@@ -47,7 +47,7 @@ def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
 
 def text_legend(vpp: int) -> str:
     chunk = ", the letter its chunk" if vpp > 1 else ""
-    return f"numbers are microbatches{chunk}; - forward, = backward (of inputs), ~ of weights, # both at once, . idle"
+    return f"numbers are microbatches{chunk}; - forward, = backward (inputs), ~ backward (weights), # overlap, . idle"
 
 
 def _row(spans: Sequence[TimelineSpan], vpp: int, scale: float, columns: int) -> str:
@@ -61,7 +61,7 @@ def _row(spans: Sequence[TimelineSpan], vpp: int, scale: float, columns: int) ->
 
 
 def draw(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
-    """Writes the chart as PNG, SVG or PDF, by the name of the file."""
+    """Writes the chart as PNG, SVG or PDF, by file suffix."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -97,7 +97,7 @@ def draw(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
 
 
 def _bar(axes: Any, rank: int, span: TimelineSpan, vpp: int, time: float) -> None:
-    """One computation, on matplotlib's axes; a pair has its forward above its backward."""
+    """Draws one action; a pair has its forward above its backward."""
     actions = parts(span.entry)
     height = 0.86 / len(actions)
     long = span.end - span.start
@@ -114,7 +114,7 @@ def _bar(axes: Any, rank: int, span: TimelineSpan, vpp: int, time: float) -> Non
             linewidth=min(0.8, 90 * long / time),
         )
         text = label(action, vpp)
-        # About 150 characters of this size fit into the width of the chart.
+        # About 150 characters of this size fit the width of the chart.
         size = min(9.0, 9.0 * (long / time) * 150 / (len(text) + 0.6), 9.0 if len(actions) == 1 else 8.0)
         if size >= 3.5:
             dark = colour in (FORWARD[-1], BACKWARD[-1], WEIGHT[-1])
@@ -128,7 +128,7 @@ def _colour(action: Action, vpp: int) -> str:
 
 
 def _legend_entries(report: SimulationReport, vpp: int) -> Iterator[tuple[str, str]]:
-    """(text, colour) of every kind and chunk that occurs; gradients of inputs have the colour of whole backwards."""
+    """(text, colour) of every kind and chunk that occurs; input gradients have the colour of full backwards."""
     seen = {action for spans in report.spans for span in spans for action in parts(span.entry)}
     colours = {_colour(action, vpp): action for action in sorted(seen, key=_place_in_legend, reverse=True)}
     for colour, action in sorted(colours.items(), key=lambda entry: _place_in_legend(entry[1])):

@@ -1,11 +1,10 @@
 """Shows a pipeline schedule: `python tools/show_schedule.py --pp 4 --vpp 2 --microbatches 8 [--draw chart.png]`.
 
-Prints who computes what and when, the idle part of the time (bubble), how many microbatches every rank holds at most,
-and whether the lists of all ranks can deadlock when every send waits for its receive. With --layout also which stage
-holds which layers. Or give a run: `python tools/show_schedule.py --gpus 1024 -- --config my.yaml` shows the schedule
-of its steps and what its stages hold, and lets them take time by their floating-point operations.
+Prints a chart, the bubble fraction, the peak of in-flight microbatches per rank, and whether the schedule deadlocks
+with blocking sends. --layout adds the layers of every stage. `python tools/show_schedule.py --gpus 1024 -- --config
+my.yaml` shows the schedule and stages of a run, with stage times by their floating-point operations.
 
-Exit code 0: a good schedule; 1: it deadlocks or is wrong; 2: there is none with these sizes.
+Exit code 0: valid; 1: it deadlocks or is wrong; 2: no schedule exists for these sizes.
 """
 
 import argparse
@@ -33,9 +32,8 @@ from megatron_moe.pipeline.simulator import (  # noqa: E402
     SimulationReport,
     simulate,
 )
-from tools.output import writing  # noqa: E402
+from tools._common import add_cluster_options, requested_cluster, split_at_dashes, writing  # noqa: E402
 from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
-from tools.words import add_cluster_options, cluster_asked, words_around_dashes  # noqa: E402
 
 CHARTS = (".svg", ".png", ".pdf")
 
@@ -45,45 +43,47 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
     parser.add_argument("--vpp", type=int, default=1, help="virtual stages per rank")
     parser.add_argument("--microbatches", type=int, default=8, help="per step")
-    parser.add_argument("--group-size", type=int, help="microbatches that a virtual stage takes in a row (default: pp)")
-    parser.add_argument("--overlap", action="store_true", help="forwards interleaved with backwards, in pairs")
-    parser.add_argument("--split-backward", action="store_true", help="gradients of inputs before those of weights")
+    parser.add_argument("--group-size", type=int, help="consecutive microbatches of a virtual stage (default: pp)")
+    parser.add_argument("--overlap", action="store_true", help="overlap forwards with backwards, in pairs")
+    parser.add_argument("--split-backward", action="store_true", help="separate input and weight gradients")
     parser.add_argument("--forward-only", action="store_true", help="evaluation")
-    parser.add_argument("--forward-time", type=float, default=1.0, help="of one microbatch through a whole rank")
+    parser.add_argument("--forward-time", type=float, default=1.0, help="time of one microbatch on a rank")
     parser.add_argument("--backward-time", type=float, default=2.0, help="half of it for inputs, half for weights")
-    parser.add_argument("--transfer-time", type=float, default=0.0, help="of one message")
-    parser.add_argument("--queue", type=int, help="messages a sender may be ahead (default: any number; 0: none)")
-    parser.add_argument("--layout", help="layers of the stages, such as 'Ett|(ttt|)*2tL'; says --vpp as well")
+    parser.add_argument("--transfer-time", type=float, default=0.0, help="time of one message")
+    parser.add_argument("--queue", type=int, help="messages in flight per sender (default: unlimited; 0: blocking)")
+    parser.add_argument("--layout", help="layers of the stages, such as 'Ett|(ttt|)*2tL'; defines --vpp")
     add_cluster_options(parser, "--ranks")
-    parser.add_argument("--lists", action="store_true", help="print every rank's list, sends and receives included")
+    parser.add_argument("--lists", action="store_true", help="print every rank's actions, including sends and receives")
     parser.add_argument(
         "--draw", type=Path, action="append", default=[], metavar="FILE", help="chart: .svg, .png, .pdf"
     )
-    parser.add_argument("--width", type=int, default=shutil.get_terminal_size((120, 40)).columns, help="of the text")
+    parser.add_argument(
+        "--width", type=int, default=shutil.get_terminal_size((120, 40)).columns, help="columns of the text"
+    )
     options = parser.parse_args(argv)
     times = (options.forward_time, options.backward_time)
     if not all(0 < time < inf for time in times) or not 0 <= options.transfer_time < inf:
         parser.error("--forward-time and --backward-time must be larger than 0, --transfer-time at least 0")
     if options.queue is not None and options.queue < 0:
         parser.error(f"--queue {options.queue} is less than 0")
-    strange = [str(path) for path in options.draw if path.suffix not in CHARTS]
-    if strange:
-        parser.error(f"--draw {strange[0]} is none of {', '.join(CHARTS)}")
+    invalid = [str(path) for path in options.draw if path.suffix not in CHARTS]
+    if invalid:
+        parser.error(f"--draw {invalid[0]} does not end with {', '.join(CHARTS)}")
     return options
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What to show."""
+class ShownSchedule:
+    """Schedule with optional details of its stages."""
 
     config: ScheduleConfig
     table: str = ""
-    """Which stage holds what, if that is known."""
+    """Layers of every stage, if known."""
     stage_costs: tuple[float, ...] = ()
 
 
-def of_sizes(options: argparse.Namespace) -> Shown:
-    """A schedule by its sizes; a layout has as many layers as it says."""
+def of_sizes(options: argparse.Namespace) -> ShownSchedule:
+    """Schedule of the given sizes and layout."""
     layout = None
     if options.layout is not None:
         layout = parse_layout(options.layout, pp=options.pp, num_layers=None, num_mtp=None)
@@ -93,19 +93,20 @@ def of_sizes(options: argparse.Namespace) -> Shown:
         vpp=layout.vpp if layout else options.vpp,
         group_size=options.group_size,
     )
-    return Shown(config, layout.table() if layout else "")
+    return ShownSchedule(config, layout.table() if layout else "")
 
 
-def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
-    """The schedule of a training run, also of one that waits for a feature or for data. Raises FlagErrors."""
-    ranks = str(cluster_asked(options, words, {}).world_size)
+def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
+    """Schedule of a training run, even if it lacks a feature or data. Raises FlagErrors."""
+    ranks = str(requested_cluster(options, words, {}).world_size)
     environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}
     plan = read_plan(words, environ, waiting=True)
     num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
     if plan.unknown_layers:
-        return Shown(plan.schedule(num_microbatches), f"layers of {' '.join(plan.unknown_layers)} cannot be built yet")
+        table = f"layers of {' '.join(plan.unknown_layers)} cannot be built yet"
+        return ShownSchedule(plan.schedule(num_microbatches), table)
     costs = flop_costs(plan.model, plan.data.seq_length)
-    return Shown(
+    return ShownSchedule(
         plan.schedule(num_microbatches),
         f"{plan.layout}\n{cost_table(plan.layout, costs)}",
         tuple(costs.of(stage) for stage in plan.layout.stages),
@@ -113,7 +114,7 @@ def of_run(options: argparse.Namespace, words: Sequence[str]) -> Shown:
 
 
 def name(config: ScheduleConfig) -> str:
-    """What kind of schedule it is, with its sizes."""
+    """Kind and sizes of a schedule."""
     kind = "one stage" if config.pp == 1 else "1F1B" if config.vpp == 1 else "interleaved 1F1B"
     extras = (
         ", overlapped" * config.overlap
@@ -125,18 +126,18 @@ def name(config: ScheduleConfig) -> str:
 
 
 def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
-    """Two lines: is it right, what does it cost."""
-    right = "no deadlock when sends wait for their receives; every microbatch once, in order"
+    """Lines about correctness and cost."""
+    right = "no deadlock with blocking sends; every microbatch once, in order"
     found = [*strict.problems, *(problem for problem in loose.problems if problem not in strict.problems)]
     lines = [right] if not found else ["WRONG:", *(f"  {problem}" for problem in found)]
     in_flight = " ".join(map(str, loose.in_flight))
     return "\n".join(
-        [*lines, f"bubble {loose.bubble:.1%} of time {loose.time:.4g}; most in flight per rank: {in_flight}"]
+        [*lines, f"bubble {loose.bubble:.1%} of time {loose.time:.4g}; peak in flight per rank: {in_flight}"]
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    own, words = words_around_dashes(argv)
+    own, words = split_at_dashes(argv)
     options = parse(own)
     try:
         shown = of_run(options, words) if words else of_sizes(options)

@@ -1,6 +1,6 @@
-"""Collects runs into one table: `python tools/summarize_run.py runs/a runs/lr [--format text|csv|markdown]`.
+"""Tabulates runs: `python tools/summarize_run.py runs/a runs/lr [--format text|csv|markdown]`.
 
-A place is a run folder or a folder with runs below it. Speeds are medians over a run's reports after the first.
+Takes run folders or folders that contain runs. Speeds are medians over a run's reports after the first.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from megatron_moe.resilience.run_summary import (  # noqa: E402
     names_of,
     summarize,
 )
-from tools.output import writing  # noqa: E402
+from tools._common import writing  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("places", type=Path, nargs="+", help="run folders, or folders with runs below them")
     parser.add_argument("--format", choices=("text", "csv", "markdown"), default="text")
-    parser.add_argument("--skip", type=int, default=1, help="reports of a run that do not count for speed (default: 1)")
+    parser.add_argument("--skip", type=int, default=1, help="initial reports excluded from speeds (default: 1)")
     parser.add_argument("--output", type=Path, help="write the table to this file as well")
     options = parser.parse_args(argv)
     if options.skip < 0:

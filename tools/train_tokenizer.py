@@ -2,8 +2,8 @@
 
     python tools/train_tokenizer.py --input data/corpus.jsonl --vocab-size 4096 --output data/tokenizer.model
 
-The tokenizer loses nothing: white space stays as it is and characters without a piece of their own become bytes.
-Id 0 is <unk>, id 1 is <eod>, the end of a document. The same input gives the same model.
+The tokenizer is lossless: it preserves white space and encodes characters without a piece as bytes. Id 0 is <unk>,
+id 1 is <eod> (end of document). The result is deterministic.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from megatron_moe.data.textfiles import read_documents, write_whole
 from megatron_moe.data.tokenizer import SentencePieceTokenizer
 
 _NUM_THREADS = 2
-"""Fixed, because the sums of the training depend on it."""
+"""Fixed, because the result depends on it."""
 _LONGEST_LINE = 4000
-"""In bytes: SentencePiece passes over longer lines."""
+"""Bytes; SentencePiece skips longer lines."""
 _REPORT_DOCUMENTS = 50
 _NUM_SPECIAL = 2 + 256
-"""<unk>, <eod> and the bytes."""
+"""Number of special pieces: <unk>, <eod> and the bytes."""
 
 
 def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
-    """Lines of the documents, evenly spread, of about `limit` bytes together."""
+    """Evenly spaced lines of the documents, about `limit` bytes in total."""
     total = sum(len(text.encode()) for text in read_documents(paths, key))
     if total == 0:
         raise DataProblem(f"no text to train a tokenizer on in {', '.join(map(str, paths))}; check --input")
@@ -45,14 +45,14 @@ def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
         for line in text.splitlines():
             size = len(line.encode()) + 1
             seen += size
-            # Take a line when the share taken so far falls behind the share wanted.
+            # Takes a line whenever the fraction taken is not above limit / total.
             if size <= _LONGEST_LINE and taken * total <= seen * limit:
                 taken += size
                 yield line
 
 
 def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
-    """The serialised model. Raises `DataProblem` when the text does not give that many pieces."""
+    """Serialised model. Raises `DataProblem` if the text is too small for that many pieces."""
     try:
         sentencepiece = importlib.import_module("sentencepiece")
     except ImportError as error:
@@ -88,7 +88,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
 
 
 def report(path: Path, texts: Iterator[str]) -> str:
-    """One line on the tokenizer and what it does to the first texts."""
+    """Line about the tokenizer and its compression of the first texts."""
     tokenizer = SentencePieceTokenizer(path)
     sample = list(itertools.islice(texts, _REPORT_DOCUMENTS))
     num_bytes = sum(len(text.encode()) for text in sample)
@@ -110,18 +110,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--sample-mb",
         type=float,
         default=4.0,
-        help="text to train on, evenly spread lines, in MB (default: %(default)s)",
+        help="size of the training text, evenly spaced lines, in MB (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     if args.vocab_size <= _NUM_SPECIAL:
         parser.error(f"--vocab-size {args.vocab_size} must be larger than {_NUM_SPECIAL}: <unk>, <eod> and 256 bytes")
     if not 0 < args.sample_mb < inf:
-        parser.error(f"--sample-mb {args.sample_mb:g} must be larger than 0, and a number")
+        parser.error(f"--sample-mb {args.sample_mb:g} must be a finite number larger than 0")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     args = parse(argv)
     begin = time.perf_counter()
     try:

@@ -24,7 +24,7 @@ from benchmarks.harness.timed_run import (  # noqa: E402
     timed_steps,
 )
 from megatron_moe.config.exit_codes import RunError  # noqa: E402
-from tools.words import words_around_dashes  # noqa: E402
+from tools._common import split_at_dashes  # noqa: E402
 
 MIB = 2**20
 _WARMUP = 4
@@ -62,7 +62,7 @@ def measure(argv: Sequence[str], steps: int) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    own, theirs = words_around_dashes(argv)
+    own, theirs = split_at_dashes(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--steps", type=int, default=10)

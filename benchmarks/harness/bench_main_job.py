@@ -30,7 +30,7 @@ from megatron_moe.config.exit_codes import (  # noqa: E402
     RunError,
 )
 from megatron_moe.logs.metrics_file import read_metrics  # noqa: E402
-from tools.words import words_around_dashes  # noqa: E402
+from tools._common import split_at_dashes  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     every = [variant.name for variant in VARIANTS]
     parser.add_argument("--variants", nargs="+", choices=every, metavar="NAME", help=f"of {every}; default: all")
-    own, more = words_around_dashes(argv)
+    own, more = split_at_dashes(argv)
     options = parser.parse_args(own)
     has_gpu = torch.cuda.is_available()
     machine = torch.cuda.get_device_name().replace("NVIDIA ", "") if has_gpu else "CPU"

@@ -39,7 +39,7 @@ from benchmarks.harness.step_cases import (  # noqa: E402
 )
 from benchmarks.harness.timed_run import plan_to_run, require_gpu  # noqa: E402
 from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
-from tools.words import words_around_dashes  # noqa: E402
+from tools._common import split_at_dashes  # noqa: E402
 
 FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError)
 """What a case may end with: a refusal, torch and CUDA, files, and mistakes of this program."""
@@ -194,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    own, theirs = words_around_dashes(argv)
+    own, theirs = split_at_dashes(argv)
     options = parser().parse_args(own)
     try:
         require_gpu("the steps on a GPU are")

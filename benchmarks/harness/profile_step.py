@@ -18,24 +18,24 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from benchmarks.harness.board import (  # noqa: E402
+from benchmarks.harness.timed_run import (  # noqa: E402
     Board,
     Reading,
-    nvidia_smi,
-)
-from benchmarks.harness.timed_run import (  # noqa: E402
     Run,
-    bytes_beside,
+    Share,
+    graph_pool_bytes,
+    nvidia_smi,
     plan_to_run,
     require_gpu,
+    shares_of_kernels,
+    shares_of_kinds,
     timed_steps,
     traced_steps,
 )
 from megatron_moe.config.exit_codes import RunError  # noqa: E402
 from megatron_moe.config.run import RunPlan  # noqa: E402
 from megatron_moe.cost_model.flops import flops_per_step  # noqa: E402
-from megatron_moe.logs.kernel_times import Share, shares_of_kernels, shares_of_kinds  # noqa: E402
-from tools.words import words_around_dashes  # noqa: E402
+from tools._common import split_at_dashes  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
             board.forget()
             times, losses = timed_steps(run, steps)
             reading = board.medians()
-        peak, loads = torch.cuda.max_memory_allocated() + bytes_beside(run), run.take_loads()
+        peak, loads = torch.cuda.max_memory_allocated() + graph_pool_bytes(run), run.take_loads()
         events = traced_steps(run, traced, trace) if traced else []
     finally:
         run.close()
@@ -141,7 +141,7 @@ def store(result: Profile, folder: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    own, theirs = words_around_dashes(argv)
+    own, theirs = split_at_dashes(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)

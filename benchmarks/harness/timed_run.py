@@ -2,9 +2,16 @@
 measure steps share."""
 
 import os
-from collections.abc import Sequence
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from statistics import median
+from threading import Thread
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -14,9 +21,59 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.logs.kernel_times import KernelEvent
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import StepOutcome, Trainer
+
+EVERY_MS = 100
+"""Interval of board readings."""
+KINDS: tuple[tuple[str, str], ...] = (
+    ("communication", r"nccl"),
+    ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|key_grads|query_grads|softmax_warp"),
+    (
+        "router",
+        r"router|(route|gate)_(for|back)ward|topk|count_experts|radixSort|bitonicSort|DeviceRadix|sort|searchsorted",
+    ),
+    (
+        "permute",
+        r"permute|sort_rows|place_rows|pick_values|gather_rows|sum_choices|index_select|indexSelect|gather|scatter|index_elementwise",
+    ),
+    ("expert matrices", r"grouped|GroupProblemShape|ptr_array|PtrArray|expert_grad"),
+    ("dense matrices", r"nvjet|gemm|cutlass|splitK|cublas"),
+    ("head and loss", r"cross_entropy|log_softmax|LogSoftMax|nll_loss|SoftMaxForward|SoftMaxBackward"),
+    ("optimizer", r"adamw|FusedAdam|sum_of_squares|NormTwoOps|multi_tensor"),
+    (
+        "norms and positions",
+        r"rms_norm|layer_norm|rope|rotate_heads|turn_heads|join_keys|part_keys|sum_shares|norm_kernel|Norm",
+    ),
+    ("activation", r"swiglu|activation|silu"),
+    ("copies and fills", r"Memcpy|Memset|copy_kernel|FillFunctor|fill"),
+    ("elementwise", r"elementwise|reduce_kernel|vectorized|CatArray"),
+)
+"""Kinds in the order in which their patterns are tried; the first that is found in a kernel's name is its kind."""
+
+
+@dataclass(frozen=True)
+class KernelEvent:
+    """One kernel on the device; times in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one kind, or one kernel, took of a step."""
+
+    name: str
+    milliseconds: float
+    """Per step."""
+    calls: float
+    """Per step."""
 
 
 def plan_to_run(words: Sequence[str]) -> RunPlan:
@@ -100,7 +157,7 @@ def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
     return times, [loss.item() for loss in losses]
 
 
-def bytes_beside(run: Run) -> int:
+def graph_pool_bytes(run: Run) -> int:
     """Device memory that replays use and that nothing is allocated in: recordings have given it back to their pools."""
     if run.trainer.full_iteration is None and run.trainer.pipeline.graph_instances is None:
         return 0
@@ -122,3 +179,117 @@ def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEve
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of one moment, or medians of several."""
+
+    watts: float
+    limit_watts: float
+    """At which the board slows down."""
+    sm_mhz: float
+
+    def __str__(self) -> str:
+        return f"{self.watts:.0f} of {self.limit_watts:.0f} W, multiprocessors at {self.sm_mhz:.0f} MHz"
+
+
+def nvidia_smi(gpu: str) -> tuple[str, ...]:
+    """A command that prints readings, one a line, until it is ended. `gpu`: its UUID or its number."""
+    fields = "--query-gpu=power.draw,power.limit,clocks.sm"
+    return ("nvidia-smi", f"--id={gpu}", fields, "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}")
+
+
+class Board:
+    """Reads the board from entering to leaving. Nothing is read where there is no such command."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """`command`: see `nvidia_smi`."""
+        self._command = tuple(command)
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: Thread | None = None
+        self._readings: list[Reading] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError:
+            return self
+        self._reader = Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None or self._reader is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def forget(self) -> None:
+        """What was read so far does not count."""
+        self._readings = []
+
+    def medians(self) -> Reading | None:
+        """Of what was read since it was last forgotten; None: nothing was."""
+        readings = list(self._readings)
+        if not readings:
+            return None
+        return Reading(*map(median, zip(*map(astuple, readings), strict=True)))
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None, "a command without its output"
+        with process.stdout as lines:
+            for line in lines:
+                reading = _reading(line)
+                if reading is not None:
+                    self._readings.append(reading)
+
+
+def _reading(line: str) -> Reading | None:
+    """None: the line tells something else, such as [N/A]."""
+    try:
+        watts, limit, clock = map(float, line.split(","))
+    except ValueError:
+        return None
+    return Reading(watts, limit, clock)
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel by its name; "other" when no pattern is found in it."""
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def shares_of_kinds(events: Sequence[KernelEvent], num_steps: int) -> list[Share]:
+    """Milliseconds per step of every kind, the longest first, and last the time in which no kernel ran."""
+    shares = _sum(((kind_of(event.name), event) for event in events), num_steps)
+    return [*shares, Share("idle", idle_microseconds(events) / 1e3 / num_steps, 0.0)]
+
+
+def shares_of_kernels(events: Sequence[KernelEvent], num_steps: int) -> list[Share]:
+    """Milliseconds per step of every kernel by name, the longest first."""
+    return _sum(((event.name, event) for event in events), num_steps)
+
+
+def idle_microseconds(events: Sequence[KernelEvent]) -> float:
+    """Time between the first and the last kernel in which none ran, on whatever stream."""
+    idle, busy_until = 0.0, None
+    for event in sorted(events, key=lambda event: event.start):
+        if busy_until is not None and event.start > busy_until:
+            idle += event.start - busy_until
+        busy_until = event.end if busy_until is None else max(busy_until, event.end)
+    return idle
+
+
+def _sum(named: Iterable[tuple[str, KernelEvent]], num_steps: int) -> list[Share]:
+    times: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    for name, event in named:
+        times[name] = times.get(name, 0.0) + event.duration
+        calls[name] = calls.get(name, 0) + 1
+    shares = [Share(name, time / 1e3 / num_steps, calls[name] / num_steps) for name, time in times.items()]
+    return sorted(shares, key=lambda share: -share.milliseconds)

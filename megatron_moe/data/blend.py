@@ -1,4 +1,4 @@
-"""Several data sets as one: the grammar of `--data-path` and `--split`, and the order in which a blend takes them."""
+"""Blends of data sets: parsing of `--data-path` and `--split`, and the order in which a blend draws samples."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _MOST_DATASETS = 32767
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Prefixes of data sets, and how much of each; `weights` None: as much as there is."""
+    """Prefixes and weights of the data sets; `weights` None blends by size."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -29,10 +29,10 @@ class Blend:
 
 
 def parse_blend(words: Sequence[str]) -> Blend | None:
-    """One prefix, weight prefix pairs, or a list of prefixes; None when there are no words.
+    """Parses one prefix, (weight, prefix) pairs or a list of prefixes; None for no words.
 
-    An even number of words is pairs when the first of every two is a number. Raises `DataProblem` for weights that are
-    not positive.
+    An even number of words is parsed as pairs if every other word is a number. Raises `DataProblem` for weights that
+    are not positive.
     """
     if not words:
         return None
@@ -56,13 +56,13 @@ def _number(word: str) -> float | None:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights that add up to one, summed and divided by numpy so that every bit is as in Megatron."""
+    """Weights divided by their sum, by numpy for bitwise equality with Megatron."""
     values = np.array(weights, dtype=np.float64)
     return (values / np.sum(values)).tolist()
 
 
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
-    """`"969, 30, 1"`: the share of documents of train, valid and test as (begin, end); None for an empty share."""
+    """Parses `"969, 30, 1"` to the (begin, end) shares of documents of train, valid and test; None for empty shares."""
     numbers = [_number(number) or 0.0 for number in re.findall(r"[.0-9]+", text)]
     if len(numbers) > len(SPLITS) or not sum(numbers) > 0:
         raise DataProblem(
@@ -77,58 +77,55 @@ def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
 
 
 def split_range(share: tuple[float, float], num_documents: int) -> range:
-    """The documents of one share of the split."""
+    """Documents of one share of the split."""
     begin, end = (int(round(edge * float(num_documents))) for edge in share)
     return range(begin, end)
 
 
 def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
-    """How many samples of each data set a blend of `size` samples takes (and builds, with the surplus).
-
-    `weights` are normalised.
-    """
+    """Number of samples of each data set in a blend of `size` samples, increased by `surplus`; `weights` sum to 1."""
     return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
 def blend_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
-    """Which data set (int16 [size]) and which of its samples (int64 [size]) every sample of a blend is.
+    """Data set (int16 [size]) and index within it (int64 [size]) of every sample of a blend.
 
-    Greedy: always the data set whose share so far is furthest behind its weight, the first of equals.
+    Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals.
     """
-    wanted = np.asarray(weights, dtype=np.float64)
-    used = np.zeros(len(wanted), dtype=np.float64)
-    behind = np.empty_like(used)
+    weights = np.asarray(weights, dtype=np.float64)
+    used = np.zeros(len(weights), dtype=np.float64)
+    deficit = np.empty_like(used)
     dataset = np.zeros(size, dtype=np.int16)
     for sample in range(size):
-        np.multiply(wanted, max(sample, 1), out=behind)
-        behind -= used
-        chosen = behind.argmax()
+        np.multiply(weights, max(sample, 1), out=deficit)
+        deficit -= used
+        chosen = deficit.argmax()
         dataset[sample] = chosen
         used[chosen] += 1
-    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(wanted))}
+    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(weights))}
 
 
 def exhaustive_order(sizes: Sequence[int], size: int) -> dict[str, np.ndarray]:
-    """The first `size` samples of a `blend_order` by the sizes of the data sets; none gives more than it has."""
+    """First `size` samples of a `blend_order` by the sizes of the data sets, without exceeding any of them."""
     counts = np.asarray(sizes, dtype=np.int64)
-    wanted = counts / np.sum(counts, dtype=np.float64)
+    weights = counts / np.sum(counts, dtype=np.float64)
     used = np.zeros(len(counts), dtype=np.float64)
-    behind = np.empty_like(used)
+    deficit = np.empty_like(used)
     dataset = np.zeros(size, dtype=np.int16)
-    spent = counts == 0
+    exhausted = counts == 0
     for sample in range(size):
-        np.multiply(wanted, max(sample, 1), out=behind)
-        behind -= used
-        behind[spent] = -np.inf
-        chosen = behind.argmax()
+        np.multiply(weights, max(sample, 1), out=deficit)
+        deficit -= used
+        deficit[exhausted] = -np.inf
+        chosen = deficit.argmax()
         dataset[sample] = chosen
         used[chosen] += 1
-        spent[chosen] = used[chosen] == counts[chosen]
+        exhausted[chosen] = used[chosen] == counts[chosen]
     return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(counts))}
 
 
 def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
-    """For every entry how often its data set came before, int64."""
+    """Number of earlier entries with the same data set, int64 [len(dataset)]."""
     counts = np.empty(len(dataset), dtype=np.int64)
     for chosen in range(num_datasets):
         places = np.flatnonzero(dataset == chosen)
@@ -137,10 +134,10 @@ def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
 
 
 class BlendedSamples:
-    """Samples of several `DocumentSamples`, interleaved by weight.
+    """Interleaved samples of several `DocumentSamples`.
 
-    `weights` with a `size` blend by weight; `weights` None blends by the length of the data sets, `size` of them (at
-    most as many as there are) or all.
+    `weights` need a `size`. `weights` None blends by the lengths of the data sets; `size` then limits the number of
+    samples.
     """
 
     def __init__(
@@ -178,15 +175,15 @@ class BlendedSamples:
 
     @property
     def fingerprint(self) -> str:
-        # Without the size: a shorter blend is the beginning of a longer one.
+        # The size does not matter: a shorter blend is a prefix of a longer one.
         return digest_of({"datasets": [part.fingerprint for part in self.parts], "weights": self._weights})
 
     def tokens(self, index: int) -> np.ndarray:
-        """Sample `index` as int64 [seq_length + 1], filled up with `PADDING`."""
+        """Sample `index` as int64 [seq_length + 1], padded with `PADDING`."""
         return self.parts[self._dataset[index]].tokens(int(self._sample[index]))
 
     def locate(self, index: int, position: int) -> str:
-        """Names the file, document and place that token `position` of sample `index` comes from."""
+        """File, document and offset of token `position` of sample `index`, as text for messages."""
         return self.parts[self._dataset[index]].locate(int(self._sample[index]), position)
 
     def _build_order(self) -> dict[str, np.ndarray]:
@@ -200,6 +197,6 @@ class BlendedSamples:
             if count > len(part):
                 raise DataProblem(
                     f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; "
-                    f"with so many data sets rounding up exceeds it: take more samples (--train-iters, --eval-iters) "
-                    f"or blend fewer data sets"
+                    f"the number per data set is rounded up: take more samples (--train-iters, --eval-iters) or blend "
+                    f"fewer data sets"
                 )

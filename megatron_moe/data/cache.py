@@ -1,8 +1,8 @@
-"""Arrays that are expensive to build, kept on disk under a name made of everything they depend on.
+"""Disk cache of index arrays, keyed by a hash of their inputs.
 
-A set of arrays is `<md5>-<kind>-<name>.npy` files and, written last, `<md5>-<kind>-description.txt`: JSON with what the
-arrays were made from and their sizes and checksums. Every file is written aside and renamed. So a set is there whole or
-is built again, two jobs may build it at once, and data that changed gets a new name.
+An entry is a set of files `<md5>-<kind>-<name>.npy` and, written last, `<md5>-<kind>-description.txt`: JSON with the
+inputs, shapes and checksums. Files are written to temporary names and renamed, so an entry is complete or rebuilt, and
+several jobs may build it concurrently.
 """
 
 import hashlib
@@ -26,8 +26,7 @@ _DAMAGE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError),
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile),
 )
-"""What numpy and json raise for files whose bytes are not those that were written: a .npy begins with a piece of
-Python, and may look like an archive."""
+"""Exceptions of numpy and json for damaged files; numpy parses the header of a .npy as Python and accepts archives."""
 
 
 def crc32_of(array: np.ndarray) -> int:
@@ -36,14 +35,14 @@ def crc32_of(array: np.ndarray) -> int:
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """md5 of the JSON text of `inputs`."""
+    """MD5 hash of `inputs` as JSON."""
     return hashlib.md5(json.dumps(inputs, indent=4).encode(), usedforsecurity=False).hexdigest()
 
 
 def load_or_build(folder: Path | None, kind: str, inputs: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays described by `inputs`: memory-mapped from `folder` when they are there and whole, else built and kept.
+    """Returns the arrays of `inputs`, memory-mapped from a complete entry in `folder`, else built and stored there.
 
-    `folder` None: built every time. Raises `DataProblem` when the folder cannot be written.
+    `folder` None builds without a cache. Raises `DataProblem` if the folder cannot be written.
     """
     if folder is None:
         return build()
@@ -71,7 +70,7 @@ def _description(inputs: Mapping[str, Any], arrays: Arrays) -> str:
 
 
 def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
-    """None when anything is missing, cut short or other than described: then the set is simply made again."""
+    """Loads an entry; None if anything is missing, truncated or different from its description."""
     try:
         text = (folder / f"{stem}-description.txt").read_text()
         names = json.loads(text)["arrays"]
@@ -92,11 +91,11 @@ def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) ->
 
 @contextmanager
 def _aside(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file written beside its place, which it takes when all went well."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    """Opens a temporary file for writing, which replaces `path` unless an exception occurs."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             yield file
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,9 +1,11 @@
-"""From `DataConfig` to the training, validation and test samples of a run."""
+"""Training, validation and test samples of a run, built from `DataConfig`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
+
+import numpy as np
 
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import (
@@ -24,22 +26,51 @@ from megatron_moe.data.blend import (
     split_range,
 )
 from megatron_moe.data.indexed import IndexedTokens
-from megatron_moe.data.mock import MockTokens
 from megatron_moe.data.samples import Documents, DocumentSamples, SampleRequest
 from megatron_moe.data.tokenizer import Tokenizer
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 Share = tuple[float, float]
+_MOCK_LENGTH_END = 4096
 _MOST_SAMPLES = 2**48
-"""Of a split: sizes of arrays still fit into 64 bits."""
+"""Limit per split, so that array sizes in bytes fit into 64 bits."""
 _ROUND_SECONDS = 30.0
-"""After which ranks that wait for the first meet: well before a collective gives up."""
+"""Interval of the collectives in which ranks wait for the first; well below the timeout of a collective."""
+
+
+class MockTokens:
+    """Documents of `--mock-data`: 1, 2, 3, … (modulo the vocabulary size) and end-of-document.
+
+    Lengths are uniform in [1, 4096) and those of Megatron's first `num_documents` mock documents.
+    """
+
+    def __init__(self, *, vocab_size: int, eod: int, num_documents: int) -> None:
+        self._vocab_size = vocab_size
+        self._eod = eod
+        rng = np.random.default_rng(seed=0)
+        self.sequence_lengths = rng.integers(low=1, high=_MOCK_LENGTH_END, size=num_documents, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        return {"mock": len(self), "vocab_size": self._vocab_size, "eod": self._eod}
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """int64 tokens [offset, offset + length) of a document, to its end if `length` is None."""
+        total = int(self.sequence_lengths[sequence])
+        stop = total if length is None else offset + length
+        tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self._vocab_size
+        if stop == total and stop > offset:
+            tokens[-1] = self._eod
+        return tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSamples:
-    """One validation set."""
+    """Validation set with its name."""
 
     name: str
     samples: Samples
@@ -47,7 +78,7 @@ class NamedSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """What a run reads."""
+    """All data of a run."""
 
     train: Samples | None
     """None with --skip-train."""
@@ -56,11 +87,11 @@ class Datasets:
     test: Samples | None
     masks: MaskConfig
     notes: tuple[str, ...]
-    """One line each, to be shown at the start: sizes, and splits that turned out empty."""
+    """Log lines about sizes and empty splits."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Prefix -> size and sampled checksum of its .bin file; on the first rank."""
+    """Prefix -> size and sampled checksum of its .bin file; empty except on the first rank."""
 
     @property
     def fingerprint(self) -> str:
@@ -70,7 +101,7 @@ class Datasets:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSizes:
-    """How many samples of every split a run takes."""
+    """Number of samples of every split that a run needs."""
 
     train: int
     valid: int
@@ -78,10 +109,8 @@ class SplitSizes:
 
 
 def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
-    """Training takes --train-samples or the iterations' batches; every evaluation takes `eval_iters` global batches.
-
-    There is one evaluation per `eval_interval` and one at the end.
-    """
+    """Samples needed: --train-samples or --train-iters global batches for training, `eval_iters` global batches per
+    evaluation; evaluations are every `eval_interval` iterations and at the end."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
     train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_size
     one_evaluation = loop.eval_iters * batch.global_size
@@ -91,19 +120,19 @@ def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
 def build_datasets(
     config: DataConfig, batch: BatchConfig, loop: LoopConfig, tokenizer: Tokenizer, context: ParallelContext
 ) -> Datasets:
-    """The samples of every split. Every rank calls it.
+    """Builds the samples of every split. Collective.
 
-    Rank 0 builds the index arrays first; the others then find them in the cache. A problem that rank 0 meets is raised
-    on every rank.
+    Rank 0 builds the index arrays first; the other ranks load them from the cache. Every rank raises the errors of
+    rank 0.
 
     Raises:
-        DataProblem: files or blends that cannot be used.
-        MemoryProblem: more samples than the host can keep in order.
+        DataProblem: files or blends are invalid.
+        MemoryProblem: the index arrays exceed the host's memory.
     """
     sizes = split_sizes(batch, loop)
     too_many = MemoryProblem(
-        f"the host has no room for the order of {sizes.train:,} training, {sizes.valid:,} validation and "
-        f"{sizes.test:,} test samples; give fewer --train-iters or --train-samples, --eval-iters, or evaluations"
+        f"the host has too little memory for the order of {sizes.train:,} training, {sizes.valid:,} validation and "
+        f"{sizes.test:,} test samples; use fewer --train-iters or --train-samples, --eval-iters, or evaluations"
     )
     if max(sizes.train, sizes.valid, sizes.test) > _MOST_SAMPLES:
         raise too_many
@@ -120,10 +149,10 @@ def build_datasets(
 
 
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
-    """Ranks meet again and again while the first builds: the order of a large blend takes it longer than a collective
-    may wait."""
+    """Builds on the first rank, then on the others. Ranks exchange the state every 30 s, because the order of a large
+    blend may take longer than the timeout of a collective."""
     done, problem = False, None
-    with ThreadPool(1) as pool:  # its thread ends with the program, whatever it is at
+    with ThreadPool(1) as pool:  # a daemon thread, which does not delay the end of the process
         first = pool.apply_async(build) if context.is_first else None
         while not done:
             if first is not None:
@@ -136,7 +165,7 @@ def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -
 
 
 def _state_of(built: AsyncResult[Datasets]) -> tuple[bool, RunError | None]:
-    """Whether it is built by the end of a round, and the problem that it ended with."""
+    """(done, error) after waiting for one round."""
     built.wait(_ROUND_SECONDS)
     if not built.ready():
         return False, None
@@ -172,12 +201,11 @@ class _Builder:
         return Datasets(train=train, valid=valid, test=test, masks=masks, notes=notes, tokenizer=tokenizer)
 
     def contents(self) -> dict[str, str]:
-        """Reads 256 KiB of every .bin file at most."""
+        """Prefix -> size and sampled checksum of every .bin file."""
         files = self.opened.items()
         return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
     def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
-        whole = (0.0, 1.0)
         own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
         if self.config.mock or not any(own.values()):
             shared = Blend(prefixes=("mock",)) if self.config.mock else parse_blend(self.config.blend)
@@ -186,7 +214,7 @@ class _Builder:
             shares = dict(zip(SPLITS, parse_split(self.config.split), strict=True))
             blends: dict[str, Blend | None] = dict.fromkeys(SPLITS, shared)
         else:
-            shares = dict.fromkeys(SPLITS, whole)
+            shares = dict.fromkeys(SPLITS, (0.0, 1.0))
             blends = own
         return (
             self._samples("train", blends["train"], shares["train"], self.sizes.train),
@@ -195,15 +223,15 @@ class _Builder:
         )
 
     def _validation(self, blend: Blend | None, share: Share | None) -> tuple[NamedSamples, ...]:
-        """One set, or with --multiple-validation-sets one of every prefix, each evaluated by itself."""
+        """One set, or with --multiple-validation-sets one per prefix."""
         if blend is None:
             return ()
         if not self.config.multiple_validation_sets:
             named = [("validation", blend)]
         elif blend.weights is not None:
             raise DataProblem(
-                "--multiple-validation-sets evaluates every data set by itself and knows no weights: "
-                "list only prefixes in --valid-data-path or --data-path"
+                "--multiple-validation-sets evaluates every data set separately, without weights: list only prefixes "
+                "in --valid-data-path or --data-path"
             )
         else:
             names = _distinct_names(blend.prefixes)
@@ -213,8 +241,10 @@ class _Builder:
         return tuple(NamedSamples(name=name, samples=samples) for name, samples in built if samples is not None)
 
     def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
-        """None when the split is not wanted, or has no documents (which is an error for training). `size`: None for
-        one pass over everything."""
+        """Samples of one split; None if it is not needed or has no documents (an error for training).
+
+        `size`: None for one pass over the data.
+        """
         if blend is None or share is None or size == 0:
             if split == "train" and size:
                 raise DataProblem("the train split is empty: give --train-data-path, or --split a first number above 0")
@@ -250,7 +280,7 @@ class _Builder:
         weights = None
         total = size
         if blend.weights is not None:
-            assert size is not None, "a weighted blend has no end of its own"
+            assert size is not None, "a weighted blend needs a size"
             weights = normalize(blend.weights)
             built = samples_per_dataset(weights, size, self.config.surplus)
             total = sum(samples_per_dataset(weights, size))
@@ -258,7 +288,7 @@ class _Builder:
             self._single(split, Blend(prefixes=(prefix,)), share, count)
             for prefix, count in zip(blend.prefixes, built, strict=True)
         ]
-        # Kept, since choosing one sample after the other takes minutes for some hundred millions of them.
+        # Cached, because the greedy order takes minutes for some hundred million samples.
         return BlendedSamples(parts, weights, total, self._cache_dir(blend.prefixes[0]))
 
     def _open(self, prefix: str) -> Documents:
@@ -284,6 +314,6 @@ class _Builder:
 
 
 def _distinct_names(prefixes: Sequence[str]) -> list[str]:
-    """File names of the prefixes; the whole prefix where two are alike."""
+    """File names of the prefixes, or the complete prefixes where file names repeat."""
     short = [Path(prefix).name for prefix in prefixes]
     return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]

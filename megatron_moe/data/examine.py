@@ -1,4 +1,4 @@
-"""What a pair of token files holds: every token against the vocabulary, and the lengths of its documents."""
+"""Validation of token files: checks every token against the vocabulary and collects statistics of the documents."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True)
 class DocumentLengths:
-    """Of documents, in tokens."""
+    """Statistics of document lengths, in tokens."""
 
     shortest: int
     median: float
@@ -24,7 +24,7 @@ class DocumentLengths:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What an examination found."""
+    """Statistics and problems of a pair of token files."""
 
     prefix: str
     dtype: str
@@ -32,25 +32,26 @@ class DataReport:
     num_documents: int
     num_tokens: int
     lengths: DocumentLengths | None
-    """None when there is no document."""
+    """None without documents."""
     num_empty: int
-    """Documents without a token."""
+    """Number of documents without tokens."""
     smallest_id: int | None
     largest_id: int | None
     num_distinct: int
     num_ended: int
-    """Documents whose last token is the one asked for."""
+    """Number of documents that end with the end-of-document id."""
     problems: tuple[str, ...]
 
 
 def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = None) -> DataReport:
-    """Reads every token of `<prefix>.bin`; the index is checked as it is opened.
+    """Reads every token of `<prefix>.bin`; opening the files validates the index.
 
     Args:
-        vocab_size: ids from 0 to below it are in order.
-        eod: counts the documents that end with this id.
+        vocab_size: ids must be in [0, vocab_size).
+        eod: end-of-document id to count.
+
     Raises:
-        DataProblem: a file is missing, or the index is not exactly what the format says.
+        DataProblem: a file is missing or the index is invalid.
     """
     with IndexedTokens(prefix) as tokens:
         ends = np.concatenate(([0], np.cumsum(tokens.sequence_lengths, dtype=np.int64)))[tokens.document_bounds]
@@ -80,40 +81,40 @@ def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = No
 
 
 class _Ids:
-    """Gathers what is known of the ids, block by block."""
+    """Accumulates statistics of the ids, block by block."""
 
     def __init__(self, ends: np.ndarray, vocab_size: int | None) -> None:
         self._ends, self._vocab_size = ends, vocab_size
         self.smallest: int | None = None
         self.largest: int | None = None
         self.distinct = np.empty(0, dtype=np.int64)
-        self._num_strange = 0
-        self._strange: list[str] = []
+        self._num_invalid = 0
+        self._invalid: list[str] = []
 
     def add(self, start: int, block: np.ndarray) -> None:
-        """Tokens from number `start` on."""
+        """Adds the tokens [start, start + len(block)) of the file."""
         self.distinct = np.union1d(self.distinct, block)
         self.smallest, self.largest = int(self.distinct[0]), int(self.distinct[-1])
         if self.smallest >= 0 and (self._vocab_size is None or self.largest < self._vocab_size):
             return
-        strange = block < 0 if self._vocab_size is None else (block < 0) | (block >= self._vocab_size)
-        places = np.flatnonzero(strange)
-        self._num_strange += len(places)
-        for place in places[: _MAX_PROBLEMS - len(self._strange)]:
-            self._strange.append(self._told(start + int(place), int(block[place])))
+        invalid = block < 0 if self._vocab_size is None else (block < 0) | (block >= self._vocab_size)
+        places = np.flatnonzero(invalid)
+        self._num_invalid += len(places)
+        for place in places[: _MAX_PROBLEMS - len(self._invalid)]:
+            self._invalid.append(self._message(start + int(place), int(block[place])))
 
     def problems(self) -> list[str]:
-        left = self._num_strange - len(self._strange)
-        return [*self._strange, *([f"and {left} more ids outside the vocabulary"] if left else [])]
+        left = self._num_invalid - len(self._invalid)
+        return [*self._invalid, *([f"and {left} more ids outside the vocabulary"] if left else [])]
 
-    def _told(self, number: int, token: int) -> str:
+    def _message(self, number: int, token: int) -> str:
         document = int(np.searchsorted(self._ends, number, side="right")) - 1
         limit = "0 or more" if self._vocab_size is None else f"0 to {self._vocab_size - 1}"
         return f"document {document}, token {number - int(self._ends[document])}: id {token}, expected {limit}"
 
 
 def _blocks(tokens: IndexedTokens) -> list[tuple[int, np.ndarray]]:
-    """(number of the first token, tokens) of all of the file. Memory-mapped: nothing is read yet."""
+    """(index of the first token, memory-mapped tokens) of every block of the file."""
     if not tokens.num_tokens:
         return []
     stored = np.memmap(tokens.bin_path, dtype=tokens.dtype, mode="r")
@@ -121,7 +122,7 @@ def _blocks(tokens: IndexedTokens) -> list[tuple[int, np.ndarray]]:
 
 
 def _last(tokens: IndexedTokens, document: int) -> int:
-    """The last token of a document that has one."""
+    """Last token of a non-empty document."""
     bounds = tokens.document_bounds
     for sequence in range(int(bounds[document + 1]) - 1, int(bounds[document]) - 1, -1):
         if length := int(tokens.sequence_lengths[sequence]):

@@ -1,4 +1,4 @@
-"""Token files on disk: Megatron's `<prefix>.bin` and `<prefix>.idx`, read and written.
+"""Reading and writing of Megatron's token files `<prefix>.bin` and `<prefix>.idx`.
 
 `.bin` holds the tokens of all sequences one after the other, in one dtype, without a header. `.idx` (little endian):
 
@@ -12,7 +12,7 @@
     34 + 4 S      8 S   int64 byte offset of every sequence in .bin
     34 + 12 S     8 D   int64 document boundaries as sequence numbers, from 0 to S
 
-Everything an index says is checked when it is opened, so that a broken file stops a run at its start.
+Opening validates the complete index, so that a damaged file ends a run at its start.
 """
 
 import os
@@ -51,15 +51,15 @@ _REBUILD = "make the pair of files again with tools/preprocess_data.py, or copy 
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest dtype Megatron's tools store ids of this vocabulary in."""
+    """Dtype in which Megatron's tools store ids of this vocabulary."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedTokens:
-    """The sequences of one `<prefix>.bin/.idx` pair.
+    """Sequences of one `<prefix>.bin/.idx` pair.
 
-    `sequence_lengths` is int32 [S] in tokens, `document_bounds` int64 [D]. Raises `DataProblem` when a file is missing
-    or the index is not exactly what the format says.
+    `sequence_lengths` is int32 [S] in tokens, `document_bounds` int64 [D]. Raises `DataProblem` if a file is missing or
+    the index is invalid.
     """
 
     def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
@@ -69,8 +69,8 @@ class IndexedTokens:
         for path in (self.idx_path, self.bin_path):
             if not _is_file(path):
                 raise DataProblem(
-                    f"data file {path} does not exist: --data-path wants the common prefix of a .bin and an .idx file, "
-                    f"as tools/preprocess_data.py writes them"
+                    f"data file {path} does not exist: --data-path takes the common prefix of a .bin and an .idx file, "
+                    f"as written by tools/preprocess_data.py"
                 )
         index = _read_index(self.idx_path, mmap)
         self.dtype, self.sequence_lengths, self._pointers, self.document_bounds = index
@@ -92,7 +92,7 @@ class IndexedTokens:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What tells this data from other data at the same place: enters the names of cached indices."""
+        """Properties that distinguish this data from other data of the same path; part of the cache key."""
         return {
             "dtype": self.dtype.name,
             "sequences": len(self),
@@ -101,7 +101,7 @@ class IndexedTokens:
         }
 
     def sample_content(self) -> str:
-        """Size of .bin, and the crc32 of blocks at equal distances in it, which changes when most of the file does."""
+        """Size of .bin and crc32 of 64 evenly spaced blocks of 4 KiB, which detects a replaced file."""
         blocks = min(_SAMPLED_BLOCKS, -(-self._bin_size // _BLOCK_BYTES))
         last = max(self._bin_size - _BLOCK_BYTES, 0)
         crc32 = 0
@@ -112,8 +112,8 @@ class IndexedTokens:
         return f"{self._bin_size} bytes, sampled crc32 {crc32:08x}"
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of a sequence, to its end when `length` is None; a read-only [length] array
-        in the stored dtype."""
+        """Tokens [offset, offset + length) of a sequence, to its end if `length` is None, as a read-only array in the
+        stored dtype."""
         total = int(self.sequence_lengths[sequence])
         count = total - offset if length is None else length
         assert 0 <= offset and 0 <= count and offset + count <= total, f"{sequence=} {offset=} {length=} {total=}"
@@ -141,7 +141,7 @@ class IndexedTokens:
             self.close()
 
     def _read(self, file: int, start: int, size: int) -> bytes:
-        """`pread` until everything is there: it may return less, and several threads may read at once."""
+        """Reads `size` bytes by `pread`, which may return fewer; thread-safe."""
         parts = []
         while size > 0:
             part = os.pread(file, size, start)
@@ -166,17 +166,17 @@ class IndexedTokens:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # too long for a name: a whole blend in quotes
+    except OSError:  # name too long, such as a quoted blend
         return False
 
 
 def _map(path: Path) -> np.ndarray:
-    # A plain view: every slice of the memmap subclass would cost microseconds.
+    # A plain array: slicing the memmap subclass costs microseconds.
     return np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
 
 
 def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """dtype of the tokens, lengths [S], byte offsets [S] and document bounds [D] of a checked index."""
+    """Token dtype, lengths [S], byte offsets [S] and document bounds [D] of a validated index."""
     size = path.stat().st_size
     if size < HEADER.size:
         raise DataProblem(f"{path} has {size} bytes, at offset 0 a header of {HEADER.size} is expected; {_REBUILD}")
@@ -197,7 +197,7 @@ def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarra
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if size != expected:
-        multimodal = ": it has the mode per sequence of multimodal data" if size == expected + num_sequences else ""
+        multimodal = ": it has the modes of multimodal data" if size == expected + num_sequences else ""
         raise DataProblem(
             f"{path} has {size:,} bytes, but its header (offsets 18 and 26: {num_sequences:,} sequences, "
             f"{num_bounds:,} document bounds) describes {expected:,}{multimodal}; {_REBUILD}"
@@ -213,7 +213,7 @@ def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarra
 
 
 def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> None:
-    """No length is negative, and every pointer is the running sum of the lengths before it, in bytes."""
+    """Checks that lengths are not negative and that pointers are the cumulative lengths in bytes."""
     negative = lengths < 0
     if negative.any():
         first = int(negative.argmax())
@@ -234,7 +234,7 @@ def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
 
 
 def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: int) -> None:
-    """Document bounds go from 0 to the number of sequences and never down."""
+    """Checks that document bounds rise monotonically from 0 to the number of sequences."""
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != num_sequences:
         ends = f"{bounds[0]} to {bounds[-1]}" if len(bounds) else "nothing"
         raise DataProblem(
@@ -250,7 +250,7 @@ def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: in
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
-    """Files that other `IndexedWriter`s of `prefix` have not finished: they are at work, or were killed."""
+    """Temporary files of other `IndexedWriter`s of `prefix`, running or killed."""
     path = Path(prefix)
     pattern = rf"{re.escape(path.name)}\.(bin|idx)\.writing-(\d+)"
     found = [(each, re.fullmatch(pattern, each.name)) for each in sorted(path.parent.glob("*.writing-*"))]
@@ -258,10 +258,10 @@ def unfinished_files(prefix: str | Path) -> list[Path]:
 
 
 class IndexedWriter:
-    """Writes a `.bin/.idx` pair that appears whole or not at all.
+    """Context manager that writes a `.bin/.idx` pair atomically.
 
-    Use it as a context manager: both files are written aside and renamed at the end; after an exception nothing is
-    left. Raises `DataProblem` for an unwritable place and for ids that the dtype cannot hold.
+    Files are written to temporary names and renamed at the end; an exception removes them. Raises `DataProblem` if the
+    files cannot be written or an id exceeds the dtype.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
@@ -292,7 +292,7 @@ class IndexedWriter:
         self._lengths.append(len(stored))
 
     def end_document(self) -> None:
-        """The sequences added since the last call are one document."""
+        """Ends a document, which consists of the sequences added since the last call."""
         self._bounds.append(len(self._lengths))
 
     def __enter__(self) -> Self:
@@ -305,7 +305,7 @@ class IndexedWriter:
             if kind is None:
                 self._commit()
         finally:
-            # Closing may fail again when the disk is full; what stands aside is gone by then.
+            # Closing fails again on a full disk, so temporary files are removed first.
             for path in self._aside.values():
                 path.unlink(missing_ok=True)
             self._bin.close()
@@ -324,7 +324,7 @@ class IndexedWriter:
             os.fsync(index.fileno())
         self._bin.flush()
         os.fsync(self._bin.fileno())
-        # Without its index a .bin is no data set: an old index goes first and the new one comes last.
+        # An old index is removed first and the new one written last, so that a .bin never has a wrong index.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix, path in self._aside.items():
             os.replace(path, f"{self.prefix}{suffix}")

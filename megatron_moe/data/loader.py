@@ -1,4 +1,4 @@
-"""Batches of this data-parallel rank, in order, from any number of consumed samples on."""
+"""Data loaders of this data-parallel rank, which start at any number of consumed samples."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -25,10 +25,10 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class TrainLoader:
-    """Gives the microbatches of one step after another.
+    """Iterates over the microbatches of successive steps.
 
-    Its whole state is the number of samples that all ranks have consumed. With `prefetch` the next step's batches are
-    made by a thread while this step runs; what they hold does not change.
+    The only state is the number of samples consumed by all ranks. `prefetch` builds the next step's batches on a thread
+    while this step runs; their contents do not change.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class TrainLoader:
     ) -> None:
         """
         Args:
-            tokenizer: fingerprint of the one that made the samples' ids.
-            contents: prefix -> size and sampled checksum of a data file.
+            tokenizer: fingerprint of the tokenizer of the data.
+            contents: prefix -> size and sampled checksum of its .bin file.
         """
         self.samples = samples
         self.tokenizer = tokenizer
@@ -55,55 +55,55 @@ class TrainLoader:
         self.schedule = schedule
         self.consumed = 0
         self.last_seconds = 0.0
-        """What the last step waited for its batch."""
+        """Time that the last step waited for its batches."""
         self._masks = masks
         self._rank = context.group("dp").rank
         self._device = context.device
         self._context = context
         self._dtype = torch.promote_types(torch.float32, context.dtype)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
-        self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+        self._prefetched: tuple[int, Future[list[MicroBatch]]] | None = None
 
     @property
     def num_microbatches(self) -> int:
-        """Of the next step."""
+        """Number of microbatches of the next step."""
         return self.schedule.num_microbatches(self.consumed)
 
     @property
     def exhausted(self) -> bool:
-        """The next step wants more samples than there are."""
-        return not self._enough(self.consumed)
+        """True if the next step needs more samples than remain."""
+        return not self._has_samples(self.consumed)
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's microbatches of the next step, on the context's device. Raises `DataProblem` when exhausted."""
+        """This rank's microbatches of the next step, on the context's device. Raises `DataProblem` if exhausted."""
         begun = time.perf_counter()
         size = self.schedule.global_batch(self.consumed)
         if self.exhausted:
             raise DataProblem(
-                f"the step after {self.consumed:,} samples wants {size:,} more, but the training data has "
+                f"the step after {self.consumed:,} samples needs {size:,} more, but the training data has "
                 f"{self.order.end:,}; add data, shorten the run, or use --dataloader-type cyclic"
             )
         batches = self._take(self.consumed)
         self.consumed += size
         if self._pool is not None and not self.exhausted:
-            self._ahead = (self.consumed, self._pool.submit(self._make, self.consumed))
+            self._prefetched = (self.consumed, self._pool.submit(self._make, self.consumed))
         parts = [split_sequence(to_device(batch, self._device), self._context) for batch in batches]
         self.last_seconds = time.perf_counter() - begun
         return parts
 
     def pass_over(self) -> int:
-        """Leaves the samples of the next step out; over all ranks so many."""
+        """Skips the samples of the next step; returns their number over all ranks."""
         size = self.schedule.global_batch(self.consumed)
         self.consumed += size
         return size
 
     def samples_at(self, consumed: int) -> tuple[tuple[int, ...], ...]:
-        """Ids of the samples of this rank's microbatches in the step that begins after `consumed` samples."""
+        """Sample ids of this rank's microbatches in the step that begins after `consumed` samples."""
         positions = step_positions(consumed, self.schedule, self._rank)
         return tuple(tuple(map(int, indices)) for indices in self.order.indices(positions))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: where the order stands, which data it is an order of, and what the ids mean."""
+        """State for a checkpoint: consumed samples, fingerprint of data and order, tokenizer and file checksums."""
         return {
             "consumed_samples": self.consumed,
             "fingerprint": self.order.fingerprint(self.samples.fingerprint),
@@ -113,7 +113,7 @@ class TrainLoader:
         }
 
     def restore(self, consumed: int) -> None:
-        """Goes on after `consumed` samples."""
+        """Continues after `consumed` samples."""
         self.consumed = consumed
 
     def close(self) -> None:
@@ -121,13 +121,13 @@ class TrainLoader:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _enough(self, consumed: int) -> bool:
+    def _has_samples(self, consumed: int) -> bool:
         return self.order.end is None or consumed + self.schedule.global_batch(consumed) <= self.order.end
 
     def _take(self, consumed: int) -> list[MicroBatch]:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == consumed:
-            return ahead[1].result()
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] == consumed:
+            return prefetched[1].result()
         return self._make(consumed)
 
     def _make(self, consumed: int) -> list[MicroBatch]:
@@ -139,10 +139,10 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Gives the batches of every evaluation of one validation or test set.
+    """Iterates over the batches of one validation or test set.
 
-    The k-th evaluation takes the k-th stretch of `eval_iters` global batches, and starts over at the end of the data.
-    Without a number of them every evaluation takes all full batches of the set. Raises DataProblem if there is none.
+    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically; `eval_iters` None uses all full batches
+    in every evaluation. Raises DataProblem if the set has less than one full batch.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class EvalLoader:
         eval_iters: int | None,
     ) -> None:
         self.samples = samples
-        self.whole = eval_iters is None
+        self.full = eval_iters is None
         self.eval_iters = len(samples) // batch.global_size if eval_iters is None else eval_iters
-        if self.whole and not self.eval_iters:
+        if self.full and not self.eval_iters:
             raise DataProblem(
                 f"--full-validation: the validation set has {len(samples):,} samples, less than one global batch of "
                 f"{batch.global_size}; add data or use a smaller --global-batch-size"
@@ -173,7 +173,7 @@ class EvalLoader:
 
     def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
         """This rank's microbatches of evaluation number `evaluation`, which counts from 0."""
-        size, number = self._schedule.full, 0 if self.whole else evaluation
+        size, number = self._schedule.full, 0 if self.full else evaluation
         for step in range(number * self.eval_iters, (number + 1) * self.eval_iters):
             for positions in step_positions(step * size, self._schedule, self._rank):
                 indices = np.remainder(positions, len(self.samples))
@@ -182,8 +182,8 @@ class EvalLoader:
 
 
 def train_loader(datasets: Datasets, config: DataConfig, batch: BatchConfig, context: ParallelContext) -> TrainLoader:
-    """The loader of a run's training samples."""
-    assert datasets.train is not None, "a run that does not train has no training loader"
+    """Loader of a run's training samples."""
+    assert datasets.train is not None, "a run with --skip-train has no training loader"
     order = SampleOrder(kind=config.dataloader, num_samples=len(datasets.train), seed=config.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)
     return TrainLoader(

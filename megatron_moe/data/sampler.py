@@ -1,4 +1,4 @@
-"""Which samples a rank takes in which step: pure functions of the seed and of the number of samples consumed."""
+"""Batch size schedule and sample order, as pure functions of the seed and the number of consumed samples."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,10 +10,10 @@ from megatron_moe.config.training import BatchConfig
 
 
 class BatchSchedule:
-    """Consumed samples -> global batch size, with `--rampup-batch-size START INCREMENT SAMPLES`.
+    """Global batch size by consumed samples, with `--rampup-batch-size START INCREMENT SAMPLES`.
 
-    The batch grows from START by INCREMENT at equal distances of consumed samples, to its full size after SAMPLES.
-    Raises `EnvironmentProblem` when a size that occurs cannot be cut into microbatches of all data-parallel ranks.
+    The batch size grows from START in steps of INCREMENT, evenly spaced in consumed samples, to its full size after
+    SAMPLES. Raises `EnvironmentProblem` if a size is not divisible into microbatches of all data-parallel ranks.
     """
 
     def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
@@ -33,7 +33,7 @@ class BatchSchedule:
 
     @property
     def samples_per_microstep(self) -> int:
-        """Sequences that all ranks together take in one microbatch."""
+        """Sequences of one microbatch over all data-parallel ranks."""
         return self.micro * self.data_parallel
 
     def global_batch(self, consumed: int) -> int:
@@ -67,30 +67,30 @@ class BatchSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Which sample of the data set is consumed as the g-th one.
+    """Mapping from the position in the training order to the sample of the data set.
 
-    "single": the g-th. "cyclic": every pass over the data set is a new permutation, drawn from (seed, pass). Neither
-    depends on the layout, on the batch size or on where a run was resumed.
+    "single" is the identity; "cyclic" permutes every pass over the data set by a generator keyed by (seed, pass). Both
+    are independent of the layout, the batch size and resumption.
     """
 
     kind: Literal["single", "cyclic"]
     num_samples: int
     seed: int
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The permutation of the pass used last: drawing one of a large data set takes longer than a step."""
+    """Cached permutation of the last pass; drawing that of a large data set takes longer than a step."""
 
     @property
     def end(self) -> int | None:
-        """Samples that can be consumed; None: no end."""
+        """Number of positions, or None if unlimited."""
         return self.num_samples if self.kind == "single" else None
 
     def fingerprint(self, samples: str) -> str:
-        """Of the data set with the fingerprint `samples` in this order. The length counts where places depend on it: a
-        longer run may take more samples in the same order."""
+        """Fingerprint of this order of a data set with fingerprint `samples`, without the length for "single": a longer
+        run continues the same order."""
         return samples if self.kind == "single" else f"{self.kind}-{self.num_samples}-{self.seed}-{samples}"
 
     def indices(self, consumed: np.ndarray) -> np.ndarray:
-        """int64 sample indices of the positions `consumed` (int64, any shape) in the order."""
+        """Sample indices (int64) of the positions `consumed` (int64, any shape)."""
         if self.kind == "single":
             return consumed
         passes, places = np.divmod(consumed, self.num_samples)
@@ -110,9 +110,9 @@ class SampleOrder:
 
 
 def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
-    """int64 [microbatches, micro]: positions in the sample order that data-parallel rank `rank` takes in a step.
+    """Positions in the sample order of data-parallel rank `rank` in one step, int64 [microbatches, micro].
 
-    Every micro step takes the next micro * dp positions, of which rank r has the r-th slice.
+    A microbatch takes the next micro * dp positions, of which rank r gets the r-th slice.
     """
     shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
     positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)

@@ -1,13 +1,13 @@
-"""Fixed-length samples cut from a shuffled stream of documents, in Megatron's order.
+"""Fixed-length samples of a shuffled stream of documents, in Megatron's order.
 
-Three index arrays say which tokens sample i has:
+Three index arrays define the tokens of sample i:
 
-    document_index [epochs * documents]  the documents in the order they are laid end to end
-    sample_index   [n + 1, 2]            where every sample starts: place in document_index, token within the document
-    shuffle_index  [n]                   which of these samples is the i-th
+    document_index [epochs * documents]  documents in the order of concatenation
+    sample_index   [n + 1, 2]            start of every sample: index into document_index, token offset in the document
+    shuffle_index  [n]                   permutation of the samples
 
-A sample has seq_length + 1 tokens, inputs and labels overlapping; the next one starts at its last token. All draws
-come from one numpy RandomState, in a fixed order, so the arrays depend on nothing but documents, seed and length.
+A sample has seq_length + 1 tokens (inputs and labels overlap); the next one starts at its last token. All random
+numbers come from one numpy RandomState in a fixed order, so the arrays depend on documents, seed and length only.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import digest_of, load_or_build
 
 _SEPARATE_BELOW = 0.80
-"""Share of an epoch's samples below which the last, incomplete epoch is shuffled by itself."""
+"""Fraction of an epoch's samples below which the last, incomplete epoch is shuffled separately."""
 PADDING = -1
-"""What fills the end of a sample that the documents do not: no vocabulary has this id."""
+"""Id that pads an incomplete sample; not a valid token id."""
 
 
 class Documents(Protocol):
-    """Where tokens come from: `indexed.IndexedTokens` or `mock.MockTokens`."""
+    """Source of tokens: `IndexedTokens` or `MockTokens`."""
 
     sequence_lengths: np.ndarray
 
@@ -39,23 +39,23 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """Which samples are wanted of one set of documents."""
+    """Samples to build from one set of documents."""
 
     documents: range
-    """The split's sequences."""
+    """Sequences of the split."""
     split: str
     seq_length: int
     num_samples: int | None
-    """At least so many, over as many epochs as that takes; None: one epoch."""
+    """Minimum number of samples, over as many epochs as needed; None: one epoch."""
     seed: int
     drop_last_partial: bool = True
-    """Leave out the tokens after the last full sample."""
+    """Drop the tokens after the last full sample."""
 
 
 class DocumentSamples:
-    """The samples of one split of one data set.
+    """Samples of one split of one data set.
 
-    Raises `DataProblem` when the split holds too few tokens for one sample.
+    Raises `DataProblem` if the split has too few tokens for one sample.
     """
 
     def __init__(self, source: Documents, name: str, request: SampleRequest, cache_dir: Path | None) -> None:
@@ -64,7 +64,7 @@ class DocumentSamples:
         self.seq_length = request.seq_length
         span = request.documents
         passes = plan_passes(source, name, request)
-        # Not the number of samples: a longer run over the same passes has the same order.
+        # Excludes the number of samples: a longer run over the same epochs has the same order.
         self.inputs = {
             "class": "GPTDataset",
             "dataset": name,
@@ -92,23 +92,23 @@ class DocumentSamples:
         return digest_of(self.inputs)
 
     def tokens(self, index: int) -> np.ndarray:
-        """Sample `index` as int64 [seq_length + 1], filled up with `PADDING`. Raises `DataProblem` for negative ids."""
+        """Sample `index` as int64 [seq_length + 1], padded with `PADDING`. Raises `DataProblem` for negative ids."""
         out = np.full(self.seq_length + 1, PADDING, dtype=np.int64)
         place = 0
         for document, offset, length in self._pieces(index):
             piece = self.source.get(document, offset, length)
             out[place : place + len(piece)] = piece
             place += len(piece)
-        if place and out[:place].min() < 0:  # would train as padding
+        if place and out[:place].min() < 0:  # would be treated as padding
             position = int(out[:place].argmin())
             raise DataProblem(
                 f"token id {out[position]} in {self.locate(index, position)} (sample {index}, position {position}) is "
-                f"negative; check the file with tools/check_data.py and make it again with tools/preprocess_data.py"
+                f"negative; check the file with tools/check_data.py and rebuild it with tools/preprocess_data.py"
             )
         return out
 
     def locate(self, index: int, position: int) -> str:
-        """Names the file, document and place that token `position` of sample `index` comes from."""
+        """File, document and offset of token `position` of sample `index`, as text for messages."""
         for document, offset, length in self._pieces(index):
             if position < length:
                 return f"{self.name}, document {document}, token {offset + position}"
@@ -116,33 +116,33 @@ class DocumentSamples:
         raise AssertionError(f"sample {index} has no token at {position} past its end")
 
     def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(document, offset, length) of every stretch of tokens in sample `index`."""
+        """(document, offset, length) of every document piece in sample `index`."""
         row = int(self.shuffle_index[index])
         (first, start), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
         for place in range(first, last + 1):
             document = int(self.document_index[place])
             offset = start if place == first else 0
-            # The last stretch includes the token that the next sample starts with.
+            # The last piece includes the first token of the next sample.
             stop = end + 1 if place == last else int(self.source.sequence_lengths[document])
             yield document, offset, stop - offset
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often the documents are gone through."""
+    """Epochs over the documents."""
 
     epochs: int
     separate_final: bool
-    """The last epoch is shuffled by itself."""
+    """True if the last epoch is shuffled separately."""
     samples_before_final: int
-    """That the epochs before the last give."""
+    """Number of samples in the epochs before the last."""
 
 
 def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
-    """The epochs that give the samples of `request`.
+    """Epochs needed for the samples of `request`.
 
-    The last one is shuffled by itself when fewer than 80 % of its samples are wanted: shuffled together, some documents
-    would be seen once more than others. Raises `DataProblem` when the documents do not give a sample.
+    The last epoch is shuffled separately if less than 80 % of its samples are used; otherwise some documents would be
+    seen once more than others. Raises `DataProblem` if the documents are too short for one sample.
     """
     span = request.documents
     tokens = int(source.sequence_lengths[span.start : span.stop].sum(dtype=np.int64))
@@ -163,7 +163,7 @@ def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
 
 
 def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> dict[str, np.ndarray]:
-    """The three arrays of `request`."""
+    """Builds the three index arrays of `request`."""
     documents = np.arange(request.documents.start, request.documents.stop, dtype=np.int32)
     rng = np.random.RandomState(request.seed)
     document_index = _shuffled_documents(documents, passes, rng)
@@ -179,7 +179,7 @@ def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> 
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
-    """The fewest passes over the documents that give `num_samples` samples; one when None."""
+    """Smallest number of epochs with `num_samples` samples; 1 for None."""
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -188,9 +188,9 @@ def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) 
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, *, drop_last_partial: bool
 ) -> np.ndarray:
-    """[n + 1, 2]: where sample k starts, that is at token k * seq_length of the documents laid end to end.
+    """Start of every sample, [n + 1, 2]: sample k starts at token k * seq_length of the concatenated documents.
 
-    int32 when both columns fit, else int64.
+    int32 if both columns fit, else int64.
     """
     ordered = lengths[document_index]
     ends = np.cumsum(ordered, dtype=np.int64)
@@ -199,7 +199,7 @@ def build_sample_index(
     count = full + (1 if rest and not drop_last_partial else 0)
     starts = np.arange(count + 1, dtype=np.int64) * seq_length
     starts[-1] = min(starts[-1], num_tokens - 1)
-    # The first document that ends after the token; empty documents end where they start and are passed over.
+    # The first document that ends after the token; empty documents are skipped.
     place = np.searchsorted(ends, starts, side="right")
     offset = starts - (ends - ordered)[place]
     if count > full:
@@ -222,7 +222,7 @@ def _shuffled_documents(documents: np.ndarray, passes: Passes, rng: np.random.Ra
 
 
 def _shuffled_range(first: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """0 … total - 1, the first `first` and the others shuffled among themselves."""
+    """Permutation of range(total) that shuffles [0, first) and [first, total) separately."""
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     parts = [np.arange(first, dtype=dtype)]
     if first != total:

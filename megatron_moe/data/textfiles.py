@@ -1,6 +1,6 @@
-"""Text files as documents: JSONL and plain text, plain or compressed with gzip or Zstandard.
+"""Reading of documents from JSONL and plain text files, optionally compressed with gzip or Zstandard.
 
-A byte order mark at the start of a file is not part of its text.
+A byte order mark at the start of a file is ignored.
 """
 
 import codecs
@@ -20,15 +20,15 @@ from typing import IO, Any, Literal
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 
 TEXT_SEPARATOR = "<|endoftext|>"
-"""A line that holds only this ends a document of a plain text file."""
+"""Line that ends a document of a plain text file."""
 Format = Literal["jsonl", "text"]
 _CHUNK_BYTES = 1 << 20
 _PACKED_BYTES = 1 << 14
-"""What is decompressed at a time: text can become many times as long."""
+"""Compressed bytes per read, small because the text can be many times longer."""
 
 
 def format_of(path: Path) -> Format:
-    """By the name without the suffix of the compression: `.txt` is plain text, everything else JSONL."""
+    """Format by file name, without the suffix of the compression: `.txt` is plain text, everything else JSONL."""
     name = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     return "text" if name.suffix == ".txt" else "jsonl"
 
@@ -39,57 +39,58 @@ class Record:
 
     path: Path
     line: int
-    """Number of its first line, from 1."""
+    """Number of its first line, counted from 1."""
     content: bytes
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of records of one file, and how many bytes of the file, as it lies on disk, were read for it."""
+    """Consecutive records of one file."""
 
     records: list[Record]
     file_bytes: int
+    """Bytes of the file on disk, possibly compressed, that were read for them."""
 
 
 class BadLine(ValueError):
-    """A line that is no document; the message says why, without the place."""
+    """Raised for a line that is not a document; the message is the reason without file and line."""
 
 
 def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
-    """The texts of one record, one per key. Raises `BadLine`."""
+    """Texts of one record, one per key. Raises `BadLine`."""
     if format_of(record.path) == "text":
         return [_decoded(record.content)]
     line = _decoded(record.content)
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not JSON at all, a number of thousands of digits, endless brackets
+    except (ValueError, RecursionError) as error:  # invalid JSON, numbers with thousands of digits, deep nesting
         raise BadLine(f"not JSON ({error})") from error
     if not isinstance(entry, dict):
         raise BadLine(f"a JSON {type(entry).__name__} where an object is expected")
     for key in keys:
         if not isinstance(entry.get(key), str):
             raise BadLine(f'no text under the key "{key}" (the line has {", ".join(entry) or "no key"})')
-        _refuse_halves(entry[key], key)
+        _check_surrogates(entry[key], key)
     return [entry[key] for key in keys]
 
 
-def _refuse_halves(text: str, key: str) -> None:
-    """JSON can spell halves of characters (\\ud83d alone, where a text was cut), which no tokenizer takes."""
+def _check_surrogates(text: str, key: str) -> None:
+    """Raises `BadLine` for unpaired surrogates (a lone \\ud83d of a truncated text), which tokenizers cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = ascii(text[error.start])[1:-1]
-        raise BadLine(f'half a character, {half}, at place {error.start} of the text under "{key}"') from error
+        surrogate = ascii(text[error.start])[1:-1]
+        raise BadLine(f'unpaired surrogate {surrogate} at position {error.start} of the text under "{key}"') from error
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of one file. Raises `DataProblem` when it cannot be read to its end."""
+    """Records of one file. Raises `DataProblem` if it cannot be read completely."""
     for chunk in read_chunks(path):
         yield from chunk.records
 
 
 def read_chunks(path: Path) -> Iterator[Chunk]:
-    """The records of one file in runs of about a megabyte. Raises `DataProblem` when it cannot be read to its end."""
+    """Records of one file in chunks of about 1 MiB. Raises `DataProblem` if it cannot be read completely."""
     with _opened(path) as (stream, file):
         records: list[Record] = []
         size = before = 0
@@ -123,7 +124,7 @@ def _split(path: Path, stream: IO[bytes]) -> Iterator[Record]:
 
 
 def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
-    """The text of every document of the files. Raises `DataProblem` for the first line that is none."""
+    """Text of every document of the files. Raises `DataProblem` for a line that is not a document."""
     for path in paths:
         for record in read_records(path):
             try:
@@ -133,7 +134,7 @@ def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file aside and renames it. Raises `DataProblem` when it cannot be written."""
+    """Writes a file atomically. Raises `DataProblem` if it cannot be written."""
     aside = path.with_name(f"{path.name}.writing-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ def write_whole(path: Path, content: bytes) -> None:
         finally:
             aside.unlink(missing_ok=True)
     except OSError as error:
-        raise DataProblem(f"cannot write {path}: {error.strerror}; choose another place for the output") from error
+        raise DataProblem(f"cannot write {path}: {error.strerror}; choose another output path") from error
 
 
 def _decoded(content: bytes) -> str:
@@ -155,7 +156,7 @@ def _decoded(content: bytes) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The decompressed bytes of a file, and the file itself; damage found anywhere in it is a `DataProblem`."""
+    """Opens the decompressed stream of a file and the file itself; damage raises `DataProblem`."""
     zstandard: Any = _zstandard() if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
     try:
@@ -170,11 +171,11 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     except OSError as error:
         raise DataProblem(f"cannot read {path}: {error.strerror or error}; check --input") from error
     except damage as error:
-        raise DataProblem(f"{path} is damaged or cut short ({error}); copy it again") from error
+        raise DataProblem(f"{path} is damaged or truncated ({error}); copy it again") from error
 
 
 def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
-    """All frames of a file. The package's own reader takes a file that is cut short for one that ends there."""
+    """Decompressed data of all frames of a file. The package's own reader does not detect truncated files."""
     frame = None
     while data := raw.read(_PACKED_BYTES):
         while data:
@@ -187,7 +188,7 @@ def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Joined(io.RawIOBase):
-    """Pieces of a file as the file."""
+    """File object over an iterator of bytes."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

@@ -1,7 +1,7 @@
-"""Tokenizers behind one small interface. Kinds have Megatron's names; nothing is ever downloaded.
+"""Tokenizers with a common interface, under Megatron's names; nothing is downloaded.
 
-`load_tokenizer` raises `DataProblem` when a model file is missing, is of another kind, or has no token that ends a
-document, and `EnvironmentProblem` when the package that reads it is not installed.
+`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or without an end-of-document token,
+and `EnvironmentProblem` if the required package is not installed.
 """
 
 import base64
@@ -19,16 +19,16 @@ from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 
 NO_TOKEN = -1
-"""In the place of an id that a tokenizer does not have."""
+"""Id of a token that a tokenizer does not have."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _TIKTOKEN_VOCAB = 1 << 17
 _TIKTOKEN_PATTERNS = MappingProxyType(
     {
-        # Words split at letters, every digit by itself.
+        # Letter sequences, and single digits.
         "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-        # As v1, and words split where lower case becomes upper case.
+        # As v1, also split between lower and upper case.
         "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -37,7 +37,7 @@ _TIKTOKEN_PATTERNS = MappingProxyType(
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back."""
+    """Conversion between text and token ids."""
 
     @property
     def vocab_size(self) -> int:
@@ -46,17 +46,17 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """Id that ends a document."""
+        """End-of-document id."""
         ...
 
     @property
     def pad(self) -> int:
-        """Id of padding, -1 when there is none or when it also means something else."""
+        """Padding id; -1 if there is none or if it has another meaning as well."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the ids of a text may change."""
+        """Hash that changes when the ids of a text may change."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of `spec`, ready for use."""
+    """Loads the tokenizer of `config`."""
     if config.kind == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 2:
             raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {config.vocab_size}")
@@ -85,10 +85,10 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def local_copy(model: Path) -> Path:
-    """The path itself if it exists, or else the copy of this Hugging Face repository in the local cache.
+    """`model` if the path exists, else the copy of that Hugging Face repository in the local cache.
 
-    The cache has a folder `snapshots/<revision>` per downloaded revision, and the current one in `refs/main`. The
-    network is never used. Raises `DataProblem`.
+    The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current one. Never
+    uses the network. Raises `DataProblem`.
     """
     if model.exists():
         return model
@@ -113,7 +113,7 @@ def local_copy(model: Path) -> Path:
 
 
 def _hub_cache() -> Path:
-    """The folder that Hugging Face's libraries download to, by their variables."""
+    """Download folder of Hugging Face's libraries, by their environment variables."""
     for name, inside in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser() / inside
@@ -122,12 +122,12 @@ def _hub_cache() -> Path:
 
 
 def vocab_size_of(config: TokenizerConfig) -> int:
-    """Size of a tokenizer's vocabulary, unpadded."""
+    """Unpadded vocabulary size of a tokenizer."""
     return load_tokenizer(config).vocab_size
 
 
 class NullTokenizer:
-    """Text is ids separated by spaces; the last id of the vocabulary ends a document, unless `eod` does."""
+    """Ids separated by spaces; `eod` defaults to the last id of the vocabulary."""
 
     def __init__(self, vocab_size: int, *, eod: int | None = None, pad: int = NO_TOKEN) -> None:
         self.vocab_size = vocab_size
@@ -135,7 +135,7 @@ class NullTokenizer:
         self.pad = pad
         for name, token in (("--null-tokenizer-eod-id", self.eod), ("--null-tokenizer-pad-id", max(pad, 0))):
             if token >= vocab_size:
-                raise DataProblem(f"{name} {token} is no id below --vocab-size {vocab_size}")
+                raise DataProblem(f"{name} {token} is not below --vocab-size {vocab_size}")
         self.fingerprint = f"NullTokenizer-{vocab_size}" + ("" if eod is None else f"-{eod}")
 
     def encode(self, text: str) -> list[int]:
@@ -143,9 +143,9 @@ class NullTokenizer:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise DataProblem(f"NullTokenizer reads ids separated by spaces, not {text[:40]!r}") from error
-        strange = next((number for number in ids if not 0 <= number < self.vocab_size), None)
-        if strange is not None:
-            raise DataProblem(f"id {strange} is none of the {self.vocab_size} of NullTokenizer; check --vocab-size")
+        invalid = next((number for number in ids if not 0 <= number < self.vocab_size), None)
+        if invalid is not None:
+            raise DataProblem(f"id {invalid} is not below the vocabulary size {self.vocab_size}; check --vocab-size")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -153,7 +153,7 @@ class NullTokenizer:
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 ends a document."""
+    """UTF-8 bytes as ids 0 to 255; 256 is end-of-document."""
 
     vocab_size = 257
     eod = 256
@@ -168,7 +168,7 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. Its end-of-sentence piece ends a document."""
+    """SentencePiece model; its end-of-sentence piece is end-of-document."""
 
     def __init__(self, path: Path) -> None:
         package = _package("sentencepiece")
@@ -202,9 +202,9 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, or the folder that holds one; the folder's `tokenizer_config.json` names the special tokens.
+    """`tokenizer.json`, or a folder with one; `tokenizer_config.json` in that folder names the special tokens.
 
-    Encoding adds the special tokens that the tokenizer itself adds, as in Megatron.
+    Encoding adds the special tokens that the tokenizer adds by default, as in Megatron.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,18 +214,18 @@ class HuggingFaceTokenizer:
         model = _json(file, content).get("model")
         if not isinstance(model, dict) or "vocab" not in model:
             raise DataProblem(
-                f"{file} has no model with a vocabulary, so it is no tokenizer.json; check --tokenizer-type"
+                f"{file} has no model with a vocabulary, so it is not a tokenizer.json; check --tokenizer-type"
             )
         try:
             self._tokenizer = package.Tokenizer.from_str(content.decode())
         except Exception as error:
-            if type(error) is Exception:  # the package has no kind of its own
+            if type(error) is Exception:  # the package raises plain Exception
                 raise DataProblem(f"{file} is not a tokenizer.json ({error}); check --tokenizer-model") from error
             raise
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        beside = file.with_name("tokenizer_config.json")
-        config = _json(beside, _read(beside)) if beside.is_file() else {}
+        config_file = file.with_name("tokenizer_config.json")
+        config = _json(config_file, _read(config_file)) if config_file.is_file() else {}
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", content, json.dumps(config, sort_keys=True).encode())
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = self._find_end(file, config)
@@ -239,7 +239,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _named(self, config: dict[str, Any], key: str) -> int:
-        """Id of the token that tokenizer_config.json gives this role; a token is a string or {"content": string}."""
+        """Id of the token with this role in tokenizer_config.json, where it is a string or {"content": string}."""
         entry = config.get(key)
         name = entry.get("content") if isinstance(entry, dict) else entry
         found = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
@@ -256,7 +256,7 @@ class HuggingFaceTokenizer:
 
 
 class GPT2BPETokenizer:
-    """The byte-level BPE of GPT-2 from its two files, vocab.json and merges.txt; <|endoftext|> ends a document."""
+    """Byte-level BPE of GPT-2 from vocab.json and merges.txt; <|endoftext|> is end-of-document."""
 
     pad = NO_TOKEN
 
@@ -285,10 +285,10 @@ class GPT2BPETokenizer:
 
 
 class TikTokenizer:
-    """A JSON list of {rank, token_bytes (base64), token_str}, or a `.tiktoken` file of "base64 rank" lines.
+    """JSON list of {rank, token_bytes (base64), token_str}, or `.tiktoken` file with lines "base64 rank".
 
-    The first `num_special_tokens` ids are special: <unk>, <s>, </s>, … and fillers; ranks follow after them.
-    `vocab_size` of the spec cuts the list of ranks; Megatron's default is 131,072 ids in all.
+    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers); ranks follow.
+    `config.vocab_size` truncates the ranks; Megatron's default is 131,072 ids in total.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
@@ -321,7 +321,7 @@ class TikTokenizer:
 
 
 def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of tokens, the first to be merged first; a first line of the form "#version: 0.2" is none."""
+    """Pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
     pairs = [tuple(line.split()) for line in content.decode(errors="replace").splitlines() if line.strip()]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
     known = all(isinstance(number, int) and 0 <= number < 1 << 31 for number in vocab.values())
@@ -345,7 +345,7 @@ def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
-    """The bytes of every token, by rank."""
+    """Bytes of every token, by rank."""
     try:
         if path.suffix == ".tiktoken":
             pairs = [line.split() for line in content.splitlines() if line.strip()]
@@ -401,12 +401,12 @@ def _fingerprint(kind: str, *contents: bytes) -> str:
 
 
 def _unambiguous(pad: int, others: Sequence[int]) -> int:
-    """A pad id that is also another special token says nothing about padding."""
+    """The pad id, or `NO_TOKEN` if another special token has the same id."""
     return NO_TOKEN if pad in others else pad
 
 
 def _no_end(path: Path) -> DataProblem:
     return DataProblem(
         f"tokenizer {path} has no token that ends a document (an end-of-sentence token, or one of "
-        f"{' '.join(_END_NAMES)}); add one, since --append-eod and --eod-mask-loss mean it"
+        f"{' '.join(_END_NAMES)}); add one, --append-eod and --eod-mask-loss need it"
     )

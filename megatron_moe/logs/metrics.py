@@ -1,7 +1,7 @@
 """Metrics recorded inside modules and reduced once per log interval.
 
-Recording adds to tensors on the device and never waits for the host. `take` makes one collective per kind of
-reduction and one host read.
+Recording adds to device tensors without synchronisation. `take` runs one collective per kind of reduction and reads the
+result to the host once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,11 @@ from megatron_moe.parallel.context import ParallelContext
 
 Reduction = Literal["mean", "sum", "max"]
 Figure = float | list[float]
-"""What a metric reads: a number, or one number per element of a recorded vector (e.g. per expert)."""
+"""Value of a metric: a number, or one number per element of a recorded vector (e.g. per expert)."""
 Key = tuple[str, int | None]
 """(name, layer)."""
-
-
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Records figures of rows [n, ...], of which so many belong to each layer, one layer behind the other."""
+"""Records metrics of rows [n, ...], given the number of rows of each layer; rows are sorted by layer."""
 
 _ROWS_AT_A_TIME = 128
 
@@ -32,20 +30,20 @@ class _Entry:
     reduction: Reduction
     value: Tensor
     calls: int = 0
-    """Calls without a count of their own: each counts 1."""
+    """Number of calls without `count`; each counts 1."""
     counted: Tensor | None = None
-    """Sum of the counts of the others."""
+    """Sum of the given counts."""
 
     @property
     def count(self) -> Tensor:
-        """fp64 scalar: what the value is divided by for a mean."""
+        """Divisor of a mean, an fp64 scalar."""
         calls = torch.full((), float(self.calls), dtype=torch.float64, device=self.value.device)
         return calls if self.counted is None else calls + self.counted
 
 
 @dataclass
 class _Rows:
-    """What waits to be folded."""
+    """Rows whose metrics are not computed yet."""
 
     fold: Fold
     of_layers: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -54,7 +52,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Total:
-    """An entry over all ranks, on the host."""
+    """Entry reduced over all ranks, on the host."""
 
     reduction: Reduction
     figure: Figure
@@ -65,9 +63,9 @@ class Metric:
     """One reduced metric."""
 
     value: Figure
-    """Over all layers that recorded it: their mean, or their largest value when the reduction is "max"."""
+    """Mean over the layers that recorded it, or their maximum if the reduction is "max"."""
     layers: dict[int, Figure] = field(default_factory=dict)
-    """By global layer index; empty for a metric recorded without a layer."""
+    """Values by global layer index; empty for a metric recorded without a layer."""
 
 
 @dataclass
@@ -75,7 +73,7 @@ class MetricAccumulator:
     """Sums and counts of named metrics, each optionally per layer."""
 
     entries: dict[Key, _Entry] = field(default_factory=dict)
-    _waiting: dict[str, _Rows] = field(default_factory=dict)
+    _pending: dict[str, _Rows] = field(default_factory=dict)
 
     def record(
         self,
@@ -88,9 +86,9 @@ class MetricAccumulator:
     ) -> None:
         """Adds `value` (a scalar or a vector) under `name`.
 
-        With "mean" the reported figure is sum of values / sum of counts (count: number of calls unless given); with
-        "sum" and "max" the sum and the largest value over microbatches and the ranks of a pipeline stage. So what
-        tensor or context parallel ranks all know enters a mean, and what each knows a part of may enter a sum.
+        "mean" reports sum of values / sum of counts (`count` defaults to 1 per call); "sum" and "max" report the sum
+        and the maximum over microbatches and the ranks of a pipeline stage. Values replicated over tensor- or
+        context-parallel ranks therefore need "mean"; partial values may use "sum".
         """
         value = value.detach()
         entry = self.entries.get((name, layer))
@@ -107,35 +105,35 @@ class MetricAccumulator:
             entry.counted = counted.clone() if entry.counted is None else entry.counted.add_(counted)
 
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
-        """Keeps `row`, which must not change afterwards, until many can be worked out at once: `fold` then records
-        them. Launching a dozen small kernels per layer and microbatch would cost more than what they compute."""
-        waiting = self._waiting.setdefault(name, _Rows(fold))
-        waiting.of_layers.setdefault(layer, []).append(row.detach())
-        waiting.number += 1
-        if waiting.number >= _ROWS_AT_A_TIME:
+        """Batches rows for `fold`, which records their metrics 128 rows at a time instead of launching a dozen small
+        kernels per layer and microbatch. The caller must not modify `row` afterwards."""
+        pending = self._pending.setdefault(name, _Rows(fold))
+        pending.of_layers.setdefault(layer, []).append(row.detach())
+        pending.number += 1
+        if pending.number >= _ROWS_AT_A_TIME:
             self._fold()
 
     def _fold(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for each in waiting.values():
+        pending, self._pending = self._pending, {}
+        for each in pending.values():
             numbers = {layer: len(rows) for layer, rows in each.of_layers.items()}
             each.fold(self, numbers, torch.stack([row for rows in each.of_layers.values() for row in rows]))
 
     def cut(self) -> "MetricAccumulator":
-        """Hands over everything recorded so far, to be read later, and starts anew. Waits for nothing."""
+        """Moves everything recorded so far into a new accumulator, without synchronisation."""
         self._fold()
         entries, self.entries = self.entries, {}
         return MetricAccumulator(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
-        """Reduces over the ranks of the pipeline stage, reads everything at once, gathers all stages, and starts anew.
+        """Reduces all metrics over the ranks of the pipeline stage, gathers those of all stages, and resets.
 
-        Every rank of a stage must have recorded the same names with the same shapes, in any order. What has no layer
-        must be recorded on one stage only.
+        All ranks of a stage must have recorded the same names with the same shapes, in any order. A metric without a
+        layer must be recorded on one stage only.
         """
         self._fold()
         entries, self.entries = self.entries, {}
-        # pp: the figures of every stage, a few kB for a hundred layers
+        # pp: the totals of every stage, a few kB for a hundred layers
         stages = gather_objects(_totals(entries, context), context.group("pp"))
         totals = {key: total for stage in stages for key, total in stage.items()}
         assert len(totals) == sum(map(len, stages)), (
@@ -150,7 +148,7 @@ def _check_like(entry: _Entry, name: str, value: Tensor, reduction: Reduction) -
 
 
 def _combine_(entry: _Entry, value: Tensor) -> None:
-    """Into the fp64 value, by one kernel whatever the dtype of `value`."""
+    """Adds to the fp64 value in one kernel for any dtype of `value`."""
     if entry.reduction == "max":
         torch.maximum(entry.value, value.double(), out=entry.value)
     else:
@@ -158,7 +156,7 @@ def _combine_(entry: _Entry, value: Tensor) -> None:
 
 
 def _totals(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:
-    """Every entry over the ranks of this stage, in the order of recording."""
+    """Reduces every entry over the ranks of this stage; keeps the order of recording."""
     keys = sorted(entries, key=lambda key: (key[0], -1 if key[1] is None else key[1]))
     added = [key for key in keys if entries[key].reduction != "max"]
     largest = [key for key in keys if entries[key].reduction == "max"]
@@ -175,12 +173,12 @@ def _totals(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """All elements in one fp64 vector, so that one collective and one copy carry them."""
+    """All elements as one fp64 vector, for a single collective and a single copy to the host."""
     return torch.cat([tensor.double().flatten() for tensor in tensors]) if tensors else None
 
 
 def _reduce_and_read(sums: Tensor | None, maxima: Tensor | None, context: ParallelContext) -> list[float]:
-    """All reduced elements, last first, so that they can be popped in order.
+    """All reduced elements in reverse order, so that they can be popped.
 
     Two all-reduces over "tp_dp_cp" (no gradient flows), a few kB for a hundred layers; one copy to the host.
     """
@@ -194,21 +192,21 @@ def _reduce_and_read(sums: Tensor | None, maxima: Tensor | None, context: Parall
 
 
 def _next_figure(figures: list[float], like: Tensor) -> Figure:
-    """Takes the figure of one entry from the end of `figures`."""
+    """Pops the value of one entry from the end of `figures`."""
     if like.dim() == 0:
         return figures.pop()
     return [figures.pop() for _ in range(like.numel())]
 
 
 def _divide(value: Figure, count: float) -> Figure:
-    """value / count; not-a-number when nothing was counted."""
+    """value / count; NaN for a count of 0."""
     if isinstance(value, list):
         return [element / count if count else float("nan") for element in value]
     return value / count if count else float("nan")
 
 
 def _metric(name: str, totals: Mapping[Key, _Total]) -> Metric:
-    """Collects the layers of one metric and combines them."""
+    """Combines the layers of one metric."""
     if (name, None) in totals:
         return Metric(totals[name, None].figure)
     found = sorted((layer, key) for key in totals if key[0] == name and (layer := key[1]) is not None)

@@ -1,7 +1,6 @@
-"""metrics.jsonl: one JSON object per report, and how it is read and mended.
+"""Tags of reports (Megatron's TensorBoard names; MoE statistics under "moe/") and the records of metrics.jsonl.
 
-Every record has "iteration" and "samples"; the other keys are the tags of `tags.py`. What is not
-finite is null.
+metrics.jsonl has one JSON object per report: "iteration", "samples" and the report's tags. Non-finite values are null.
 """
 
 import json
@@ -12,20 +11,110 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.logs.log_line import StepReport, ValidationReport, perplexity, scalars
+from megatron_moe.logs.metrics import Figure, Metric
 
 Record = dict[str, Any]
+MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
+THROUGHPUT_TAGS = ("throughput", "tokens-per-second-per-gpu", "mfu")
+_ONLY_BY_ITERATION = ("mem-", "moe/", "throughput", "tokens-per-second-per-gpu", "mfu", "skipped-train-samples")
+
+
+def step_tags(report: StepReport) -> dict[str, float]:
+    """All scalars of the report except per-layer ones."""
+    tags: dict[str, float | None] = {
+        "learning-rate": report.learning_rate,
+        "batch-size": report.batch_size,
+        **report.losses,
+        "loss-scale": report.loss_scale,
+        "world-size": report.world_size,
+        "grad-norm": report.grad_norm,
+        **{f"grad-norm {part}": norm for part, norm in report.grad_norm_parts.items()},
+        "num-zeros": report.num_zeros,
+        "params-norm": report.params_norm,
+        "iteration-time": report.step_seconds,
+        "throughput": report.tflops_per_gpu,
+        "tokens-per-second-per-gpu": report.tokens_per_second_per_gpu,
+        "mfu": report.model_flops_utilization,
+        "skipped-train-samples": report.skipped_samples or None,
+        **scalars(report.metrics),
+    }
+    return {name: value for name, value in tags.items() if value is not None}
+
+
+def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, Figure]:
+    """`moe/{name}_layer_{i}` for every per-layer metric; i counts layers from 0."""
+    return {
+        f"moe/{name.removeprefix('moe/')}_layer_{layer}": figure
+        for name, metric in metrics.items()
+        for layer, figure in metric.layers.items()
+    }
+
+
+def validation_tags(report: ValidationReport) -> dict[str, float]:
+    """`lm loss validation` and `lm loss validation ppl`, or `lm loss validation-NAME` for one of several data sets."""
+    suffix = report.split + (f"-{report.data_set}" if report.data_set else "")
+    tags = {}
+    for name, value in report.losses.items():
+        tags[f"{name} {suffix}"] = value
+        tags[f"{name} {suffix} ppl"] = perplexity(value)
+    return tags
+
+
+def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
+    """Tags sent to dashboards under the run's flags; metrics.jsonl keeps all of them."""
+    hidden: set[str] = set()
+    if not config.log_timers:
+        hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
+    if not config.log_throughput:
+        hidden.update(THROUGHPUT_TAGS)
+    if not config.log_world_size:
+        hidden.add("world-size")
+    if not config.log_memory:
+        hidden.update(MEMORY_TAGS)
+    return {
+        name: value
+        for name, value in tags.items()
+        if name not in hidden and (config.log_validation_ppl or not name.endswith(" ppl"))
+    }
+
+
+def has_samples_variant(tag: str) -> bool:
+    """True if the tag is also drawn over consumed samples, as `{tag} vs samples`."""
+    return not tag.startswith(_ONLY_BY_ITERATION)
+
+
+def step_record(report: StepReport) -> dict[str, Any]:
+    """Record of metrics.jsonl: all tags, including per-layer and per-expert ones."""
+    return {
+        "iteration": report.iteration,
+        "samples": report.consumed_samples,
+        "tokens": report.consumed_tokens,
+        "time": report.when.isoformat(),
+        **step_tags(report),
+        "applied-learning-rate": report.applied_learning_rate,
+        "skipped-iterations": report.skipped_iterations,
+        "nan-iterations": report.nan_iterations,
+        **layer_tags(report.metrics),
+    }
+
+
+def validation_record(report: ValidationReport) -> dict[str, Any]:
+    """Record of metrics.jsonl for a validation."""
+    return {"iteration": report.iteration, "samples": report.consumed_samples, **validation_tags(report)}
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """One line of the file."""
+    """Encodes a record as one line of the file."""
     content = {key: _plain(value) for key, value in record.items()}
     return (json.dumps(content, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records in file order. A torn last line, left by a kill, is skipped.
+    """Reads the records in file order; an incomplete last line, left by a killed process, is skipped.
 
-    Raises DataProblem when another line is not a JSON object.
+    Raises DataProblem if another line is not a JSON object.
     """
     records = []
     lines = path.read_bytes().split(b"\n")
@@ -33,7 +122,7 @@ def read_metrics(path: Path) -> list[Record]:
         try:
             records.append(_object(line))
         except ValueError as error:
-            # After the final newline comes an empty piece; a torn line takes its place.
+            # The last element is empty after a final newline, else an incomplete line.
             if number < len(lines):
                 message = f"{path}: line {number} is not a JSON object; remove the line or the file"
                 raise DataProblem(message) from error
@@ -41,7 +130,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def truncate_metrics(path: Path, iteration: int) -> None:
-    """Drops records after `iteration`, which a resumed run reports again, and a torn last line. Replaces atomically."""
+    """Atomically drops an incomplete last line and the records after `iteration`, which a resumed run writes again."""
     if not path.exists():
         return
     kept = [encode(record) for record in read_metrics(path) if record["iteration"] <= iteration]
@@ -58,7 +147,7 @@ def _object(line: bytes) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    """Vectors rounded to six digits and whole numbers without a point: a record holds layers x experts of them."""
+    """JSON value: vectors rounded to six digits, integral floats as ints; a record holds layers x experts of them."""
     if isinstance(value, list):
         return [_plain(float(f"{element:.6g}")) for element in value]
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""plots/loss.png and plots/expert_load.png, drawn from metrics.jsonl; and memory over a step."""
+"""Plots of a run: loss and expert load from metrics.jsonl, and memory over a step."""
 
 import math
 import re
@@ -17,7 +17,10 @@ _END_OF_SCALE = 4.0
 
 
 def draw_plots(run_folder: Path) -> list[Path]:
-    """Draws what the run's metrics allow; the files drawn. Raises OSError when they cannot be read or written."""
+    """Draws plots/loss.png and plots/expert_load.png as far as the run has their metrics; returns the paths.
+
+    Raises OSError if a file cannot be read or written.
+    """
     path = run_folder / "metrics.jsonl"
     records = read_metrics(path) if path.exists() else []
     folder = run_folder / "plots"
@@ -32,7 +35,7 @@ def draw_plots(run_folder: Path) -> list[Path]:
 
 
 def draw_loss(records: list[Record], path: Path, title: str) -> Path:
-    """Training and validation loss over iterations, with the tokens seen on top."""
+    """Draws training and validation loss over iterations, with a second axis in tokens."""
     figure, axes = _new_figure(8.0, 4.8)
     steps = [record for record in records if "lm loss" in record]
     iterations = [record["iteration"] for record in steps]
@@ -56,7 +59,7 @@ def draw_loss(records: list[Record], path: Path, title: str) -> Path:
 
 
 def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
-    """Load of every expert in every MoE layer over the last report, relative to an even spread."""
+    """Draws the load of every expert of every MoE layer in the last report, relative to a uniform load."""
     from matplotlib.colors import TwoSlopeNorm
 
     loads, iteration = latest_loads(records), max(r["iteration"] for r in records if _has_load(r))
@@ -86,7 +89,10 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
 
 
 def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
-    """What takes memory over a step, stacked: for every rank, by its title, bytes by category at each moment."""
+    """Draws memory by category over a step as a stacked area chart, one panel per rank.
+
+    `ranks`: title of the panel -> category -> bytes after each allocation or release.
+    """
     figure, first = _new_figure(9.0, 3.6 * len(ranks))
     panels = [first]
     if len(ranks) > 1:
@@ -103,13 +109,13 @@ def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
         axes.set_xticks([])
     handles, labels = panels[0].get_legend_handles_labels()
     panels[0].legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    panels[-1].set_xlabel("the step, in the order of what is taken and given back")
+    panels[-1].set_xlabel("allocations and releases of the step, in order")
     figure.savefig(path)
     return path
 
 
 def latest_loads(records: list[Record]) -> dict[int, list[float]]:
-    """Tokens per expert by layer, from the last record that has them."""
+    """Tokens per expert by layer, from the last record with expert loads."""
     for record in reversed(records):
         if _has_load(record):
             found = [(int(match[1]), value) for key, value in record.items() if (match := _LAYER_LOAD.match(key))]
@@ -131,7 +137,7 @@ def _number(value: float | None) -> float:
 
 
 def _new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure of its own canvas: nothing is kept in pyplot's global list."""
+    """Figure and axes outside pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -145,7 +151,7 @@ def _new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _tokens_on_top(axes: Any, steps: list[Record]) -> None:
-    """A second scale: tokens seen at each iteration, when every step has as many."""
+    """Adds a top axis in tokens, which assumes equal steps."""
     from matplotlib.ticker import EngFormatter
 
     last = steps[-1]

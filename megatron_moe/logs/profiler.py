@@ -1,4 +1,4 @@
-"""Profiles of chosen steps, marks for the parts of the model, and the history of the device's memory."""
+"""Profiling of selected steps, NVTX ranges for modules, and CUDA memory snapshots."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,25 +14,24 @@ from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "profile"
 MARKED = ("embedding", "self_attention", "mlp", "router", "experts", "shared_experts", "output_layer")
-"""Names of modules that get a mark, wherever they stand in the model."""
+"""Module names that get a profiler range, at any depth of the model."""
 _MOST_ALLOCATIONS = 1_000_000
-"""That a snapshot keeps, some hundred bytes each."""
+"""Number of allocations kept for a snapshot, some hundred bytes each."""
 
 
 class StepProfile:
-    """Profiles the steps of a run that its spec names. Told of every phase of the run
-    (`resilience.watchdog.Watchdog.then`).
+    """Profiles the configured steps; `enter` observes `train.events.RunEvents`.
 
-    Files go to `profile/` in the run folder: `rank-N.json.gz` for chrome://tracing or Perfetto, and snapshots of memory
-    for https://pytorch.org/memory_viz.
+    Files go to `profile/` in the run folder: traces `rank-N.json.gz` for chrome://tracing or Perfetto, and memory
+    snapshots for https://pytorch.org/memory_viz.
     """
 
     def __init__(
         self, config: ProfileConfig, context: ParallelContext, run_dir: Path | None, log_interval: int
     ) -> None:
-        """Begins to record allocations if they are wanted.
+        """Starts recording the memory history if requested.
 
-        Raises EnvironmentProblem when what is asked for needs a GPU and there is none.
+        Raises EnvironmentProblem if a requested feature needs a GPU and the run is on a CPU.
         """
         self._config = config
         self._folder = run_dir / FOLDER if run_dir else Path(FOLDER)
@@ -40,25 +39,24 @@ class StepProfile:
         self._log_interval = log_interval
         self._profiler: profile | None = None
         self._marking = False
-        """An external profiler is on."""
+        """True while an external profiler is started."""
         self._wanted = config.tool != "none" and (not config.ranks or context.rank in config.ranks)
         on_gpu = context.device.type == "cuda"
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         if not on_gpu and config.tool == "cuda":
             raise EnvironmentProblem(
-                "--profile marks steps for an external profiler of GPUs, and this run is on a CPU; "
-                "--use-pytorch-profiler writes a trace here too"
+                "--profile marks steps for an external GPU profiler, and this run is on a CPU; "
+                "use --use-pytorch-profiler, which writes a trace on a CPU as well"
             )
         if not on_gpu and config.memory_snapshot:
             raise EnvironmentProblem(
-                "--record-memory-history records what the allocator of a GPU does, and this run is on a CPU; "
-                "leave it out"
+                "--record-memory-history records the history of the CUDA allocator, and this run is on a CPU; remove it"
             )
         if config.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def enter(self, phase: str, iteration: int) -> None:
-        """A phase of the run begins; with "step" the iteration of that number."""
+        """Starts or stops profiling when a phase begins; `iteration` of phase "step" is the one that begins."""
         done = iteration - 1 if phase == "step" else iteration
         if self._profiling and (phase != "step" or done >= self._config.last):
             self._stop()
@@ -68,7 +66,7 @@ class StepProfile:
             self._write_snapshot()
 
     def close(self) -> None:
-        """Writes what there is, in whatever way the run ends."""
+        """Writes the trace and the snapshot of a run that ends."""
         if self._profiling:
             self._stop()
         self._write_snapshot()
@@ -109,33 +107,33 @@ class StepProfile:
 
 
 def snapshot_path(folder: Path, name: str, rank: int) -> Path:
-    """Megatron's name of a rank's snapshot; a relative one stands in the folder."""
+    """Megatron's file name of a rank's snapshot; a relative name is resolved against `folder`."""
     path = folder / name
     return path.with_name(f"{path.stem}_{rank}{path.suffix}")
 
 
 def mark_parts(model: nn.Module, device: torch.device) -> None:
-    """From now on the forwards of the model's parts have names in profiles: those of their modules."""
+    """Adds profiler ranges (NVTX on a GPU) named after the modules to the forwards of `MARKED` modules."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in MARKED:
-            before, after = _mark(name, nvtx=device.type == "cuda")
+            before, after = _range_hooks(name, nvtx=device.type == "cuda")
             module.register_forward_pre_hook(before)
             module.register_forward_hook(after, always_call=True)
 
 
-def _mark(name: str, *, nvtx: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    open_marks: list[Any] = []
+def _range_hooks(name: str, *, nvtx: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    open_ranges: list[Any] = []
 
     def before(*_: object) -> None:
-        mark = record_function(name)
-        mark.__enter__()
-        open_marks.append(mark)
+        opened = record_function(name)
+        opened.__enter__()
+        open_ranges.append(opened)
         if nvtx:
             torch.cuda.nvtx.range_push(name)
 
     def after(*_: object) -> None:
         if nvtx:
             torch.cuda.nvtx.range_pop()
-        open_marks.pop().__exit__(None, None, None)
+        open_ranges.pop().__exit__(None, None, None)
 
     return before, after

@@ -1,10 +1,13 @@
-"""The Reporter: takes what the loop knows and tells everyone who listens. Nothing it does can stop training."""
+"""Reporter of a run: console, log.txt, metrics.jsonl, TensorBoard and W&B. Its failures never stop training."""
 
 import importlib.util
+import os
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +16,9 @@ import yaml
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.flops import flops_per_step, peak_flops
-from megatron_moe.logs.console import Console, LiveConsole, PlainConsole, has_live_line
-from megatron_moe.logs.interval import Interval, IntervalReading
 from megatron_moe.logs.log_line import (
+    Interval,
+    IntervalReading,
     StepReport,
     ValidationReport,
     arguments_dump,
@@ -23,46 +26,57 @@ from megatron_moe.logs.log_line import (
     step_line,
     validation_lines,
 )
-from megatron_moe.logs.memory import memory_line, memory_tags
 from megatron_moe.logs.metrics import Metric
-from megatron_moe.logs.metrics_file import truncate_metrics
+from megatron_moe.logs.metrics_file import (
+    layer_tags,
+    step_record,
+    step_tags,
+    truncate_metrics,
+    validation_record,
+    validation_tags,
+    wanted_tags,
+)
 from megatron_moe.logs.plots import draw_plots
 from megatron_moe.logs.run_dir import prepare_run_folder, write_provenance
 from megatron_moe.logs.run_lock import RUN_FOLDER, RunLock
-from megatron_moe.logs.tags import layer_tags, step_record, step_tags, validation_record, validation_tags, wanted_tags
 from megatron_moe.logs.timers import Timers, timer_lines
 from megatron_moe.logs.writers import (
+    Console,
     Entry,
     Guard,
     JsonLines,
+    LiveConsole,
     LogFile,
+    PlainConsole,
     Sink,
     TensorBoard,
     WandB,
+    has_live_line,
 )
 from megatron_moe.parallel.agreement import every_rank_does
 from megatron_moe.parallel.context import ParallelContext
 
+MB = 2**20
 _EVERY_STEP = ("learning-rate", "batch-size", "lm loss", "grad-norm")
 
 
 class Reporter:
-    """Owns console, log.txt, metrics.jsonl, TensorBoard and W&B of a run.
+    """Writes the reports of a run to all destinations.
 
-    1. made before anything expensive: proves that the run folder can be written and that wandb is there if asked for;
-    2. `begin`: the iteration to start from is known;
-    3. `observe` every step, `step` when a report is `due`, `validation`, `note`;
-    4. `close`: last records, plots.
+    1. Construction checks that the run folder is writable and, if requested, that wandb is installed.
+    2. `begin` sets the first iteration.
+    3. `observe` takes every step, `step` a report when one is `due`; `validation` and `note` at any time.
+    4. `close` flushes the records and draws the plots.
 
-    The last rank reports losses, as in Megatron; the first writes notes and what the run was started with. Every rank
-    may call everything.
+    The last rank reports losses, as in Megatron; the first rank writes notes and provenance. All ranks may call every
+    method.
     """
 
     def __init__(self, plan: RunPlan, context: ParallelContext, *, sinks: Sequence[Sink] | None = None) -> None:
-        """`sinks` stand in for metrics.jsonl, TensorBoard and W&B.
+        """`sinks` replace metrics.jsonl, TensorBoard and W&B.
 
-        Raises EnvironmentProblem when the run folder cannot be written, another job has it, or a package that was
-        asked for is missing.
+        Raises EnvironmentProblem if the run folder cannot be written or is in use by another job, or if a requested
+        package is missing.
         """
         self.config = plan.logging
         self.context = context
@@ -77,16 +91,16 @@ class Reporter:
         )
         self.timers = Timers(self.config.timing_level, context.device)
         self._sinks = sinks
-        self._guard = Guard(self._tell)
+        self._guard = Guard(self._report_failure)
         self._live = self.config.progress_bar and has_live_line()
-        """The last rank's console shows a live line."""
+        """True if the last rank's console shows a live line."""
         self._console: Console = LiveConsole(plan.data.seq_length) if self._live and context.is_last else PlainConsole()
         self._log_file = LogFile(self.config.run_dir / "log.txt") if self.config.run_dir is not None else None
         self._samples = 0
         self._has_reported = False
 
     def _prepare(self) -> None:
-        """Before anything of another job that still runs is overwritten."""
+        """Checks packages and the run folder, locks it and writes provenance, in this order."""
         self._refuse_missing_packages()
         folder = self.config.run_dir
         if folder is None or not (self.context.is_first or self.context.is_last):
@@ -103,7 +117,7 @@ class Reporter:
         )
 
     def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
-        """Starts after `iteration`, which is 0 in a new run. Later records of an interrupted run are dropped."""
+        """Starts after `iteration` (0 in a new run); drops later records of an interrupted run."""
         self._samples = consumed_samples
         self.interval.train_iters = last_iteration
         if self._sinks is None:
@@ -113,11 +127,11 @@ class Reporter:
             self.note(self._lock.warning)
 
     def due(self, iteration: int) -> bool:
-        """A report follows this iteration: every `--log-interval`, and the first and the last of a run."""
+        """True if a report follows this iteration: every `--log-interval`, and after the first and last iteration."""
         return iteration % self.config.log_interval == 0 or iteration in (1, self.interval.train_iters)
 
     def observe(self, reading: IntervalReading) -> None:
-        """Takes the results of every step: for the averages, the bar, and curves with a point per step."""
+        """Takes the results of one step, for averages, progress bar and per-step curves."""
         self.interval.add(reading)
         self._samples += reading.num_samples
         every = self.config.memory_interval
@@ -131,15 +145,14 @@ class Reporter:
             self._log(reading.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
     def passed_over(self, iteration: int, num_samples: int) -> None:
-        """Takes note of an iteration without a step."""
+        """Counts and notes an iteration without a step."""
         self._samples += num_samples
-        self.note(f"iteration {iteration}: its {num_samples} samples are passed over (--iterations-to-skip)")
+        self.note(f"iteration {iteration}: skipped its {num_samples} samples (--iterations-to-skip)")
 
     def summary(
         self, metrics: Mapping[str, Metric], *, num_zeros: int | None = None, params_norm: float | None = None
     ) -> StepReport:
-        """The report of all steps observed since the last one. `metrics`: what `MetricAccumulator.take` gave, on every
-        rank."""
+        """Report of all steps since the last one. `metrics`: result of `MetricAccumulator.take`."""
         return self.interval.report(
             consumed_samples=self._samples,
             flops_of=partial(flops_per_step, self._plan.model, seq_length=self._plan.data.seq_length),
@@ -149,7 +162,7 @@ class Reporter:
         )
 
     def step(self, report: StepReport) -> None:
-        """Prints and records a report. Every rank must call it: the timers are gathered."""
+        """Prints and records a report. Collective over all ranks, which gather the timers."""
         timings = self.timers.take(self.context, report.num_steps)
         if self.context.is_last:
             for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_option)):
@@ -170,25 +183,24 @@ class Reporter:
         self._log(report.iteration, wanted_tags(validation_tags(report), self.config), validation_record(report))
 
     def note(self, text: str, *, shown: str | None = None) -> None:
-        """Writes a text once per run, from the first rank; see `write`."""
+        """Writes a text from the first rank; see `write`."""
         if self.context.is_first:
             self.write(text, shown=shown)
 
     def arguments(self) -> None:
-        """Prints Megatron's list of arguments."""
+        """Prints Megatron's argument dump."""
         values = _flat_values(self._plan.resolved_yaml)
         dump = arguments_dump({name.replace("-", "_"): value for name, value in values.items()})
         for line in dump if values else ():
             self.note(line)
 
     def write(self, text: str, *, shown: str | None = None) -> None:
-        """Writes a text from this rank to log.txt and, or `shown` in its place, to the console."""
+        """Writes a text from this rank to log.txt and to the console; `shown` replaces it on the console."""
         self._guard.run("console", partial(self._console.write, text if shown is None else shown))
         self._append(text)
 
     def _detail(self, line: str) -> None:
-        """Writes a line to log.txt, and to the console unless a live line stands for it. A run without log.txt has
-        no other place for the line."""
+        """Writes a line to log.txt, and to the console unless it shows a live line and log.txt exists."""
         if self._live and self._log_file is not None:
             self._append(line)
         else:
@@ -199,7 +211,7 @@ class Reporter:
             self._guard.run("log.txt", partial(self._log_file.write, text))
 
     def close(self) -> None:
-        """Sends what is left and draws the plots."""
+        """Flushes all destinations, draws the plots and releases the run folder."""
         self._guard.run("console", self._console.close)
         for sink in self._sinks or ():
             self._guard.run(sink.name, sink.close)
@@ -212,18 +224,18 @@ class Reporter:
             self._lock = None
 
     def _write_memory(self, iteration: int) -> None:
-        """From one rank of every group that holds the same part of the model."""
+        """Writes the memory line of one rank per model shard."""
         if self.context.group("dp").rank == 0:
-            wholly = self.config.log_device_memory
-            self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=wholly))
+            whole_device = self.config.log_device_memory
+            self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=whole_device))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
-        """What dashboards get of a report."""
+        """Scalars of a report that go to dashboards."""
         tags = wanted_tags({**step_tags(report), **extra}, self.config)
         if self.config.per_layer_moe:
             tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
         if report.iteration % self.config.tensorboard_interval == 0:
-            # `observe` drew these for the step itself; the averages of the report stay in metrics.jsonl.
+            # `observe` already logged the step's own values; metrics.jsonl has the averages.
             tags = {tag: value for tag, value in tags.items() if tag not in _EVERY_STEP}
         return tags
 
@@ -254,8 +266,8 @@ class Reporter:
         if not self.config.wandb_exp_name:
             raise EnvironmentProblem("--wandb-project was given without --wandb-exp-name; give the run a name")
 
-    def _tell(self, text: str) -> None:
-        """Tells of a failure without being able to fail."""
+    def _report_failure(self, text: str) -> None:
+        """Reports a telemetry failure; never raises OSError."""
         with suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
         with suppress(OSError):
@@ -270,9 +282,61 @@ def _device_peak(plan: RunPlan, context: ParallelContext) -> float | None:
 
 
 def _flat_values(resolved_yaml: str) -> dict[str, Any]:
-    """The values of run.yaml by name, without its groups."""
+    """Values of run.yaml by name, without its groups."""
     content = yaml.safe_load(resolved_yaml) if resolved_yaml else None
     values: dict[str, Any] = {}
     for name, value in (content if isinstance(content, dict) else {}).items():
         values |= value if isinstance(value, dict) else {name: value}
     return values
+
+
+def memory_line(rank: int, iteration: int, device: torch.device, *, whole_device: bool = False) -> str:
+    """Megatron's memory line of the device allocator, or of the process on a CPU; in MB of 2^20 bytes.
+
+    `whole_device`: adds the memory used by all processes of the device (of the host on a CPU).
+    """
+    sizes = _device_bytes(device) if device.type == "cuda" else _host_bytes()
+    if whole_device:
+        sizes["used on the device"] = _used_bytes(device)
+    fields = " | ".join(f"{name}: {size / MB:.2f}" for name, size in sizes.items())
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {fields}"
+
+
+def memory_tags(device: torch.device) -> dict[str, float]:
+    """Megatron's memory scalars of a GPU, in bytes; empty on a CPU. Does not synchronise."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }
+
+
+def _device_bytes(device: torch.device) -> dict[str, int]:
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max reserved": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def _used_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    free, total = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
+    return (total - free) * resource.getpagesize()
+
+
+def _host_bytes() -> dict[str, int]:
+    sizes = {}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        sizes["resident"] = int(statm.read_text().split()[1]) * resource.getpagesize()
+    # Linux reports ru_maxrss in KiB.
+    sizes["max resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return sizes

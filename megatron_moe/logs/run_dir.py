@@ -1,9 +1,9 @@
-"""The run folder: what a run leaves behind, and what it was started with.
+"""The run folder and its provenance files.
 
 run.yaml          every value with its origin       metrics.jsonl   one object per report
 command.txt       the command line of every start   tensorboard/    scalars
 environment.txt   versions, machine, source         plots/          loss.png, expert_load.png
-log.txt           what was printed                  checkpoints/    weights and optimizer
+log.txt           the log                           checkpoints/    weights and optimizer state
 status.json       state of the run
 """
 
@@ -31,33 +31,30 @@ _SOURCE = Path(__file__).resolve().parents[2]
 
 
 def prepare_run_folder(folder: Path, rank: int) -> None:
-    """Makes the folder and proves that it can be written.
-
-    Raises EnvironmentProblem before any training when it cannot.
-    """
+    """Creates the folder and checks that it is writable. Raises EnvironmentProblem if it is not."""
     probe = folder / f".probe-{rank}"
-    with _refusal(folder, probe):
+    with _writing(folder, probe):
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("can be written\n")
+        probe.write_text("writable\n")
         probe.unlink()
 
 
 @contextmanager
-def _refusal(folder: Path, writes: Path) -> Iterator[None]:
-    """Turns an error of what `writes` a file into an EnvironmentProblem."""
+def _writing(folder: Path, path: Path) -> Iterator[None]:
+    """Converts an OSError while writing `path` into an EnvironmentProblem."""
     try:
         yield
     except OSError as error:
         raise EnvironmentProblem(
-            f"the run folder {folder} cannot be written: {error.strerror or error} ({error.filename or writes}); "
-            f"choose another with --run-dir, or free it"
+            f"the run folder {folder} cannot be written: {error.strerror or error} ({error.filename or path}); "
+            f"choose another with --run-dir, or fix its permissions or disk space"
         ) from error
 
 
 def write_provenance(folder: Path, *, run_yaml: str, command_line: str, device: torch.device) -> None:
-    """Writes run.yaml, command.txt and environment.txt. A later start of the same run adds its command to the list.
+    """Writes run.yaml and environment.txt and appends to command.txt.
 
-    Raises EnvironmentProblem when one of them cannot be written.
+    Raises EnvironmentProblem if one of them cannot be written.
     """
     command = f"# {datetime.now():%Y-%m-%d %H:%M:%S} in {Path.cwd()}\n{command_line}\n"
     for name, mode, text in (
@@ -65,12 +62,12 @@ def write_provenance(folder: Path, *, run_yaml: str, command_line: str, device: 
         ("command.txt", "a", command),
         ("environment.txt", "w", environment_text(device)),
     ):
-        with _refusal(folder, folder / name), open(folder / name, mode) as file:
+        with _writing(folder, folder / name), open(folder / name, mode) as file:
             file.write(text)
 
 
 def environment_text(device: torch.device) -> str:
-    """Versions, machine, source and the variables that can change speed or numbers, one `name: value` per line."""
+    """Versions, machine, source and the variables that affect speed or numerics, one `name: value` per line."""
     rows = {
         "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
         "host": socket.gethostname(),
@@ -111,7 +108,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _source_state() -> str:
-    """The commit of the checkout this runs from."""
+    """Commit of the checkout, and whether it has local changes."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return "not a git checkout"

@@ -1,4 +1,4 @@
-"""Jobs beside each other: one per folder, by an advisory lock that the system frees when the process dies."""
+"""Advisory lock that admits one job per run or checkpoint folder; the system releases it when the process ends."""
 
 import fcntl
 import json
@@ -13,61 +13,61 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 
 LOCK = ".lock"
 RUN_FOLDER: Mapping[str, str] = MappingProxyType({"does": "writes into the run folder", "option": "--run-dir"})
-"""Keywords of `RunLock` and `refuse_held` for run folders."""
+"""Keyword arguments of `RunLock` and `refuse_held` for run folders."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.1
-"""Between two tries: who asks for the holder (`held_by`) has a lock himself for a moment."""
+"""Time between two tries; `held_by` of another process takes the lock for a moment."""
 
 
 class RunLock:
-    """Holds a folder for this job until `release`, or the end of the process.
+    """Exclusive lock on a folder until `release` or the end of the process.
 
     Args:
-        does: what the other job would do to the folder, such as "saves checkpoints to".
-        option: the one that names another folder.
+        does: use of the folder for the error message, such as "saves checkpoints to".
+        option: option that selects another folder.
 
     Raises:
-        EnvironmentProblem: another job holds the folder, or the lock file cannot be written.
+        EnvironmentProblem: another job holds the lock, or the lock file cannot be written.
     """
 
     def __init__(self, folder: Path, *, does: str, option: str) -> None:
         self._folder = folder
         self.works = True
-        """False where the file system knows no locks."""
+        """False on a file system without locks."""
         try:
             self._file = open(folder / LOCK, "a+")
-            self._take()
-            self._sign()
+            self._acquire()
+            self._write_owner()
         except BlockingIOError as error:
             holder = _holder(self._file.fileno())
             self._file.close()
             raise _refusal(folder, does, option, holder) from error
         except OSError as error:
             raise EnvironmentProblem(
-                f"{folder / LOCK}, which keeps other jobs out, cannot be written: {error.strerror or error}; free it "
-                f"or give another {option} folder"
+                f"the lock file {folder / LOCK} cannot be written: {error.strerror or error}; fix its permissions or "
+                f"give another {option} folder"
             ) from error
 
     @property
     def warning(self) -> str | None:
-        """A sentence for the log where the lock does not work."""
+        """Log line for a lock that has no effect, or None."""
         where = f"{self._folder} is on a file system without locks"
         return None if self.works else f"{where}: a second job would not be noticed"
 
-    def _take(self) -> None:
-        """Raises BlockingIOError when somebody else has it."""
-        for left in reversed(range(_TRIES)):
+    def _acquire(self) -> None:
+        """Raises BlockingIOError if another process holds the lock."""
+        for tries_left in reversed(range(_TRIES)):
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if not left:
+                if not tries_left:
                     raise
                 time.sleep(_PAUSE_SECONDS)
             except OSError:
                 self.works = False
                 return
 
-    def _sign(self) -> None:
+    def _write_owner(self) -> None:
         self._file.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}))
@@ -75,20 +75,19 @@ class RunLock:
 
     def release(self) -> None:
         if self.works:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing alone would not, if a forked process has the file
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would not release it if a forked process has the file
         self._file.close()
 
 
 def refuse_held(folder: Path, *, does: str, option: str) -> None:
-    """Raises EnvironmentProblem when another job holds the folder. For ranks that write there before this job locks
-    it."""
+    """Raises EnvironmentProblem if another job holds the folder; for ranks that write before it is locked."""
     holder = held_by(folder)
     if holder is not None:
         raise _refusal(folder, does, option, holder)
 
 
 def held_by(folder: Path) -> str | None:
-    """Who holds the folder; None when nobody does, or nobody can know."""
+    """Description of the job that holds the folder; None if there is none or locks are unavailable."""
     try:
         file = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
@@ -113,4 +112,4 @@ def _holder(file: int) -> str:
         holder = json.loads(os.pread(file, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
     except (ValueError, KeyError, TypeError):
-        return "it did not sign the lock file"
+        return "its lock file names no owner"

@@ -1,4 +1,4 @@
-"""Named timers with Megatron's levels and texts. On a GPU they mark the stream and wait only when read."""
+"""Named timers with Megatron's levels and output format. On a GPU they record events and synchronise only when read."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ _NAME_COLUMNS = 48
 
 
 class Moment:
-    """A point in the device's work: the wall clock on a CPU, an event on the current stream of a GPU."""
+    """Timestamp in the device's work: the wall clock on a CPU, an event on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -25,23 +25,23 @@ class Moment:
             self._event.record()
 
     def wait(self) -> None:
-        """Returns when the device is there."""
+        """Blocks until the device has reached the moment."""
         if self._event is not None:
             self._event.synchronize()
 
     def has_come(self) -> bool:
-        """Is the device there? Waits for nothing."""
+        """True if the device has reached the moment; does not block."""
         return self._event is None or self._event.query()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Both moments must have come."""
+        """Seconds between two moments that the device has reached."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._time - earlier._time
 
 
 class Timers:
-    """Time spent in named spans since the last `take`. Spans above the run's `--timing-log-level` cost nothing."""
+    """Time spent in named spans since the last `take`; spans above `--timing-log-level` are not measured."""
 
     def __init__(self, level: int, device: torch.device) -> None:
         self._level = level
@@ -51,7 +51,7 @@ class Timers:
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """Times the body: by the wall clock on a CPU, on the current stream on a GPU."""
+        """Context manager that times its body, by the wall clock on a CPU and on the current stream on a GPU."""
         if level > self._level:
             yield
         elif self._device.type == "cuda":
@@ -70,9 +70,9 @@ class Timers:
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
-        """Seconds per step of each span, by rank, and a new start. Waits for the marked spans.
+        """Seconds per step of each span, by rank; resets the timers. Synchronises with the recorded events.
 
-        Gathers over "world", a few hundred bytes per rank, unless nothing is timed; every rank must call it.
+        Collective over "world", a few hundred bytes per rank, unless timers are off.
         """
         if self._level == 0:
             return {}
@@ -87,7 +87,7 @@ class Timers:
 
 
 def timer_lines(timings: Mapping[str, Sequence[float]], option: Option) -> list[str]:
-    """Megatron's timer lines, in milliseconds, from seconds per rank; none without timings."""
+    """Megatron's timer lines, in milliseconds, from seconds per rank; empty without timings."""
     if not timings:
         return []
     timings = {name: [seconds * 1e3 for seconds in ranks] for name, ranks in timings.items()}

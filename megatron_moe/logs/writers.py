@@ -1,74 +1,163 @@
-"""Where text and scalars go: log.txt, metrics.jsonl, TensorBoard, Weights & Biases.
+"""Destinations of text and scalars: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases.
 
-A sink may fail at any time: a full disk, a lost network. `Guard` is the one place where an exception is caught without
-knowing it, because telemetry must not stop training.
+Any of them may fail at any time (full disk, lost network). `Guard` catches every `Exception` of theirs, because
+telemetry must not stop training.
 """
 
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from megatron_moe.config.logging import LoggingConfig
-from megatron_moe.logs.metrics_file import Record, encode
-from megatron_moe.logs.tags import has_samples_variant
+from megatron_moe.logs.log_line import IntervalReading
+from megatron_moe.logs.metrics_file import Record, encode, has_samples_variant
 
 HOUR = 3600.0
 _MAX_PENDING = 10_000
+_RECENT_STEPS = 20
+"""Number of steps whose median time gives speed and time left; a compiling first step does not affect the median."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Scalars of one moment."""
+    """Scalars of one iteration."""
 
     iteration: int
     samples: int
     tags: Mapping[str, float]
-    """What dashboards show."""
+    """Scalars for dashboards."""
     record: Record | None = None
-    """What metrics.jsonl keeps; None: nothing."""
+    """Record for metrics.jsonl, or None."""
 
 
 class Sink(Protocol):
-    """Takes scalars."""
+    """Destination of scalars."""
 
     name: str
     rest_seconds: float
-    """How long to leave it alone after a failure: 0 where another attempt costs nothing."""
+    """Time without attempts after a failure; 0 where an attempt is cheap."""
 
     def log(self, entry: Entry) -> None: ...
     def close(self) -> None: ...
 
 
 class Guard:
-    """Runs telemetry so that its failure never stops or slows training; each sink's failure is told once per hour."""
+    """Runs telemetry so that its failures neither stop nor slow training; each sink's failures are reported hourly."""
 
-    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
         self._clock = clock
-        self._told_at: dict[str, float] = {}
-        self._resting_until: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
+        self._paused_until: dict[str, float] = {}
 
     def run(self, name: str, action: Callable[[], object], rest_seconds: float = 0.0) -> None:
-        """Runs `action` unless `name` rests after a failure."""
+        """Runs `action` unless `name` failed less than its `rest_seconds` ago."""
         now = self._clock()
-        if now < self._resting_until.get(name, now):
+        if now < self._paused_until.get(name, now):
             return
         try:
             action()
         except Exception as error:
-            self._resting_until[name] = now + rest_seconds
-            if now - self._told_at.get(name, -HOUR) >= HOUR:
-                self._told_at[name] = now
-                self._tell(f"telemetry: {name} failed ({type(error).__name__}: {error}); training goes on without it")
+            self._paused_until[name] = now + rest_seconds
+            if now - self._reported_at.get(name, -HOUR) >= HOUR:
+                self._reported_at[name] = now
+                self._report(
+                    f"telemetry: {name} failed ({type(error).__name__}: {error}); training continues without it"
+                )
+
+
+class Console(Protocol):
+    """Console output: lines and progress."""
+
+    def start(self, iteration: int, last_iteration: int) -> None: ...
+    def write(self, line: str) -> None: ...
+    def progress(self, reading: IntervalReading) -> None: ...
+    def close(self) -> None: ...
+
+
+class PlainConsole:
+    """Plain lines, for files and pipes."""
+
+    def start(self, iteration: int, last_iteration: int) -> None:
+        pass
+
+    def write(self, line: str) -> None:
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:
+            # Discards the buffered rest, which the interpreter would otherwise fail to flush at exit.
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, sys.stdout.fileno())
+            os.close(devnull)
+            raise
+
+    def progress(self, reading: IntervalReading) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LiveConsole:
+    """Lines above one live line with iteration, loss, tokens/s and time left; needs a terminal."""
+
+    def __init__(self, seq_length: int) -> None:
+        self._seq_length = seq_length
+        self._last_iteration = 0
+        self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._live: Any = None
+        self._task: Any = None
+
+    def start(self, iteration: int, last_iteration: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._last_iteration = last_iteration
+        self._live = Progress(
+            TextColumn("iteration"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            refresh_per_second=4,
+        )
+        self._task = self._live.add_task("", total=last_iteration, completed=iteration)
+        self._live.start()
+
+    def write(self, line: str) -> None:
+        if self._live is None:
+            print(line, flush=True)
+        else:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def progress(self, reading: IntervalReading) -> None:
+        self._seconds.append(reading.seconds)
+        seconds = median(self._seconds)
+        speed = reading.num_samples * self._seq_length / max(seconds, 1e-9)
+        left = timedelta(seconds=round((self._last_iteration - reading.iteration) * seconds))
+        text = f"loss {reading.loss:.4f}  {speed:,.0f} tokens/s  {left} left"
+        self._live.update(self._task, completed=reading.iteration, description=text)
+
+    def close(self) -> None:
+        """Stops the live line and leaves its last state on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def has_live_line() -> bool:
+    """True if standard output is a terminal whose last line can be redrawn."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 class LogFile:
-    """Appends lines to log.txt, each in one write, so that two ranks may share the file."""
+    """Appends lines to log.txt with one write each, so that two ranks can share the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,7 +175,7 @@ class LogFile:
 
 
 class JsonLines:
-    """metrics.jsonl. Records that could not be written wait and go out with the next one."""
+    """Writes metrics.jsonl; records that could not be written are retried with the next one."""
 
     name = "metrics.jsonl"
     rest_seconds = 0.0
@@ -106,7 +195,7 @@ class JsonLines:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes at the end of the last whole record: what a failed attempt left there is overwritten."""
+        """Writes after the last complete record, over anything a failed attempt left there."""
         payload = b"".join(self._pending)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -123,8 +212,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by iteration, and most of them again by consumed samples. After a failure the next attempt begins another
-    file, because the thread of a writer ends with its first error."""
+    """TensorBoard scalars over iterations, most of them also over consumed samples.
+
+    After a failure the next attempt opens another event file, because a writer's thread ends with its first error.
+    """
 
     name = "TensorBoard"
     rest_seconds = 60.0
@@ -132,7 +223,7 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
         self._purge_step: int | None = resumed_iteration + 1
-        """Curves of a resumed run replace what the interrupted one wrote from here on."""
+        """First step whose earlier points a resumed run replaces."""
         self._writer: Any = None
 
     def log(self, entry: Entry) -> None:
@@ -159,8 +250,7 @@ class TensorBoard:
 
 
 def _hide_tracebacks_of_writers() -> None:
-    """The thread of a TensorBoard writer raises what it also passes on to the next `add_scalar`, where `Guard` reports
-    it in one sentence."""
+    """Suppresses tracebacks of TensorBoard's writer thread; the next `add_scalar` raises the same error to `Guard`."""
     print_traceback = threading.excepthook
     if getattr(print_traceback, "hides_writers", False):
         return
@@ -174,7 +264,7 @@ def _hide_tracebacks_of_writers() -> None:
 
 
 class WandB:
-    """Weights & Biases. Its own variables (WANDB_MODE, WANDB_RUN_ID, WANDB_RESUME …) hold; a given run id resumes."""
+    """Weights & Biases; its variables (WANDB_MODE, WANDB_RUN_ID, ...) apply, and a given WANDB_RUN_ID resumes a run."""
 
     name = "Weights & Biases"
     rest_seconds = 600.0
@@ -198,12 +288,12 @@ class WandB:
 
         folder = self._settings.wandb_save_dir or self._settings.run_dir or Path()
         folder.mkdir(parents=True, exist_ok=True)
-        continues = "WANDB_RUN_ID" in os.environ and "WANDB_RESUME" not in os.environ
+        resumes = "WANDB_RUN_ID" in os.environ and "WANDB_RESUME" not in os.environ
         return wandb.init(
             project=self._settings.wandb_project,
             name=self._settings.wandb_exp_name,
             entity=self._settings.wandb_entity or None,
             dir=str(folder),
             config=dict(self._config),
-            resume="allow" if continues else None,
+            resume="allow" if resumes else None,
         )

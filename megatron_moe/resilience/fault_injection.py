@@ -1,7 +1,4 @@
-"""Faults on purpose: what `--inject` asks for happens to this rank. Never without it.
-
-A test says which fault strikes where, and sees what a run makes of it. Nothing here knows how a fault is answered.
-"""
+"""Fault injection (`--inject`), for tests of error handling."""
 
 import ctypes
 import os
@@ -20,66 +17,67 @@ from megatron_moe.parallel.parameter import named_parameters
 
 _PAUSE_SECONDS = 0.2
 _FILE_BYTES = 1 << 15
-"""No file grows beyond it while the disk is full: it has room for what a run says, and none for weights."""
-_FOR_EVER = 1_000_000
+"""File size limit of "disk-full": enough for status files, too small for weights."""
+_SLEEP_S = 1_000_000
 _FLIPPED_BIT = 0x40
-"""Of the last byte of a weight: a large change, and never one to infinity."""
+"""Bit of a weight's last byte: an exponent bit whose flip is a large change but never gives infinity."""
 
 
 class InjectedFault(RuntimeError):
-    """Stands for a mistake in the program."""
+    """Injected program error."""
 
 
 class FaultInjector:
-    """The faults of one rank, which strike as the run enters the phases of its iterations.
+    """Triggers this rank's faults at their phase and iteration; `enter` observes `train.events.RunEvents`.
 
     Args:
-        faults: of all ranks.
-        model: is spoilt by some of them.
+        faults: faults of all ranks.
+        model: model to modify.
     """
 
     def __init__(self, faults: Sequence[FaultConfig], rank: int, model: nn.Module) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._model = model
         self._undo: list[Callable[[], object]] = []
-        """What ends with the phase that a fault struck in."""
+        """Callbacks that end temporary faults at the next phase."""
 
-    def strike(self, phase: str, iteration: int) -> None:
-        """The run enters a phase of an iteration."""
+    def enter(self, phase: str, iteration: int) -> None:
+        """Ends the faults of the previous phase and triggers those of this one."""
         while self._undo:
             self._undo.pop()()
         for fault in self._faults:
             if fault.iteration == iteration and fault.phase == phase:
-                self._strike_now(fault)
+                self._trigger(fault)
             elif fault.iteration == iteration and phase == "step" and fault.phase in ("forward", "backward"):
-                self._strike_within(fault)
+                self._trigger_in_layer(fault)
 
-    def _strike_now(self, fault: FaultConfig) -> None:
+    def _trigger(self, fault: FaultConfig) -> None:
         if fault.kind in ("nan-loss", "nan-once", "nan-grad"):
-            self._spoil(fault)
+            self._inject_nan(fault)
         elif fault.kind == "slow":
             _layer(self._model).get_submodule("self_attention").register_forward_pre_hook(_pause)
         elif fault.kind == "bit-flip":
-            self._flip_a_bit()
+            self._flip_bit()
         elif fault.kind == "disk-full":
-            self._fill_the_disk()
+            self._limit_file_size()
         else:
-            _end(fault.kind)
+            _stop_process(fault.kind)
 
-    def _strike_within(self, fault: FaultConfig) -> None:
-        """At the first output of the model's first module, or at the gradient of it."""
+    def _trigger_in_layer(self, fault: FaultConfig) -> None:
+        """Triggers the fault in the first layer's next forward, or in the backward of its output."""
 
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             handle.remove()
             if fault.phase == "forward":
-                self._strike_now(fault)
+                self._trigger(fault)
             elif isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda gradient: self._strike_now(fault))
+                output.register_hook(lambda gradient: self._trigger(fault))
 
         handle = _layer(self._model).register_forward_hook(hook)
 
-    def _spoil(self, fault: FaultConfig) -> None:
-        """Outputs of a layer in this iteration, or their gradients; also when it is computed again, but for "once"."""
+    def _inject_nan(self, fault: FaultConfig) -> None:
+        """Replaces the first layer's outputs of this iteration, or their gradients, by NaN; "nan-once" only once, the
+        others also when the step is repeated."""
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
             if _iteration_of(inputs) != fault.iteration:
@@ -94,19 +92,19 @@ class FaultInjector:
 
         handle = _layer(self._model).register_forward_hook(hook)
 
-    def _flip_a_bit(self) -> None:
+    def _flip_bit(self) -> None:
         _, parameter = next(iter(named_parameters(self._model)))
         weight = parameter.detach().view(-1)[:1]
         weight.view(torch.uint8)[-1] ^= _FLIPPED_BIT
 
-    def _fill_the_disk(self) -> None:
+    def _limit_file_size(self) -> None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, before[1]))
         self._undo.append(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before))
 
 
 def _layer(model: nn.Module) -> nn.Module:
-    """A module whose output every microbatch makes."""
+    """First layer of this rank."""
     layers = model.get_submodule("decoder.layers")
     return next(layers.children())
 
@@ -116,13 +114,13 @@ def _pause(module: nn.Module, inputs: object) -> None:
 
 
 def _iteration_of(inputs: Sequence[object]) -> object:
-    """Of the microbatch that a layer was given."""
+    """Iteration of the microbatch that a layer receives."""
     keys = [meta.random_key for meta in inputs if isinstance(meta, TokenMeta)]
     return keys[0][1] if keys and keys[0] else None
 
 
-def _end(kind: str) -> None:
-    """What ends the process, or holds it up for ever."""
+def _stop_process(kind: str) -> None:
+    """Ends or blocks the process."""
     signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
     if kind in signals:
         os.kill(os.getpid(), signals[kind])
@@ -133,11 +131,11 @@ def _end(kind: str) -> None:
     elif kind == "segfault":
         ctypes.string_at(0)
     elif kind == "exception":
-        raise InjectedFault("--inject asked for this exception")
+        raise InjectedFault("exception requested by --inject")
     elif kind == "out-of-memory":
-        raise torch.OutOfMemoryError("--inject asked for this exception")
+        raise torch.OutOfMemoryError("exception requested by --inject")
     elif kind == "hang":
         threading.Event().wait()
     else:
         assert kind == "locked", f"fault {kind}"
-        ctypes.PyDLL(None).sleep(_FOR_EVER)
+        ctypes.PyDLL(None).sleep(_SLEEP_S)

@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher has died, so that it does not hold its GPU for ever."""
+"""Supervision of a run: signal handlers, status.json, and the launcher watch, which ends a rank whose launcher died."""
 
 import ctypes
 import os
@@ -18,27 +18,26 @@ from megatron_moe.resilience.signals import Signals
 _PR_SET_PDEATHSIG = 1
 """linux/prctl.h: the signal that the kernel sends to this process when its parent dies."""
 _SIGNAL = signal.SIGURG
-"""Ignored by default, so that it harms no thread that does not block it."""
+"""Ignored by default, hence harmless to threads that do not block it."""
 _POLL_S = 1.0
 _JOIN_S = 5.0
 
 
 class LauncherWatch:
-    """Watches the parent process from `__enter__` on, if it is a launcher that waits for this rank.
+    """Ends this rank with `ExitCode.LAUNCHER` when its parent process, a launcher, dies.
 
     A thread waits for the parent-death signal of Linux and compares the parent's process id every second: the signal is
-    lost when the parent dies before it is requested, is also sent when only the parent's thread ends, and does not
-    exist on other systems. The thread needs the interpreter lock; where C code holds it, the deadlines of
-    `resilience/watchdog.py` end the process.
+    lost if the parent dies before it is requested, is also sent when only the parent's thread ends, and does not exist
+    on other systems. The thread needs the interpreter lock; if C code holds it, the watchdog ends the process.
 
     Args:
-        leave: ends the process with an exit code.
+        exit_process: ends the process with an exit code.
     """
 
-    def __init__(self, launch: Launch, status: RunStatus, *, leave: Callable[[int], None] = os._exit) -> None:
+    def __init__(self, launch: Launch, status: RunStatus, *, exit_process: Callable[[int], None] = os._exit) -> None:
         self._launch = launch
         self._status = status
-        self._leave = leave
+        self._exit_process = exit_process
         self._parent = os.getppid()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="launcher watch", daemon=True)
@@ -46,7 +45,7 @@ class LauncherWatch:
 
     def __enter__(self) -> "LauncherWatch":
         if self._launch.supervised:
-            # all threads inherit the mask, so that the signal stays pending until the watching thread takes it
+            # All threads inherit the mask, so the signal stays pending until the watching thread accepts it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
             self._has_signal = _request_parent_death_signal(_SIGNAL)
             self._thread.start()
@@ -64,37 +63,37 @@ class LauncherWatch:
     def _watch(self) -> None:
         while not self._closed.is_set():
             if os.getppid() != self._parent:
-                self._end()
+                self._exit()
                 return
             if self._has_signal:
                 signal.sigtimedwait({_SIGNAL}, _POLL_S)
             else:
                 self._closed.wait(_POLL_S)
 
-    def _end(self) -> None:
+    def _exit(self) -> None:
         sentence = f"the launcher of rank {self._launch.rank} (process {self._parent}) died"
-        with suppress(OSError, ValueError):  # stderr may have been a pipe to the launcher
+        with suppress(OSError, ValueError):  # stderr may be a pipe to the launcher
             print(f"{sentence}; this rank ends as well", file=sys.stderr, flush=True)
         self._status.fail(ExitCode.LAUNCHER, sentence, "start the same command again; it continues from the checkpoint")
-        self._leave(int(ExitCode.LAUNCHER))
+        self._exit_process(int(ExitCode.LAUNCHER))
 
 
-def supervise(plan: RunPlan, goodbye: ExitStack) -> tuple[Signals, RunStatus]:
-    """Enters what must see everything that may end a run: signals, status.json, and the watch over the launcher.
+def supervise(plan: RunPlan, stack: ExitStack) -> tuple[Signals, RunStatus]:
+    """Starts signal handling, status.json and the launcher watch, in this order, before anything that can fail.
 
-    Raises EnvironmentProblem when another job writes into the run folder.
+    Raises EnvironmentProblem if another job writes into the run folder.
     """
-    signals = goodbye.enter_context(Signals(plan.resilience.exit_signals))
+    signals = stack.enter_context(Signals(plan.resilience.exit_signals))
     run_dir = plan.logging.run_dir
     if run_dir is not None:
         refuse_held(run_dir, **RUN_FOLDER)
-    status = goodbye.enter_context(RunStatus(run_dir, rank=plan.launch.rank))
-    goodbye.enter_context(LauncherWatch(plan.launch, status))
+    status = stack.enter_context(RunStatus(run_dir, rank=plan.launch.rank))
+    stack.enter_context(LauncherWatch(plan.launch, status))
     return signals, status
 
 
 def _request_parent_death_signal(number: int) -> bool:
-    """Asks Linux for a signal when the parent dies; 0 for none. False where that is impossible."""
+    """Requests signal `number` from Linux when the parent dies, or none for 0. Returns False if unsupported."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)

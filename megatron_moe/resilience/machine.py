@@ -1,4 +1,4 @@
-"""What works on this machine: each thing is tried, small, instead of asked for."""
+"""Probes of this machine: small computations that show which features a run can use."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Probe:
-    """One thing that was tried."""
+    """Result of one probe."""
 
     name: str
     works: bool
@@ -21,7 +21,7 @@ class Probe:
 
 
 def probes(device: torch.device) -> list[Probe]:
-    """Everything that a run on `device` builds on."""
+    """Probes every feature that a run on `device` needs."""
     trials: list[tuple[str, Callable[[torch.device], str]]] = [
         ("python", _python),
         ("device", _device),
@@ -78,7 +78,7 @@ def _attention(device: torch.device) -> str:
 
 
 def _group(backend: str, device: torch.device) -> str:
-    """A group of this process alone; leaves none behind."""
+    """All-reduces in a temporary process group of one rank."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     try:
         one = torch.ones(1, device=device)

@@ -1,4 +1,4 @@
-"""Where numbers go bad: spikes among finite ones, and the first module, parameter or expert of a non-finite one."""
+"""Numerics checks: spikes of loss and gradient norm, and the first module, parameter or expert that is not finite."""
 
 import math
 from collections import deque
@@ -19,9 +19,9 @@ _MOST_EXPERTS = 8
 
 
 class Spikes:
-    """Says when a value is far above those before it, as Megatron judges: ten times the largest of the last hundred.
+    """Spike detection on the host, as in Megatron: a value above ten times the maximum of the last 100 values.
 
-    Silent until it has seen a hundred. A spike does not count among those that later values are compared with.
+    Detects nothing before the 100th value. Spikes do not enter the maximum.
     """
 
     def __init__(self, what: str) -> None:
@@ -29,12 +29,12 @@ class Spikes:
         self._seen: deque[float] = deque(maxlen=_WINDOW)
 
     def check(self, value: float, iteration: int) -> str | None:
-        """A sentence about a spike, or None."""
+        """Message about a spike, or None."""
         largest = max(self._seen, default=math.inf)
         if len(self._seen) == _WINDOW and value > _FACTOR * largest:
             return (
-                f"iteration {iteration}: {self._what} {value:.6g} is {value / largest:.1f} times the largest of the "
-                f"{_WINDOW} iterations before ({largest:.6g})"
+                f"iteration {iteration}: {self._what} {value:.6g} is {value / largest:.1f} times the maximum of the "
+                f"previous {_WINDOW} iterations ({largest:.6g})"
             )
         if math.isfinite(value):
             self._seen.append(value)
@@ -42,7 +42,7 @@ class Spikes:
 
 
 class SpikeLimit:
-    """The same judgement on the device, for a verdict that must not wait for the host."""
+    """Spike detection on the device with the rule of `Spikes`, without synchronisation."""
 
     def __init__(self, device: torch.device, window: int = _WINDOW) -> None:
         self._seen = torch.full((window,), torch.nan, device=device, dtype=torch.float64)
@@ -50,7 +50,8 @@ class SpikeLimit:
         self._number = torch.zeros((), device=device, dtype=torch.int64)
 
     def usual(self, value: Tensor) -> Tensor:
-        """bool: is the value (a scalar) no spike? Unless it is one, or not finite, later ones are compared with it."""
+        """Device bool that is False if the scalar `value` is a spike; adds finite values that are not spikes to the
+        window."""
         value = value.detach().double()
         window = len(self._seen)
         spike = (self._number >= window) & (value > _FACTOR * self._seen.nan_to_num(nan=0.0).max())
@@ -63,13 +64,13 @@ class SpikeLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is not finite."""
+    """Tensor with a non-finite element."""
 
     kind: Literal["weight", "moment", "activation", "gradient of activation", "gradient"]
     name: str
-    """Global name of a parameter, or of the module whose output it is."""
+    """Global name of the parameter, or name of the module whose output it is."""
     experts: tuple[int, ...] = ()
-    """Global ids, for a parameter with one part per expert."""
+    """Global ids of the affected experts, for parameters with one part per expert."""
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.experts[:_MOST_EXPERTS]))
@@ -82,34 +83,36 @@ class Finding:
 
 
 def bad_weights(model: nn.Module) -> Iterator[Finding]:
-    """Parameters that are not finite, in the order of the model. Waits for the device."""
+    """Non-finite parameters in the order of the model. Synchronises with the device."""
     for name, parameter in named_parameters(model):
         if not _finite(parameter.detach()):
             yield Finding(kind="weight", name=name, experts=_experts(parameter, parameter.detach()))
 
 
 def bad_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Finding | None:
-    """What is wrong with the gradient [of the parameter's shape], if anything."""
+    """Finding about a gradient with the parameter's shape; None if it is finite."""
     if _finite(gradient):
         return None
     return Finding(kind="gradient", name=name, experts=_experts(parameter, gradient))
 
 
 class FirstBadModule:
-    """While entered, watches what the modules of a model give, forwards and backwards. Waits for the device all the
-    time, so it is for the repetition of a bad step only."""
+    """Context manager that finds the first module whose output, or gradient of an output, is not finite.
+
+    Its hooks synchronise with the device at every module, so it serves to repeat a failed step only.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[Any] = []
         self.forward: Finding | None = None
-        """The first module, in the order of computation, whose output is not finite."""
+        """First module, in order of execution, with a non-finite output."""
         self.backward: Finding | None = None
-        """The same of the gradients of outputs."""
+        """First module, in order of the backward, with a non-finite gradient of its output."""
 
     def __enter__(self) -> "FirstBadModule":
         for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_hook(self._watcher(name or "model")))
+            self._handles.append(module.register_forward_hook(self._hook(name or "model")))
         return self
 
     def __exit__(
@@ -118,23 +121,23 @@ class FirstBadModule:
         for handle in self._handles:
             handle.remove()
 
-    def _watcher(self, name: str) -> Any:
-        def watch(module: nn.Module, inputs: object, output: object) -> None:
+    def _hook(self, name: str) -> Any:
+        def check_output(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in _tensors(output):
                 if self.forward is None and not _finite(tensor):
                     self.forward = Finding(kind="activation", name=name)
                 if tensor.requires_grad:
-                    tensor.register_hook(look_back)
+                    tensor.register_hook(check_gradient)
 
-        def look_back(gradient: Tensor) -> None:
+        def check_gradient(gradient: Tensor) -> None:
             if self.backward is None and not _finite(gradient):
                 self.backward = Finding(kind="gradient of activation", name=name)
 
-        return watch
+        return check_output
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
-    """Floating tensors of a module's output: itself, or in a tuple."""
+    """Floating-point tensors of a module's output, which may be a nested tuple."""
     if isinstance(output, Tensor) and output.is_floating_point():
         yield output
     elif isinstance(output, tuple):

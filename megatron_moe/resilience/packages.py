@@ -1,7 +1,7 @@
-"""Which packages are installed, in which versions, and whether they are what their names promise. Imports none of them.
+"""Installed versions of required and optional packages, found without importing them.
 
-Two names are traps. The index's `apex` is a toolkit for web pages, not NVIDIA's; its `deep-ep` is a first release that
-no longer fits. Both are built from source; `HOW_TO_BUILD` says how.
+On the package index `apex` is an unrelated web toolkit and `deep-ep` an obsolete release; both are built from source
+(`HOW_TO_BUILD`).
 """
 
 import re
@@ -14,37 +14,37 @@ from types import MappingProxyType
 from typing import Literal
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
-"""The tested set; a checkout has it, an installation has not."""
+"""Tested versions; exists in a checkout, not in an installation."""
 
 Verdict = Literal["tested", "other version", "untested", "missing", "wrong"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that the program knows."""
+    """Required or optional package."""
 
     name: str
-    """Of the distribution, as in the index."""
+    """Name of the distribution on the package index."""
     module: str
     install: str
-    """The words that install it."""
+    """Command that installs it."""
     required: bool = False
-    """No run starts without it."""
+    """True if every run needs it."""
     purpose: str = ""
     is_kernels: bool = False
-    """The program can use it only through a backend in `kernels/backends/`."""
+    """True if it is used through a backend of `kernels/backends/` only."""
     flags: tuple[tuple[str, str], ...] = ()
-    """(option, value) that need it, besides the kernel backends that say so themselves."""
+    """(option, value) pairs that need it, apart from kernel backends, which declare their packages."""
     inside: str = ""
-    """A part that the right package has and another of that name has not."""
+    """Submodule that distinguishes it from an unrelated package of the same name."""
     obsolete: str = ""
-    """A version, by its beginning, that does not fit."""
+    """Prefix of unsupported versions."""
 
 
 def _listed(
     name: str, module: str, purpose: str = "", flags: tuple[tuple[str, str], ...] = (), *, required: bool = False
 ) -> Package:
-    """One that setup.py asks for."""
+    """Package among the requirements of setup.py."""
     install = f"pip install -c constraints.txt {name}"
     return Package(name=name, module=module, install=install, required=required, purpose=purpose, flags=flags)
 
@@ -130,13 +130,13 @@ PACKAGES: tuple[Package, ...] = (
 HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "apex": (
-            "pip uninstall apex      # the index's program of that name, if it is there",
+            "pip uninstall apex      # the unrelated package of the index, if installed",
             "git clone https://github.com/NVIDIA/apex && cd apex",
             "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation .",
         ),
         "deep-ep": (
-            "pip uninstall deep-ep   # the index's first release, if it is there",
-            "pip install nvidia-nvshmem-cu13   # between hosts; NVSHMEM_DIR names another installation",
+            "pip uninstall deep-ep   # the obsolete release of the index, if installed",
+            "pip install nvidia-nvshmem-cu13   # for several hosts; NVSHMEM_DIR selects another installation",
             "git clone --branch v1.2.1 https://github.com/deepseek-ai/DeepEP && cd DeepEP",
             "TORCH_CUDA_ARCH_LIST=9.0 pip install -v --no-build-isolation .   # Hopper; another list for other GPUs",
         ),
@@ -146,14 +146,15 @@ HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledPackage:
-    """What is there of a package."""
+    """Installed version of a package."""
 
     package: Package
     version: str | None
+    """None if it is not installed."""
     tested: str | None
-    """The version of the tested set."""
+    """Tested version, or None."""
     trouble: str = ""
-    """Why it is not the right program."""
+    """Reason why it is the wrong package or version."""
 
     @property
     def verdict(self) -> Verdict:
@@ -167,39 +168,39 @@ class InstalledPackage:
 
 
 def find_all(constraints: Path = CONSTRAINTS) -> tuple[InstalledPackage, ...]:
-    """Every known package."""
+    """Installed versions of all `PACKAGES`."""
     pins = pinned_versions(constraints)
     return tuple(find(package, pins) for package in PACKAGES)
 
 
 def find(package: Package, pins: Mapping[str, str]) -> InstalledPackage:
-    """One package: its metadata and, where a name is a trap, what lies in its folder."""
+    """Installed version of one package; checks ambiguous names by the contents of the package folder."""
     version = _version(package)
     trouble = "" if version is None else _trouble(package, version)
     return InstalledPackage(package=package, version=version, tested=pins.get(package.name), trouble=trouble)
 
 
 def pinned_versions(constraints: Path) -> dict[str, str]:
-    """name -> version of constraints.txt; nothing without the file."""
+    """name -> version of constraints.txt; empty if the file does not exist."""
     lines = constraints.read_text(encoding="utf-8").splitlines() if constraints.is_file() else []
     return dict(line.split("==") for line in lines if re.fullmatch(r"[\w.-]+==\S+", line))
 
 
 def summary(found: Iterable[InstalledPackage]) -> list[str]:
-    """For the start of a run: torch and the kernel packages that are there, and everything that is wrong."""
+    """Log lines: versions of torch and the kernel packages, wrong packages, and untested versions."""
     every = tuple(found)
-    present = [f"{each.package.name} {each.version}" for each in every if each.version and _worth_telling(each)]
+    present = [f"{each.package.name} {each.version}" for each in every if each.version and _is_shown(each)]
     lines = [f"packages: {', '.join(present)}"]
     lines += [f"warning: {each.trouble}" for each in every if each.verdict == "wrong"]
-    others = [
+    untested = [
         f"{each.package.name} {each.version} ({each.tested})" for each in every if each.verdict == "other version"
     ]
-    if others:
-        lines.append(f"other versions than the tested ones (in brackets): {', '.join(others)}")
+    if untested:
+        lines.append(f"other versions than the tested ones (in brackets): {', '.join(untested)}")
     return lines
 
 
-def _worth_telling(each: InstalledPackage) -> bool:
+def _is_shown(each: InstalledPackage) -> bool:
     return each.package.name == "torch" or (each.package.is_kernels and each.verdict != "wrong")
 
 
@@ -216,8 +217,8 @@ def _trouble(package: Package, version: str) -> str:
     where = _folder(package.module)
     if package.inside and not (where / package.inside).exists():
         return (
-            f"the installed {package.name} {version} is another program of that name (no {package.inside} in {where}); "
-            f"uninstall it and build the right one, see tools/doctor.py"
+            f"the installed {package.name} {version} is an unrelated package of that name (no {package.inside} in "
+            f"{where}); uninstall it and build the right one, see tools/doctor.py"
         )
     if package.obsolete and version.startswith(package.obsolete):
         return (
@@ -234,5 +235,5 @@ def _folder(module: str) -> Path:
 
 
 def _release(version: str) -> str:
-    """Without the build: 2.13.0+cpu -> 2.13.0."""
+    """Version without its local part: 2.13.0+cpu -> 2.13.0."""
     return version.partition("+")[0]

@@ -1,6 +1,4 @@
-"""When another rank dies, this one sees a broken connection. Whose fault it was is in crash/, or in who wrote nothing
-there.
-"""
+"""Attribution of broken connections: names the rank that failed first, from the reports in crash/ or their absence."""
 
 import time
 from pathlib import Path
@@ -10,8 +8,8 @@ import torch.distributed as dist
 from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem
 from megatron_moe.resilience.run_status import Failure, RunStatus
 
-_OTHERS_SECONDS = 2.0
-"""How long a rank waits for the reports of others before it names those that left none."""
+_PEER_REPORTS_S = 2.0
+"""Time to wait for the reports of other ranks before naming those without one."""
 _BROKE = "the connection to another rank broke"
 _BROKEN = (
     "connection closed by peer",
@@ -23,17 +21,17 @@ _BROKEN = (
     "remote process exited",
     "timed out waiting",
 )
-"""Words, in lower case, of gloo, of NCCL and of the store, for a connection that is not there any more."""
+"""Lower-case parts of messages of gloo, NCCL and the store about a lost connection."""
 
 
 class PeerFailures:
-    """While it is entered, the error of a connection that broke, or that waited too long, becomes an OtherRankProblem
-    that names the rank which failed first. All other errors pass.
+    """Context manager that replaces a broken-connection or timeout error by an OtherRankProblem, which names the rank
+    that failed first; other errors propagate unchanged.
 
     Args:
-        run_dir: where ranks leave their reports; None: nobody can be named.
-        status: gets a first word at once, so that others see that this rank is there.
-        seconds: how long to wait for the reports of others.
+        run_dir: folder with the reports of all ranks; None: no rank can be named.
+        status: receives this rank's own report first, so that other ranks see it.
+        seconds: time to wait for the reports of other ranks.
     """
 
     def __init__(
@@ -43,7 +41,7 @@ class PeerFailures:
         *,
         rank: int,
         world_size: int,
-        seconds: float = _OTHERS_SECONDS,
+        seconds: float = _PEER_REPORTS_S,
     ) -> None:
         self._run_dir = run_dir
         self._status = status
@@ -58,30 +56,30 @@ class PeerFailures:
         """Raises OtherRankProblem in place of a broken connection."""
         if error is not None and self._world_size > 1 and is_broken_connection(error):
             self._status.fail(ExitCode.OTHER_RANK, _BROKE)
-            raise self._problem(waited="timed out" in str(error).lower()) from error
+            raise self._problem(timed_out="timed out" in str(error).lower()) from error
 
-    def _problem(self, *, waited: bool) -> OtherRankProblem:
+    def _problem(self, *, timed_out: bool) -> OtherRankProblem:
         if self._run_dir is None:
-            return OtherRankProblem(f"{_BROKE}: see what the others printed, or give --run-dir, where each reports")
+            return OtherRankProblem(f"{_BROKE}: see the output of the other ranks, or give --run-dir for their reports")
         failures = self._failures()
         causes = [failure for failure in failures.values() if not failure.followed]
         if causes:
             first = min(causes, key=lambda failure: failure.time)
-            told = f"code {first.report.code}: {first.report.sentence}"
-            return OtherRankProblem(f"rank {first.rank} failed first, {told}", first.rank)
-        silent = [rank for rank in range(self._world_size) if rank not in failures and rank != self._rank]
-        if not silent:
-            return OtherRankProblem(f"{_BROKE}, and no report in {self._run_dir}/crash says why")
-        named = ", ".join(f"rank {rank}" for rank in silent)
-        if waited:
-            sentence = f"a collective waited too long: {named} did not come, and left no report: stopped or hanging"
-            return OtherRankProblem(sentence, silent[0], ExitCode.HANG)
+            cause = f"code {first.report.code}: {first.report.sentence}"
+            return OtherRankProblem(f"rank {first.rank} failed first, {cause}", first.rank)
+        missing = [rank for rank in range(self._world_size) if rank not in failures and rank != self._rank]
+        if not missing:
+            return OtherRankProblem(f"{_BROKE}, and no report in {self._run_dir}/crash gives a cause")
+        named = ", ".join(f"rank {rank}" for rank in missing)
+        if timed_out:
+            sentence = f"a collective timed out: {named} did not join and wrote no report: stopped or hanging"
+            return OtherRankProblem(sentence, missing[0], ExitCode.HANG)
         sentence = f"{named} vanished without a report: killed, or its node failed; its peers' connections broke"
-        return OtherRankProblem(sentence, silent[0])
+        return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:
-        """What other ranks have left in this start, by rank. Waits until all have, or one has failed by itself, or
-        the time is up."""
+        """Reports of other ranks in this start, by rank. Waits until all ranks have reported, one of them reports a
+        cause of its own, or the time is up."""
         until = time.monotonic() + self._seconds
         while True:
             found = {failure.rank: failure for failure in self._status.failures() if failure.rank != self._rank}
@@ -92,7 +90,7 @@ class PeerFailures:
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Did this error come from torch.distributed because another rank is gone?"""
+    """True if torch.distributed raised the error because the connection to another rank was lost."""
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()

@@ -1,4 +1,4 @@
-"""Copies of one parameter on several ranks must be the same bits: checksums of all, compared over the copies."""
+"""Replica check: compares checksums of replicated parameters over data-parallel ranks."""
 
 import zlib
 from collections import Counter
@@ -14,30 +14,30 @@ from megatron_moe.parallel.parameter import Parameter, named_parameters
 
 
 def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -> None:
-    """Compares every parameter with its copies on other data-parallel ranks; all ranks call it. Copies the weights to
-    the host, one parameter at a time.
+    """Compares every parameter bitwise with its replicas on other data-parallel ranks. Collective over all ranks;
+    copies one parameter at a time to the host.
 
-    Raises DriftProblem on every rank when any rank's copy differs, naming parameters and odd ranks.
+    Raises DriftProblem on every rank if replicas differ, with the parameters and the differing ranks.
     """
     lines = []
     for grid, name in (("attention", "dp_cp"), ("expert", "edp")):
         group = context.group(name)
-        mine = {key: _checksum(value) for key, value in named_parameters(model) if value.meta.grid == grid}
+        checksums = {key: _checksum(value) for key, value in named_parameters(model) if value.meta.grid == grid}
         # dp_cp, edp: some dozen bytes per parameter of every rank
-        lines += odd_ones(gather_objects(mine, group), group)
-    # world: nothing, as long as all is well
+        lines += differing_replicas(gather_objects(checksums, group), group)
+    # world: empty unless replicas differ
     every = sorted({line for part in gather_objects(lines, context.group("world")) for line in part})
     if every:
         raise DriftProblem(
-            f"iteration {iteration}: copies of the same weights differ; suspect the hardware of the ranks named, leave "
-            f"their node out and start again from the last checkpoint before:\n  {listed(every)}"
+            f"iteration {iteration}: copies of the same weights differ; suspect the hardware of the ranks named, "
+            f"exclude their node and restart from the last earlier checkpoint:\n  {listed(every)}"
         )
 
 
-def odd_ones(checksums: Sequence[Mapping[str, int]], group: ProcessGroup) -> list[str]:
-    """One line per parameter whose copies differ: who departs from the majority; without a majority all are named.
+def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGroup) -> list[str]:
+    """One line per parameter whose replicas differ, with the ranks outside the majority, or all ranks without one.
 
-    `checksums`: by parameter, of every rank of the group in its order.
+    `checksums`: checksums by parameter name, one mapping per rank of the group.
     """
     lines = []
     for name in checksums[0]:
@@ -47,7 +47,7 @@ def odd_ones(checksums: Sequence[Mapping[str, int]], group: ProcessGroup) -> lis
             continue
         if 2 * count > len(found):
             odd = [rank for rank, value in zip(group.ranks, found, strict=True) if value != common]
-            lines.append(f"{name}: rank {', '.join(map(str, odd))} of {len(found)} departs from the others")
+            lines.append(f"{name}: rank {', '.join(map(str, odd))} of {len(found)} differs from the others")
         else:
             lines.append(f"{name}: ranks {', '.join(map(str, group.ranks))} have no majority")
     return lines

@@ -1,7 +1,7 @@
-"""Shall a run that ended be started again? What job scripts ask.
+"""Restart policy of job scripts: decides whether a run that ended is started again.
 
-The answer follows from status.json, because launchers lose exit codes, and from how earlier starts of the run ended: a
-run that ends again and again without a new checkpoint is not started for ever.
+The decision uses status.json, because launchers lose exit codes, and the history of earlier starts, which limits
+restarts without a new checkpoint.
 """
 
 import json
@@ -20,10 +20,10 @@ from megatron_moe.resilience.run_status import (
 )
 
 HISTORY = "restarts.jsonl"
-"""In the run folder: one Ending per line."""
+"""File in the run folder with one `Ending` per line."""
 
 _SIGNALLED = 128
-"""Shells report a process that signal n ended as 128 + n."""
+"""Shells report a process ended by signal n as 128 + n."""
 
 RESTARTED: Mapping[int, str] = MappingProxyType(
     {
@@ -32,17 +32,17 @@ RESTARTED: Mapping[int, str] = MappingProxyType(
         ExitCode.DRIFT: "copies of the weights differed: suspect the hardware",
         ExitCode.RENDEZVOUS: "the ranks could not meet",
         ExitCode.LAUNCHER: "the launcher of a rank died",
-        ExitCode.RERUN_DISAMBIGUATE: "a suspicious step is to be repeated on other hardware",
+        ExitCode.RERUN_DISAMBIGUATE: "a suspicious step must be repeated on other hardware",
         ExitCode.PREEMPTED_SAVED: "it was preempted and has saved",
         ExitCode.PREEMPTED_UNSAVED: "it was preempted before it could save",
     }
 )
-"""Ends that another start may mend. All others are mended by people."""
+"""Exit codes after which another start may succeed, with the reason. All others need intervention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How one start of a run ended."""
+    """End of one start of a run."""
 
     time: float
     code: int
@@ -54,49 +54,50 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The answer, and a sentence about it."""
+    """Decision about another start, with its reason."""
 
     restart: bool
     reason: str
     suspect_host: str | None = None
-    """Better left out of the next start."""
+    """Host that the next start should avoid."""
 
 
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
-    """Starts again what another start may mend, but not after `patience` ends in a row at the same checkpoint.
+    """Restarts after the codes of `RESTARTED`, unless `patience` starts in a row made no new checkpoint.
 
     Args:
-        report: status.json, if this start has written it.
-        exit_code: of the launcher; believed only where there is no report.
-        earlier: ends of earlier starts, the oldest first.
+        report: status.json of this start, if it was written.
+        exit_code: exit code of the launcher; used only without a report.
+        earlier: ends of earlier starts, oldest first.
     """
-    decision = _first_thought(report, exit_code)
+    decision = _decide_alone(report, exit_code)
     if not decision.restart:
         return decision
     reached = progress(report)
-    in_vain = 1
+    num_fruitless = 1
     for ending in reversed(earlier):
         if not ending.restart or (ending.last_checkpoint or 0) < reached:
             break
-        in_vain += 1
-    if in_vain < patience:
+        num_fruitless += 1
+    if num_fruitless < patience:
         return decision
     where = f"iteration {report.iteration}" if report else "the start"
     reason = (
-        f"{decision.reason}; this is end number {in_vain} in a row without a new checkpoint, the last at {where}: "
-        "find the cause, then start it by hand"
+        f"{decision.reason}; this is end number {num_fruitless} in a row without a new checkpoint, the last at "
+        f"{where}: find the cause, then start it manually"
     )
     return Decision(restart=False, reason=reason, suspect_host=decision.suspect_host)
 
 
 def progress(report: StatusReport | None) -> int:
-    """Iteration of the last checkpoint that is known."""
+    """Iteration of the last known checkpoint, or 0."""
     return 0 if report is None else report.last_checkpoint or 0
 
 
-def _first_thought(report: StatusReport | None, exit_code: int) -> Decision:
+def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
+    """Decision without the history."""
     if report is None:
         return _without_report(exit_code)
     if report.state == "finished":
@@ -116,15 +117,14 @@ def _without_report(exit_code: int) -> Decision:
     if exit_code > _SIGNALLED and exit_code != ExitCode.INTERRUPTED:
         return Decision(restart=True, reason=f"signal {exit_code - _SIGNALLED} ended it before it wrote {STATUS}")
     reason = (
-        f"exit code {exit_code} before it wrote {STATUS}: a mistake in the command line or the environment, see the log"
+        f"exit code {exit_code} before it wrote {STATUS}: an error in the command line or the environment, see the log"
     )
     return Decision(restart=False, reason=reason)
 
 
 def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
-    """status.json, unless it cannot be read or is older than `since` (seconds since the epoch, by the clock that stamps
-    the folder's files): of an earlier start. A start that was killed before it could write one has the report of a
-    start that has just begun."""
+    """Reads status.json of this start; None if it is unreadable or older than `since` (seconds since the epoch by the
+    file server's clock). A start that was killed before it wrote one gets an initial report."""
     try:
         path = run_dir / STATUS
         report, written = StatusReport(**json.loads(path.read_text())), path.stat().st_mtime
@@ -139,7 +139,7 @@ def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
 
 
 def read_history(run_dir: Path) -> tuple[Ending, ...]:
-    """How earlier starts ended; lines that cannot be read do not count."""
+    """Ends of earlier starts; unreadable lines are skipped."""
     path = run_dir / HISTORY
     endings = []
     for line in path.read_text().splitlines() if path.is_file() else []:
@@ -151,11 +151,10 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
 
 
 def judge(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
-    """Decides about the run of this folder and writes the end into its history, which is left alone while another job
-    writes into the folder: that job is the run, and this start was refused.
+    """Decides about the run of this folder and appends the end to its history.
 
-    `since`, `now`: when this start began, and now, by one clock. The clock of the host that wrote status.json may be
-    another one.
+    If another job holds the folder, this start was rejected: no restart, and the history stays unchanged. `since`
+    (begin of this start) and `now` come from one clock, which may differ from that of the host that wrote status.json.
     """
     holder = held_by(run_dir)
     if holder is not None:

@@ -1,8 +1,8 @@
-"""A suspicious step is computed twice: is it the numbers, or the hardware? As Megatron's rerun engine asks.
+"""Attribution of suspicious steps to data or hardware by repeating them, as in Megatron's rerun state machine.
 
-On one device the same step gives the same result. Where the second try differs, something went wrong once, and the rank
-whose own loss differs is suspect. Where it does not, it is the data, the model, or hardware that errs every time: the
-next start, if it meets the very same numbers at the same iteration, tells these from each other.
+A repeated step gives the same result on the same device. If the result differs, the error was transient and the ranks
+whose own losses differ are suspect. Otherwise the data, the model or a permanent hardware fault is the cause; the data
+or the model if a later start meets the same values at the same iteration.
 """
 
 import math
@@ -22,11 +22,11 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 _TOLERANCE = 1e-3
-"""Relative: what the order of sums on a GPU may move."""
+"""Relative tolerance for the order of summation on a GPU."""
 
 
 class RerunProblem(RunError):
-    """A step whose repetition says something about the hardware."""
+    """Step whose repetition indicates a hardware fault or excludes one; `code` tells them apart."""
 
     def __init__(self, sentence: str, code: ExitCode) -> None:
         super().__init__(sentence)
@@ -35,7 +35,7 @@ class RerunProblem(RunError):
 
 @dataclass(frozen=True)
 class RerunResult:
-    """What one rank computed, and computed again: the sum of its own losses."""
+    """Sum of one rank's own losses in a step and in its repetition."""
 
     rank: int
     host: str
@@ -46,16 +46,16 @@ class RerunResult:
 
 @dataclass(frozen=True)
 class RerunVerdict:
-    """What two tries of a step say."""
+    """Conclusion from a step and its repetition."""
 
     kind: Literal["transient", "reproducible", "confirmed"]
     suspects: tuple[int, ...]
-    """Ranks whose own losses differ between the two."""
+    """Ranks whose own losses differ."""
     sentence: str
-    """Begins with "; "."""
+    """Part of a message; starts with "; "."""
 
     def problem(self, sentence: str) -> RunError:
-        """What ends the run, with this text."""
+        """Error that ends the run, with the given message."""
         if self.kind == "transient":
             return RerunProblem(sentence, ExitCode.RERUN_DISAMBIGUATE)
         if self.kind == "confirmed":
@@ -64,7 +64,7 @@ class RerunVerdict:
 
 
 def same(first: float, again: float) -> bool:
-    """Is it one result, but for the order of sums? What is not finite equals what is not finite."""
+    """True if two results are equal within the tolerance or both non-finite."""
     if not (math.isfinite(first) and math.isfinite(again)):
         return math.isfinite(first) == math.isfinite(again)
     return abs(first - again) <= _TOLERANCE * max(abs(first), abs(again))
@@ -76,53 +76,53 @@ def judge(
     ranks: Sequence[RerunResult],
     earlier: Mapping[str, str] | None = None,
 ) -> RerunVerdict:
-    """The verdict over two tries.
+    """Compares a step with its repetition.
 
     Args:
-        first, again: numbers over all ranks, by name.
-        ranks: numbers of every rank alone.
-        earlier: texts of `first` in an earlier start of the run that stopped at this iteration, if one did.
+        first, again: values reduced over all ranks, by name.
+        ranks: losses of every rank.
+        earlier: `repr` of the values of `first` in an earlier start that stopped at this iteration, if any.
     """
     suspects = [each for each in ranks if not same(each.first, each.again)]
     names = tuple(each.rank for each in suspects)
     if suspects or any(not same(first[name], again[name]) for name in again):
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in again.items())
         whose = ", ".join(f"rank {each.rank} ({each.host}, {each.device})" for each in suspects)
-        whom = f"suspect {whose}" if suspects else "the losses of each rank alone are the same"
-        return RerunVerdict("transient", names, f"; computed again it is another result ({numbers}): {whom}")
+        whom = f"suspect {whose}" if suspects else "the losses of each rank are unchanged"
+        return RerunVerdict("transient", names, f"; repeating the step gave another result ({numbers}): {whom}")
     if earlier is not None and all(earlier.get(name) == repr(value) for name, value in first.items()):
-        text = "; computed again it is the same, as in an earlier start: not the hardware, but the data or the model"
+        text = "; repeating the step gave the same result, as in an earlier start: the data or the model, not hardware"
         return RerunVerdict("confirmed", (), text)
-    text = "; computed again it is the same: the data, the model, or a lasting fault of this hardware"
+    text = "; repeating the step gave the same result: the data, the model, or a permanent fault of this hardware"
     return RerunVerdict("reproducible", (), text)
 
 
 class Repeatability:
-    """How far steps that are all computed twice differ, kept on the device until it is reported."""
+    """Differences between steps and their repetitions, accumulated on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._figures = torch.zeros(3, device=device, dtype=torch.float64)
-        """Steps, those whose two results differ in a bit, the largest relative difference."""
+        self._statistics = torch.zeros(3, device=device, dtype=torch.float64)
+        """Number of steps, number of steps that differ in any bit, largest relative difference."""
 
     def add(self, first: Tensor, again: Tensor) -> None:
-        """Takes the two results of a step, as vectors of this rank."""
+        """Adds the result vectors of a step and its repetition on this rank."""
         difference = ((first - again).abs() / first.abs().clamp(min=1e-30)).nan_to_num(posinf=1.0).max()
-        steps, differing, largest = self._figures
-        self._figures = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])
+        steps, differing, largest = self._statistics
+        self._statistics = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])
 
     def line(self, context: ParallelContext) -> str | None:
-        """A sentence about all ranks since the last one; every rank calls it. Waits for the device."""
-        steps, differing, largest = self._figures.tolist()
-        self._figures.zero_()
+        """Log line about all ranks since the last one, or None. Collective; synchronises with the device."""
+        steps, differing, largest = self._statistics.tolist()
+        self._statistics.zero_()
         # world: three numbers per rank
         ranks = gather_objects((steps, differing, largest), context.group("world"))
         if not ranks[0][0]:
             return None
-        odd = [rank for rank, figures in enumerate(ranks) if figures[1]]
-        worst = max(figures[2] for figures in ranks)
+        odd = [rank for rank, statistics in enumerate(ranks) if statistics[1]]
+        worst = max(statistics[2] for statistics in ranks)
         what = f"{ranks[0][0]:.0f} iterations were computed twice"
         if not odd:
             return f"{what}: the same bits on all ranks"
         shown = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
-        most = max(figures[1] for figures in ranks)
+        most = max(statistics[1] for statistics in ranks)
         return f"{what}: up to {most:.0f} of them differ, relatively by at most {worst:.3g}, on ranks {shown}"

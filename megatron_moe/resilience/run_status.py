@@ -1,9 +1,9 @@
-"""status.json: how a run stands and why it ended, whatever the launcher makes of its exit code.
+"""status.json: state of a run, and cause of its end.
 
-torchrun turns every non-zero code into 1, so job scripts read this file. Each rank that fails leaves a file of its own
-in `crash/`; the earliest one that did not merely follow another rank is named as the first. Which was the earliest, and
-which is of an earlier start, the times of those files tell: one clock stamps them all, that of the folder's server,
-while the clocks of hosts differ, and are set while a run goes on.
+Job scripts read it because torchrun replaces every non-zero exit code by 1. Each failing rank writes a report to
+`crash/`; the earliest report that is not a consequence of another rank's failure names the first failure. Reports are
+ordered, and separated from those of earlier starts, by file modification times, which the file server's clock stamps
+consistently; the clocks of hosts differ and may be adjusted during a run.
 """
 
 import json
@@ -27,17 +27,17 @@ State = Literal["starting", "running", "saving", "finished", "preempted", "faile
 
 STATUS = "status.json"
 STARTED = ".started"
-"""Touched by every rank when it starts: tells a start that was killed early from a command line that was refused."""
+"""Touched by every rank at its start; distinguishes a start that was killed early from a rejected command line."""
 _START_SECONDS = 10.0
-"""Within this time all ranks of a start begin. A failure this recent may be another rank's of the same start."""
+"""Maximum time between the starts of the ranks; a failure this recent may belong to the same start."""
 _SECONDS_BETWEEN_WRITES = 5.0
-_SLOWEST_SECONDS = 1.0
-"""How much earlier than this rank another one may have begun, and failed."""
+_START_SKEW_SECONDS = 1.0
+"""Time by which another rank may have started, and failed, before this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusReport:
-    """The content of status.json."""
+    """Content of status.json."""
 
     state: State = "starting"
     iteration: int = 0
@@ -45,39 +45,39 @@ class StatusReport:
     """Iteration of the last committed checkpoint."""
     phase: str = ""
     rank: int | None = None
-    """The first rank that failed."""
+    """First rank that failed."""
     host: str | None = None
     code: int | None = None
     sentence: str = ""
     hint: str = ""
     time: float = 0.0
-    """Seconds since the epoch, of this report, by the clock of the host."""
+    """Time of this report by the host's clock, seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank has left in crash/."""
+    """Report of a rank in crash/."""
 
     rank: int
     report: StatusReport
     time: float
-    """Of the file: seconds since the epoch."""
+    """Modification time of the file, seconds since the epoch."""
 
     @property
     def followed(self) -> bool:
-        """Another rank ended first, and this one saw it."""
+        """True if the failure is a consequence of another rank's."""
         return self.report.code == ExitCode.OTHER_RANK
 
 
 class RunStatus:
-    """Writes status.json into the run folder. Nothing here ever raises into training.
+    """Writes status.json into the run folder; write errors never propagate.
 
-    The first rank writes while all is well; a rank that fails writes at once. Without a run folder nothing is written.
+    The first rank writes during normal operation, any rank when it fails. Without a run folder nothing is written.
 
     Args:
-        say: gets one sentence when the file cannot be written.
+        say: receives one message if the file cannot be written.
         clock: seconds since the epoch.
-        timer: seconds; nobody sets it.
+        timer: monotonic clock, seconds.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class RunStatus:
         self._written: float | None = None
         self._said = False
         self._failed: Path | None = None
-        """What this rank has left in crash/."""
+        """This rank's report in crash/."""
         self.report = StatusReport(time=clock())
-        if not self._others_failed() and rank == 0:
+        if not self._peer_failed() and rank == 0:
             self._write(STATUS, self.report)
 
     def __enter__(self) -> "RunStatus":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Writes how the run ended; what was raised goes on."""
+        """Writes how the run ended; the exception propagates."""
         if error is None:
             self.finish("finished", ExitCode.OK, self.report.sentence)
         elif isinstance(error, Preempted):
@@ -119,12 +119,12 @@ class RunStatus:
         elif isinstance(error, KeyboardInterrupt):
             self.fail(ExitCode.INTERRUPTED, str(error) or "interrupted from the keyboard")
         else:
-            self.fail(ExitCode.BUG, f"{type(error).__name__}: {error}", "a fault of the program: please report it")
+            self.fail(ExitCode.BUG, f"{type(error).__name__}: {error}", "a bug of this program: please report it")
 
     def update(self, *, state: State | None = None, **fields: Any) -> None:
-        """Changes fields of the report. Written on every change of state, else at most every 5 seconds.
+        """Updates the report; writes it when the state changes, else at most every 5 seconds.
 
-        A run that has failed stays failed.
+        Has no effect after a failure.
         """
         if self.report.state == "failed":
             return
@@ -137,21 +137,20 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def starting(self, *, say: Callable[[str], None]) -> None:
-        """The ranks have met, so that a failure of an earlier start may be overwritten. `say`: from now on gets the
-        sentence when the file cannot be written."""
+        """Overwrites the failure of an earlier start after the rendezvous; `say` receives later write errors."""
         self._say = say
         self.update(state="starting")
 
     def finish(self, state: Literal["finished", "preempted"], code: ExitCode, sentence: str = "") -> None:
-        """The run ends as it should, or by a signal."""
+        """Records a regular end or a preemption."""
         self.update(state=state, code=int(code), sentence=sentence)
         if self._rank == 0:
             self._write(STATUS, self.report)
 
     def fail(self, code: ExitCode, sentence: str, hint: str = "", *, first: int | None = None) -> None:
-        """This rank ends. Names the earliest failure of all ranks in status.json.
+        """Records this rank's failure, and the earliest failure of all ranks in status.json.
 
-        `first`: the rank that failed first, where this one only follows it.
+        `first`: rank that failed first, if this failure is its consequence.
         """
         self.report = replace(
             self.report,
@@ -166,26 +165,26 @@ class RunStatus:
         self._failed = self._write(f"crash/rank_{self._rank:05d}.json", self.report)
         failures = self.failures() or [Failure(self._rank, self.report, 0.0)]
         known = [each.report.last_checkpoint for each in failures if each.report.last_checkpoint is not None]
-        # the first rank may have completed one after the others had left
+        # The first rank may have completed a checkpoint after the other ranks ended.
         newest = max(known) if known else None
         self._write(STATUS, replace(min(failures, key=_blame).report, last_checkpoint=newest))
 
     def failures(self) -> list[Failure]:
-        """What ranks of this start have left in crash/. This one must have failed: the others' files are judged by the
-        time of its own, and without it there are none. Files that cannot be read do not count."""
+        """Reports in crash/ from this start, unreadable ones excluded. Empty unless this rank has failed, because its
+        own report dates the start."""
         found: list[Failure] = []
         if self._failed is None:
             return found
-        with suppress(OSError):  # somebody has removed the folder
-            begun = self._failed.stat().st_mtime - (self._timer() - self._started) - _SLOWEST_SECONDS
+        with suppress(OSError):  # the folder was removed
+            begun = self._failed.stat().st_mtime - (self._timer() - self._started) - _START_SKEW_SECONDS
             for path in sorted(self._failed.parent.glob("rank_*.json")):
                 failure = _read(path)
                 if failure is not None and failure.time >= begun:
                     found.append(failure)
         return found
 
-    def _others_failed(self) -> bool:
-        """Touches STARTED. True if another rank of this start has failed already, whose report must stay."""
+    def _peer_failed(self) -> bool:
+        """Touches STARTED. True if another rank of this start has already failed; its report must be kept."""
         if self._run_dir is None:
             return False
         try:
@@ -198,7 +197,7 @@ class RunStatus:
             return False
 
     def _write(self, name: str, report: StatusReport) -> Path | None:
-        """Written aside and put in place in one step, so that a reader never sees half of it. None: it could not be."""
+        """Atomically replaces the file; returns its path, or None if that failed."""
         if self._run_dir is None:
             return None
         self._written = self._timer()
@@ -211,7 +210,7 @@ class RunStatus:
             return path
         except OSError as error:
             if not self._said:
-                self._say(f"cannot write {path}: {error.strerror}; training goes on without it")
+                self._say(f"cannot write {path}: {error.strerror}; training continues without it")
             self._said = True
             return None
 
@@ -226,6 +225,6 @@ def _read(path: Path) -> Failure | None:
 
 
 def _blame(failure: Failure) -> tuple[bool, float]:
-    """Ranks that failed by themselves come before those that followed; of the former the earliest, of the latter the
-    last one, which has seen the reports of the others."""
+    """Sort key: causes before consequences; the earliest cause, the latest consequence (it has read the reports of the
+    others)."""
     return (failure.followed, -failure.time if failure.followed else failure.time)

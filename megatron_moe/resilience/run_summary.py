@@ -1,4 +1,4 @@
-"""Runs side by side: one row of figures per run folder, from its metrics.jsonl and status.json."""
+"""Comparison table of runs: one row per run folder, from metrics.jsonl and status.json."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One run. Speeds are medians over its reports after the first `skip`; None where a run has no such figure."""
+    """Statistics of one run, None where unknown. Speeds are medians over the reports after the first `skip`."""
 
     run: str
     state: str
@@ -29,13 +29,13 @@ class RunRow:
     tflops_per_gpu: float | None
     tokens_per_second_per_gpu: float | None
     mfu: float | None
-    """Share of the device's peak."""
+    """Model FLOPs utilisation."""
     peak_memory_gib: float | None
-    """Largest allocation of the reporting rank's device, in GiB."""
+    """Largest allocation on the reporting rank's device, GiB."""
     loss: float | None
     """Training loss of the last report."""
     validation_loss: float | None
-    """The last one."""
+    """Last validation loss."""
 
 
 _HEADINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -57,9 +57,9 @@ _HEADINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
-    """The run folders among and below these places, each once, sorted within a place.
+    """Run folders at and below the given folders, without duplicates, sorted per folder.
 
-    Raises DataProblem for a place that holds none.
+    Raises DataProblem for a folder without runs.
     """
     found: list[Path] = []
     for place in places:
@@ -71,7 +71,7 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
 
 
 def summarize(run: Path, name: str, skip: int = 1) -> RunRow:
-    """The row of a run folder. `skip`: reports at its beginning whose speed does not count, if there are others."""
+    """Row of a run folder. `skip`: initial reports excluded from the speeds, if there are later ones."""
     records = read_metrics(run / METRICS)
     steps = [record for record in records if "iteration-time" in record]
     timed = steps[skip:] or steps
@@ -92,7 +92,7 @@ def summarize(run: Path, name: str, skip: int = 1) -> RunRow:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Short names: what the paths do not have in common, or a folder's own name."""
+    """Short names: the paths without their common prefix; of a single run the folder name."""
     if len(runs) == 1:
         return [runs[0].resolve().name]
     parts = [run.resolve().parts for run in runs]
@@ -103,7 +103,7 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def as_text(rows: Sequence[RunRow]) -> str:
-    """Columns for a terminal; columns without any figure are left out."""
+    """Aligned columns for a terminal, without empty columns."""
     table = _cells(rows)
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     return "\n".join(
@@ -113,14 +113,14 @@ def as_text(rows: Sequence[RunRow]) -> str:
 
 
 def as_markdown(rows: Sequence[RunRow]) -> str:
-    """A table for a document."""
+    """Markdown table, without empty columns."""
     head, *body = _cells(rows)
     rule = ["---" if column < 2 else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
 
 
 def as_csv(rows: Sequence[RunRow]) -> str:
-    """All columns, unrounded, under the names of the fields of `RunRow`."""
+    """CSV with all fields of `RunRow`, unrounded."""
     out = io.StringIO()
     names = [field.name for field in fields(RunRow)]
     writer = csv.writer(out, lineterminator="\n")
@@ -140,7 +140,7 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _aligned(cell: str, width: int, column: int) -> str:
-    """Texts to the left, figures to the right."""
+    """Left-aligns text and right-aligns numbers."""
     return cell.ljust(width) if column < 2 else cell.rjust(width)
 
 

@@ -1,7 +1,7 @@
-"""Signals that ask a run to leave: a handler only takes note, the loop saves and goes.
+"""Exit signals: the handler records the first one, and the training loop saves and exits.
 
-The first signal is kept until the loop looks. A second one leaves at once, without a save. Launchers pass on a signal
-that the terminal has sent to every process already, so what comes within two seconds of the first is the same wish.
+A second signal exits at once, without saving. Signals within two seconds of the first count as the same request, since
+launchers forward signals that the terminal has already sent to every process.
 """
 
 import os
@@ -15,16 +15,15 @@ from typing import Any
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.resilience.run_status import RunStatus
 
-_ONE_WISH_SECONDS = 2.0
+_SAME_REQUEST_SECONDS = 2.0
 
 
 class Signals:
-    """Listens while it is entered; only the main thread of a process may enter it.
+    """Context manager that installs the handlers; must be entered on the main thread.
 
     Args:
-        names: such as "SIGTERM"; none: nothing is listened to. A signal that this process was told to ignore (nohup,
-            a shell's background job) stays ignored.
-        clock: seconds.
+        names: signal names such as "SIGTERM". Signals that the process ignores (nohup, background jobs) stay ignored.
+        clock: monotonic clock, seconds.
     """
 
     def __init__(self, names: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +37,7 @@ class Signals:
 
     @property
     def active(self) -> bool:
-        """There are signals to listen to."""
+        """True if any signals are handled."""
         return bool(self._numbers)
 
     def __enter__(self) -> "Signals":
@@ -54,39 +53,36 @@ class Signals:
 
     @contextmanager
     def exit_at_once(self, status: RunStatus) -> Iterator[None]:
-        """Around imports: Ctrl-C, unless it is one of the signals, writes the status and ends the process.
+        """Context manager for imports: Ctrl-C, unless handled here, writes the status and ends the process.
 
-        KeyboardInterrupt, which Ctrl-C raises afterwards, may come out of an import as another error.
+        Imports may replace a KeyboardInterrupt by another error.
         """
 
-        def leave(number: int, frame: FrameType | None) -> None:
+        def exit_now(number: int, frame: FrameType | None) -> None:
             status.fail(ExitCode.INTERRUPTED, "interrupted from the keyboard")
             os._exit(int(ExitCode.INTERRUPTED))
 
         if signal.SIGINT in self._before or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             yield
             return
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, exit_now)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def ignore(self) -> None:
-        """Ignores further signals: the run is ending, and its exit code is decided."""
+        """Ignores further signals, so that they cannot change the exit code of a run that is ending."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
     def take(self, number: int, frame: FrameType | None = None) -> None:
-        """Takes note of a signal. Raises KeyboardInterrupt when it is the second one.
-
-        Processes that were forked from this one hear the same signals and leave the answer to it.
-        """
+        """Signal handler: records the first signal and raises KeyboardInterrupt at the second; no-op after a fork."""
         if os.getpid() != self._process:
             return
         if self.received is None:
             self.received, self._since = number, self._clock()
-        elif self._clock() - self._since >= _ONE_WISH_SECONDS:
+        elif self._clock() - self._since >= _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt(f"{signal.Signals(number).name}, the second signal")
 
 

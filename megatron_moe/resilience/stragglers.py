@@ -1,8 +1,8 @@
-"""Slow ranks: what every rank took for the same piece of work, side by side (`--log-straggler`).
+"""Straggler detection (`--log-straggler`): compares the time of the same work over all ranks.
 
-A step takes equally long on all ranks, because they wait for each other. So one piece without the others is timed: the
-attention of the first layer that a rank holds, forwards and backwards, and the wait for data. Nothing waits for the
-device: of its events only those count that have come when the report is made.
+A step takes equally long on all ranks, which synchronise in its collectives. Forward and backward of one attention
+module and the wait for data are therefore timed separately. Device times use the events that have completed when the
+report is made, without synchronisation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 _TIMES = ("forward", "backward", "data", "step")
-_WHAT = "forward: of one attention; backward: of the same; data: wait for a batch; step: all of it"
+_WHAT = "forward, backward: one attention module; data: wait for a batch; step: whole iteration"
 
 
 class Stragglers:
-    """Watches one rank, and makes the report of all. All ranks make it together.
+    """Measures this rank and reports all ranks. Construction and `report` are collective.
 
     Args:
-        num_named: how many of the slowest ranks are named (`--straggler-minmax-count`).
-        flops: of a step, of one rank.
+        num_named: number of slowest ranks to name (`--straggler-minmax-count`).
+        flops: FLOPs of one step on one rank.
     """
 
     def __init__(self, model: nn.Module, context: ParallelContext, *, num_named: int, flops: float) -> None:
@@ -37,8 +37,8 @@ class Stragglers:
         self._seconds: dict[str, list[float]] = {"data": [], "step": []}
         mixer = _first_mixer(model)
         if mixer is not None:
-            mixer.register_forward_pre_hook(self._forward_begins, prepend=True)
-            mixer.register_forward_hook(self._forward_ends)
+            mixer.register_forward_pre_hook(self._begin_forward, prepend=True)
+            mixer.register_forward_hook(self._end_forward)
 
     def step_took(self, seconds: float) -> None:
         self._seconds["step"].append(seconds)
@@ -47,12 +47,12 @@ class Stragglers:
         self._seconds["data"].append(seconds)
 
     def report(self) -> list[str]:
-        """Lines about all steps since the last report; every rank calls it, and all get the same."""
+        """Lines about all steps since the last report, identical on all ranks. Collective."""
         # host: some hundred bytes per rank
         return straggler_lines(gather_objects(self._take(), self._group), self._num_named)
 
     def _take(self) -> dict[str, float]:
-        """Median milliseconds of this rank, and its TFLOP/s, by name; what has not happened is missing."""
+        """Median milliseconds and TFLOP/s of this rank, by name, as far as measured."""
         milliseconds: dict[str, list[float]] = {}
         for name, spans in self._spans.items():
             milliseconds[name] = [end.seconds_since(begin) * 1e3 for begin, end in spans if end.has_come()]
@@ -60,32 +60,32 @@ class Stragglers:
         for name, seconds in self._seconds.items():
             milliseconds[name] = [each * 1e3 for each in seconds]
             self._seconds[name] = []
-        figures = {name: median(values) for name, values in milliseconds.items() if values}
-        if figures.get("step"):
-            figures["TFLOP/s"] = self._flops / (figures["step"] / 1e3) / 1e12
-        return figures
+        medians = {name: median(values) for name, values in milliseconds.items() if values}
+        if medians.get("step"):
+            medians["TFLOP/s"] = self._flops / (medians["step"] / 1e3) / 1e12
+        return medians
 
-    def _forward_begins(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _begin_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._begun.append(Moment(self._context.device))
 
-    def _forward_ends(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _end_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self._spans["forward"].append((self._begun.pop(), Moment(self._context.device)))
         result, source = (value[0] if isinstance(value, tuple) else value for value in (output, inputs))
         if isinstance(result, Tensor) and result.requires_grad and isinstance(source, Tensor) and source.requires_grad:
             begun: list[Moment] = []
             result.register_hook(lambda gradient: begun.append(Moment(self._context.device)))
-            source.register_hook(lambda gradient: self._backward_ends(begun))
+            source.register_hook(lambda gradient: self._end_backward(begun))
 
-    def _backward_ends(self, begun: list[Moment]) -> None:
+    def _end_backward(self, begun: list[Moment]) -> None:
         if begun:
             self._spans["backward"].append((begun.pop(), Moment(self._context.device)))
 
 
 def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> list[str]:
-    """The report: `ranks` has the figures of every rank, by name."""
+    """Lines of the report. `ranks`: medians of every rank, by name."""
     lines = [f"straggler report of {len(ranks)} ranks, in ms ({_WHAT}):"]
     for name in (*_TIMES, "TFLOP/s"):
-        values = {rank: figures[name] for rank, figures in enumerate(ranks) if name in figures}
+        values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}
         if values:
             least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
             lines.append(
@@ -101,14 +101,14 @@ def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> lis
 
 
 def _slowest(ranks: Sequence[Mapping[str, float]], name: str) -> list[tuple[int, float]]:
-    """Every rank with its share of the median, the slowest first; none without a median."""
-    values = {rank: figures[name] for rank, figures in enumerate(ranks) if name in figures}
+    """(rank, time over the median) of every rank, slowest first."""
+    values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}
     middle = median(values.values()) if values else 0.0
     return sorted(((rank, value / middle) for rank, value in values.items() if middle), key=lambda pair: -pair[1])
 
 
 def _first_mixer(model: nn.Module) -> nn.Module | None:
-    """The attention of the first layer that this rank holds."""
+    """Attention module of this rank's first layer."""
     for name, module in model.named_modules():
         if name.endswith(".self_attention"):
             return module

@@ -1,7 +1,11 @@
-"""Which tensors and facts of a run go into a checkpoint, and how a run goes on from one."""
+"""Checkpointing of a run: contents of its checkpoints, when they are saved, and how a run resumes from one."""
 
 import math
+import os
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -28,7 +32,6 @@ from megatron_moe.config.exit_codes import (
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
-from megatron_moe.logs.progress_log import ProgressLog, RunPosition
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
@@ -44,16 +47,75 @@ from megatron_moe.train.train_state import (
 )
 from megatron_moe.train.trainer import Trainer
 
+PROGRESS = "progress.txt"
 _GRACE_SECONDS = 30.0
-"""What launchers leave between a signal and the kill, unless told otherwise."""
+"""Default time of launchers between a signal and SIGKILL."""
 _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
     {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
 )
-"""launcher -> what leaves a run so many seconds."""
+"""launcher -> how to extend that time to {0} seconds."""
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Progress of a run at a checkpoint, over all ranks and starts."""
+
+    iteration: int
+    flops: float
+    tokens: int
+
+
+class ProgressLog:
+    """Appends one line per start and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
+
+    Args:
+        folder: checkpoint folder; None writes nothing.
+        environ: environment with the job id; None uses that of the process.
+    """
+
+    def __init__(self, folder: Path | None, num_ranks: int, environ: Mapping[str, str] | None = None) -> None:
+        self._path = None if folder is None else folder / PROGRESS
+        self._prefix = (
+            f"Job ID: {(os.environ if environ is None else environ).get('SLURM_JOB_ID', '')}\t# GPUs: {num_ranks}"
+        )
+        self._num_ranks = num_ranks
+        self._begun = time.monotonic()
+        self._first: RunPosition | None = None
+        self._pending: dict[int, RunPosition] = {}
+
+    def begin(self, position: RunPosition) -> None:
+        """Records the start or resumption of the run."""
+        self._first = position
+        self._write(f"Starting job\tIteration: {position.iteration}")
+
+    def saving(self, position: RunPosition) -> None:
+        """Records the position of a checkpoint that is being written."""
+        self._pending[position.iteration] = position
+
+    def saved(self, iteration: int) -> None:
+        """Writes the line of a completed checkpoint."""
+        position = self._pending.pop(iteration, None)
+        if position is None or self._first is None:
+            return
+        seconds = time.monotonic() - self._begun
+        rate = (position.flops - self._first.flops) / seconds / self._num_ranks / 1e12
+        self._write(
+            f"Saved checkpoint\tIteration: {iteration}\tJob throughput: {rate:.1f} TFLOP/s/GPU\t"
+            f"Floating-point operations: {position.flops:.2e}\tTokens (in billions): {position.tokens / 1e9:.2f}"
+        )
+
+    def _write(self, text: str) -> None:
+        if self._path is None:
+            return
+        try:
+            with open(self._path, "a") as file:
+                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{self._prefix}\t{text}\n")
+        except OSError:
+            return
 
 
 class Checkpointing:
-    """Restores a run at its start and saves it as it goes."""
+    """Restores a run at its start and saves its checkpoints."""
 
     def __init__(
         self,
@@ -64,7 +126,7 @@ class Checkpointing:
         reporter: Reporter,
         status: RunStatus,
     ) -> None:
-        """`saver`: None for a run that saves nothing."""
+        """`saver`: None for a run without checkpoints."""
         self._plan = plan
         self._context = context
         self._trainer = trainer
@@ -78,30 +140,30 @@ class Checkpointing:
         self._progress = ProgressLog(plan.checkpoint.save if writes else None, plan.launch.world_size)
 
     def restore(self, loader: TrainLoader | None) -> TrainState:
-        """Loads what `--save`, `--load` and their kin say, and puts the loader where the run left off.
+        """Loads the checkpoint selected by `--save`, `--load`, ... and positions the data loader.
 
-        Raises CheckpointProblem when what was asked for is not there, does not verify, or does not fit.
+        Raises CheckpointProblem if the checkpoint is missing, damaged or incompatible.
         """
         source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
         number = self._plan.checkpoint.override_iteration
         if number is not None and source is not None and source.origin != "--save":
-            self._reporter.note(f"iteration {state.iteration} of the checkpoint counts as {number} from now on")
+            self._reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
             state.iteration = number
-        self._progress.begin(_standing(state))
+        self._progress.begin(_position(state))
         resumed = source is not None and source.origin == "--save"
         self._status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
         if loader is not None:
             loader.restore(state.consumed_samples)
             self._report_length(state)
         if source is not None and self._upcycles(source):
-            self.save(state, loader)  # the converted model is a result by itself, with or without training
+            self.save(state, loader)  # the converted model is saved even without training
         else:
             self._last_saved = state.iteration
         return state
 
     def due(self, iteration: int) -> bool:
-        """A checkpoint or an export follows this iteration."""
+        """True if a checkpoint or an export follows this iteration."""
         config = self._plan.checkpoint
         return bool(self._saver) and (
             _divides(config.save_interval, iteration) or _divides(config.hf_interval, iteration)
@@ -115,49 +177,48 @@ class Checkpointing:
             self._export(state)
 
     def commit_if_written(self) -> None:
-        """Completes a checkpoint whose writing in the background is done; to be called after every step."""
+        """Completes an asynchronous save whose files are written; called after every step."""
         if self._saver is not None and self._saver.pending is not None:
-            self._settle(self._saver.poll())
+            self._record_saved(self._saver.poll())
 
     def save_last(self, state: TrainState, loader: TrainLoader | None) -> None:
-        """The checkpoint at the end of the run, and the export. Raises SaveProblem when there is no checkpoint."""
+        """Writes the export and the checkpoint at the end of the run. Raises SaveProblem if the save failed."""
         self._export(state)
         self.save(state, loader)
         if self._saver is not None and self._last_saved != state.iteration:
             raise SaveProblem(
                 f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; "
-                f"{self._newest()}; mend what is told above and start the run again"
+                f"{self._newest()}; fix the error reported above and start the run again"
             )
 
     def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
-        """Ends a run that was told to leave, after a last checkpoint. Raises Preempted, whose code tells whether any
-        step of this start is lost."""
+        """Saves a last checkpoint of a preempted run. Raises Preempted, whose code depends on whether it was saved."""
         trouble = ""
         try:
             self.save(state, loader)
         except SaveProblem as problem:
             trouble = f"; {problem}"
         if self._last_saved == state.iteration:
-            raise Preempted(f"{reason}; nothing is lost, the same command goes on from here", saved=True)
+            raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
         where = "no --save folder" if self._saver is None else self._newest()
         raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
 
     def close(self) -> None:
-        """To be called in whatever way a run ends: a checkpoint that is being committed then counts, too."""
+        """Closes the saver of a run that ends for any reason; a commit in progress is completed."""
         iteration = self._saver.close() if self._saver is not None else None
         if iteration is not None:
             self._status.update(last_checkpoint=iteration)
             self._reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
 
     def _newest(self) -> str:
-        """Of the --save folder."""
+        """Clause about the newest checkpoint of the --save folder."""
         newest = self._status.report.last_checkpoint
-        return "there is none yet" if newest is None else f"the newest there is of iteration {newest}"
+        return "there is none yet" if newest is None else f"the newest checkpoint there is of iteration {newest}"
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
-        """Writes a checkpoint of this moment, unless there is one. A failure is reported and training goes on.
+        """Saves a checkpoint of the current state unless it exists. A failure is reported; training continues.
 
-        With `in_background` it returns when the state is copied; `commit_if_written` does the rest.
+        With `in_background` it returns once the state is copied, and `commit_if_written` completes the save.
         """
         if self._saver is None:
             return
@@ -165,29 +226,29 @@ class Checkpointing:
         if self._last_saved == state.iteration:
             return
         config = self._plan.checkpoint
-        facts = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
+        train_state = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
         if loader is not None:
-            facts["data"] = loader.state()
-        self._progress.saving(_standing(state))
+            train_state["data"] = loader.state()
+        self._progress.saving(_position(state))
         self._status.update(state="saving")
         self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {config.save}")
         tensors = saved_tensors(self._trainer, optimizer=config.save_optim)
         self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
         texts = {"run.yaml": self._plan.resolved_yaml}
         if in_background:
-            self._settle(self._saver.start(state.iteration, tensors, facts, texts=texts))
-        elif self._saver.save(state.iteration, tensors, facts, texts=texts) is not None:
-            self._settle(self._saver.last)
+            self._record_saved(self._saver.start(state.iteration, tensors, train_state, texts=texts))
+        elif self._saver.save(state.iteration, tensors, train_state, texts=texts) is not None:
+            self._record_saved(self._saver.last)
         self._status.update(state="running")
 
     def _wait_for_pending(self, saver: CheckpointSaver) -> None:
-        """Lets an earlier checkpoint be completed before the next one."""
+        """Completes an asynchronous save before the next one."""
         if saver.pending is not None:
             self._reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
-            self._settle(saver.wait())
+            self._record_saved(saver.wait())
 
-    def _settle(self, saved: SavedCheckpoint | None) -> None:
-        """Takes note of a checkpoint that is complete."""
+    def _record_saved(self, saved: SavedCheckpoint | None) -> None:
+        """Reports a completed checkpoint."""
         if saved is None or saved.path is None:
             return
         self._last_saved = saved.iteration
@@ -202,15 +263,15 @@ class Checkpointing:
         self._warn_of_grace(saved.seconds)
 
     def _warn_of_grace(self, seconds: float) -> None:
-        """Tells once that a checkpoint upon a signal would come too late."""
+        """Warns once if a save takes longer than launchers wait between a signal and SIGKILL."""
         launcher = self._plan.launch.launcher
         if self._warned or seconds < _GRACE_SECONDS or not self._plan.resilience.exit_signals:
             return
         self._warned = True
         remedy = _LONGER_GRACE.get(launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
         self._reporter.note(
-            f"  a signal leads to a checkpoint only if the kill comes later than {seconds:.0f} s after it; launchers "
-            f"wait for {_GRACE_SECONDS:.0f} s: {remedy}"
+            f"  a checkpoint after a signal takes {seconds:.0f} s, but launchers kill the run {_GRACE_SECONDS:.0f} s "
+            f"after the signal: {remedy}"
         )
 
     def _export(self, state: TrainState) -> None:
@@ -220,16 +281,16 @@ class Checkpointing:
             self._exports.save(state.iteration, tensors)
 
     def _refuse_nonfinite(self, tensors: Mapping[str, SavedTensor], what: str) -> None:
-        """Raises NumericsProblem on all ranks if a tensor of any rank is not finite; every rank calls it."""
+        """Raises NumericsProblem on all ranks if a tensor of any rank is not finite. Collective."""
         boxes = [(key, box.data) for key, tensor in tensors.items() for box in tensor.boxes]
-        sound = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
-        bad = [key for key, finite in sound if not finite]
-        # world: nothing, or the names of bad tensors
+        finite = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
+        bad = [key for key, is_finite in finite if not is_finite]
+        # world: names of non-finite tensors, usually none
         every = sorted({key for names in gather_objects(bad, self._context.group("world")) for key in names})
         if every:
             raise NumericsProblem(
-                f"{what} was not written, as {len(every)} of its tensors would hold numbers that are not "
-                f"finite; {self._newest()}:\n  {listed(every)}"
+                f"{what} was not written, because {len(every)} of its tensors contain non-finite values; "
+                f"{self._newest()}:\n  {listed(every)}"
             )
 
     def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
@@ -269,63 +330,63 @@ class Checkpointing:
         return TrainState.from_json(loaded.train_state)
 
     def _compare_config(self, loaded: LoadedCheckpoint, source: CheckpointSource) -> None:
-        """Reports what changed since the checkpoint in how the model is trained. Raises CheckpointProblem when weights
-        would mean something else; with --finetune that is reported, too."""
+        """Reports changed training settings. Raises CheckpointProblem if the model differs, which --finetune only
+        reports."""
         model, training = config_differences(loaded.train_state, self._plan)
         if model and source.train_state:
             raise CheckpointProblem(
-                f"the model flags make another model of the weights in {loaded.path}; give the checkpoint's values "
-                f"(see its run.yaml), or --finetune to start anew from its weights:\n  {listed(model)}"
+                f"the model flags describe another model than the weights in {loaded.path}; give the checkpoint's "
+                f"values (see its run.yaml), or --finetune to start from its weights:\n  {listed(model)}"
             )
-        going_on = source.train_state and loaded.iteration > 0
-        for line in [*model, *(training if going_on else ())]:
+        resumed = source.train_state and loaded.iteration > 0
+        for line in [*model, *(training if resumed else ())]:
             self._reporter.note(f"differs from the checkpoint: {line}")
 
     def _upcycles(self, source: CheckpointSource) -> bool:
-        """The source is the dense model, and not what an earlier start of this run made of it."""
+        """True if the source is the dense model rather than a checkpoint of this run."""
         return self._plan.checkpoint.upcycle and source.origin != "--save"
 
     def _batch_differences(self, saved: dict) -> list[str]:
-        """Another batch size is told: steps are counted on, the learning rate goes by samples."""
+        """Line about a changed batch size, if any."""
         then, length = saved.get("global_batch_size"), self._plan.data.seq_length
         now = self._plan.batch.size_at(saved["state"]["consumed_samples"])
         if then is None or then == now:
             return []
         return [
             f"the next step takes {now} sequences ({now * length:,} tokens), at the checkpoint it would have been "
-            f"{then} ({then * length:,} tokens); the learning rate goes on by samples"
+            f"{then} ({then * length:,} tokens); the learning rate continues by samples"
         ]
 
     def _report_length(self, state: TrainState) -> None:
-        """Reports where --train-samples end, if Megatron-LM ends elsewhere."""
+        """Reports the last iteration of --train-samples if Megatron-LM would end at another."""
         samples, last = self._plan.loop.train_samples, state.last_iteration(self._plan)
         theirs = last if samples is None else self._plan.batch.megatron_steps_for(samples)
         if theirs != last:
             self._reporter.note(
-                f"the run ends at iteration {last}, with the last whole batch of {samples} samples; Megatron-LM would "
-                f"end at iteration {theirs}, which it computes from the present batch sizes alone"
+                f"the run ends at iteration {last}, with the last full batch of {samples} samples; Megatron-LM would "
+                f"end at iteration {theirs}, computed from the current batch sizes alone"
             )
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> list[str]:
-        """What changed in the data since the checkpoint: another sequence length is refused, another order told."""
+        """Lines about changed data. Raises CheckpointProblem for another sequence length."""
         then, now = saved["seq_length"], self._plan.data.seq_length
         if then != now:
             raise CheckpointProblem(
                 f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
-                f"of the samples would change; give --seq-length {then}, or --finetune to start anew from its weights"
+                f"of the samples would change; give --seq-length {then}, or --finetune to start from its weights"
             )
         return [] if "data" not in saved else list(_differences(saved["data"], loader.state()))
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each difference between two states of a loader. Raises CheckpointProblem when ids changed meaning.
+    """Lines about the differences between two loader states. Older checkpoints have no tokenizer.
 
-    Checkpoints of earlier programs do not tell their tokenizer.
+    Raises CheckpointProblem if the end-of-document id changed.
     """
     if then["fingerprint"] != now["fingerprint"]:
         yield (
             "the data or its sample order is not that of the checkpoint (files, blend, split, seed or number of "
-            "samples changed): samples may repeat or be left out"
+            "samples changed): samples may repeat or be skipped"
         )
     earlier = then.get("contents", {})
     for prefix, content in now["contents"].items():
@@ -340,15 +401,15 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
         raise CheckpointProblem(
             f"the checkpoint was trained with the tokenizer {then['tokenizer']}, which ends documents with id "
             f"{then['end_of_document']}; this run's, {now['tokenizer']}, with id {now['end_of_document']}: give the "
-            f"tokenizer of the checkpoint, or --finetune to start anew from its weights"
+            f"tokenizer of the checkpoint, or --finetune to start from its weights"
         )
     yield (
-        f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): ids may mean "
-        f"other pieces of text"
+        f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): ids may "
+        f"stand for other text"
     )
 
 
-def _standing(state: TrainState) -> RunPosition:
+def _position(state: TrainState) -> RunPosition:
     return RunPosition(state.iteration, state.flops, state.consumed_tokens)
 
 
@@ -357,22 +418,25 @@ def _divides(interval: int | None, iteration: int) -> bool:
 
 
 def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
-    """What this rank holds of a checkpoint, by key: weights, buffers, and the optimizer's state. Views, but for state
-    in narrow formats, which is copied to host memory in a wide one (`Optimizer.named_state`)."""
+    """This rank's part of a checkpoint, by key: weights, buffers and optimizer state.
+
+    Tensors are views, except low-precision optimizer state, which is converted in host memory
+    (`Optimizer.named_state`).
+    """
     trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)
     if optimizer:
         tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(trainer.optimizer.step_count)
         for state in trainer.optimizer.named_state():
             key, part = tensor_key(state.kind, state.name), _saved(state.parameter, state.data, state.start)
-            # twice of a parameter inside of which the state in host memory ends
+            # Two entries for a parameter whose state is partly in host memory.
             before = tensors[key].boxes if key in tensors else ()
             tensors[key] = SavedTensor(part.shape, (*before, *part.boxes))
     return tensors
 
 
 def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
-    """What this rank holds of the weights, and the buffers, which are whole on every rank that has them."""
+    """This rank's part of the weights, and the unsharded buffers, by key."""
     tensors = {name: SavedTensor.whole(value.detach()) for name, value in model.state_dict().items()}
     for name, parameter in named_parameters(model):
         tensors[name] = _saved(parameter, parameter.detach().view(-1))
@@ -380,5 +444,5 @@ def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
 
 
 def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> SavedTensor:
-    """Elements of this rank's part of a parameter, from `start` on, at their place in the whole."""
+    """Elements of this rank's shard of a parameter from `start` on, with their position in the full parameter."""
     return SavedTensor.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

@@ -21,9 +21,9 @@ from megatron_moe.train.train_state import TrainState
 
 @torch.no_grad()
 def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches: int) -> float:
-    """Mean `lm loss` over all tokens of all ranks' microbatches; one host read at the end.
+    """Mean `lm loss` over all tokens of all ranks, with one host read at the end.
 
-    `num_microbatches` at a time pass the pipeline.
+    `num_microbatches`: microbatches per pass of the pipeline.
     """
     model, context = pipeline.model, pipeline.context
     totals = torch.zeros(2, device=context.device, dtype=torch.float64)
@@ -48,7 +48,7 @@ TEST = "test"
 
 
 class Evaluation:
-    """Evaluates every `--eval-interval` iterations and at the end of the run, each data set by itself."""
+    """Evaluates every data set separately, every `--eval-interval` iterations and at the end of the run."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Evaluation:
         loaders: dict[str, EvalLoader],
         reporter: Reporter,
     ) -> None:
-        """`loaders`: by the name of the data set; "test" is read at the end only."""
+        """`loaders`: data set name -> loader; "test" is evaluated at the end only."""
         self._config = plan.loop
         self._pipeline = pipeline
         dp = pipeline.context.group("dp").size
@@ -67,7 +67,7 @@ class Evaluation:
         self._reporter = reporter
 
     def due(self, iteration: int) -> bool:
-        """An evaluation follows this iteration."""
+        """True if an evaluation follows this iteration."""
         interval = self._config.eval_interval
         return bool(self._valid and self._config.eval_iters and interval and iteration % interval == 0)
 
@@ -76,7 +76,7 @@ class Evaluation:
             self._evaluate_all(state, self._num_until(state) - 1, where="")
 
     def final(self, state: TrainState) -> None:
-        """The last evaluation, on the validation and the test set."""
+        """Evaluates the validation and test sets at the end of the run."""
         if not self._config.eval_iters:
             return
         self._evaluate_all(state, self._num_until(state), where="on validation set")
@@ -85,11 +85,11 @@ class Evaluation:
             self._report(state, TEST, loss, "on test set", TEST)
 
     def _num_until(self, state: TrainState) -> int:
-        """Evaluations that fell due so far; it follows from the iteration, so a restart changes nothing."""
+        """Number of evaluations due so far; depends on the iteration only, so restarts do not change it."""
         return state.iteration // self._config.eval_interval if self._config.eval_interval else 0
 
     def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
-        """Evaluation `number`, which counts from 0, reads that stretch of the data."""
+        """Evaluates all validation sets on the data of evaluation `number`, counted from 0."""
         losses = []
         for name, loader in self._valid.items():
             loss = evaluate(self._pipeline, loader.batches(number), self._num_microbatches)

@@ -1,4 +1,4 @@
-"""When a run ends, other than by an error."""
+"""Exit conditions of the training loop: last iteration, exit interval, exit duration and signals."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron_moe.resilience.signals import Signals, signal_name
 
 
 class ExitConditions:
-    """Answers before each step whether to leave, the same on every rank."""
+    """Decides before each step whether the run ends, identically on every rank."""
 
     def __init__(
         self,
@@ -25,31 +25,31 @@ class ExitConditions:
         begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All ranks make it together.
+        """Collective construction.
 
         Args:
-            iteration: where this start of the run begins.
-            last_iteration: after which training ends.
-            signals: of this process; None: none are listened to.
-            begun: what the clock said when this process started, since which `--exit-duration-in-mins` counts, as in
-                Megatron: a job's time also passes while a model is built and loaded. None: now.
-            clock: seconds.
+            iteration: first iteration of this start.
+            last_iteration: iteration after which training ends.
+            signals: signal handlers of this process, or None.
+            begun: clock value at the start of the process, from which `--exit-duration-in-mins` counts as in Megatron
+                (building and loading the model included); None: now.
+            clock: monotonic clock, seconds.
         """
-        self.reason = "no training was asked for (--skip-train)"
-        """A sentence for the log, once `now` has said yes."""
+        self.reason = "training is off (--skip-train)"
+        """Log line with the reason once `now` has returned True."""
         self.preempted = False
-        """A signal is the reason."""
+        """True if a signal is the reason."""
         self._config = config
         self._first = iteration
         self._last = last_iteration
         self._signals = signals or Signals()
         self._clock = clock
         self._start = clock() if begun is None else begun
-        self._asks = self._signals.active or config.exit_duration_minutes is not None
-        self._group = context.host_group() if self._asks else context.group("world")
+        self._needs_agreement = self._signals.active or config.exit_duration_minutes is not None
+        self._group = context.host_group() if self._needs_agreement else context.group("world")
 
     def now(self, iteration: int) -> bool:
-        """Is it time to leave after `iteration` steps?"""
+        """True if the run ends after `iteration` steps."""
         reason = self._reason(iteration)
         if reason is not None:
             self.reason = reason
@@ -57,7 +57,7 @@ class ExitConditions:
 
     def _reason(self, iteration: int) -> str | None:
         config = self._config
-        minutes, signal_number = self._agreed() if self._asks else (0.0, 0)
+        minutes, signal_number = self._agreed() if self._needs_agreement else (0.0, 0)
         if signal_number:
             self.preempted = True
             return f"exiting program at iteration {iteration} because of {signal_name(signal_number)}"
@@ -70,9 +70,9 @@ class ExitConditions:
         return None
 
     def _agreed(self) -> tuple[float, int]:
-        """The longest time in minutes, and a signal that any rank has got, or 0. Clocks differ and signals come at
-        different moments, but all ranks must leave after the same iteration."""
-        mine = [(self._clock() - self._start) / 60, float(self._signals.received or 0)]
+        """Maximum over the ranks of elapsed minutes and of received signal numbers (0 for none), so that all ranks end
+        after the same iteration."""
+        own = [(self._clock() - self._start) / 60, float(self._signals.received or 0)]
         # world: 16 bytes, in host memory
-        minutes, signal_number = all_reduce_(torch.tensor(mine, dtype=torch.float64), self._group, "max").tolist()
+        minutes, signal_number = all_reduce_(torch.tensor(own, dtype=torch.float64), self._group, "max").tolist()
         return minutes, int(signal_number)

@@ -1,9 +1,9 @@
-"""Hugging Face folders written as a run goes (`--save-hf-interval`), whatever its layout.
+"""Export of Hugging Face folders during training (`--save-hf-interval`), from any layout.
 
-One parameter, or one expert of it, at a time is gathered to the first rank, which writes it.
+Parameters are gathered to the first rank one at a time (one expert at a time for expert weights) and written there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +28,16 @@ from megatron_moe.parallel.collectives import broadcast_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "hf"
-"""In the folder of checkpoints."""
+"""Subfolder of the checkpoint folder."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A block of a tensor, and the lowest rank that holds it."""
+class _BoxSource:
+    """Box of a tensor and the lowest rank that holds it."""
 
     rank: int
     number: int
-    """Among the boxes of that rank."""
+    """Index among the boxes of that rank."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -46,10 +46,11 @@ class HuggingFaceExport:
     """Writes the exports of one run.
 
     Args:
-        template: folder with the config.json that describes the model; tokenizer files go along.
-        folder: the exports are its subfolders `iter_NNNNNNN`.
+        template: folder with the model's config.json and the tokenizer files, which are copied.
+        folder: parent of the exports `iter_NNNNNNN`.
+
     Raises:
-        CheckpointProblem: the config.json does not describe the model of the plan.
+        CheckpointProblem: config.json does not describe the model of the plan.
     """
 
     def __init__(
@@ -57,26 +58,25 @@ class HuggingFaceExport:
     ) -> None:
         self._template, self._folder = template, folder
         self._context, self._reporter = context, reporter
-        whole = GPT(plan.model, ParallelContext.single(dtype=context.dtype, device="meta"), bundle())
-        self._export = Export(weight_tensors(whole), plan.model, read_config(template))
+        unsharded = GPT(plan.model, ParallelContext.single(dtype=context.dtype, device="meta"), bundle())
+        self._export = Export(weight_tensors(unsharded), plan.model, read_config(template))
         for note in self._export.notes:
             reporter.note(f"exports to Hugging Face: {note}")
         self._last: int | None = None
 
     @classmethod
     def of(cls, plan: RunPlan, context: ParallelContext, reporter: Reporter) -> "HuggingFaceExport | None":
-        """None for a run that exports nothing."""
+        """The export of a run with `--save-hf-interval`, else None."""
         config = plan.checkpoint
         if config.hf_interval is None:
             return None
-        assert config.save is not None and config.hf_config is not None, f"refused by the flags: {config}"
+        assert config.save is not None and config.hf_config is not None, f"rejected by the flag checks: {config}"
         return cls(plan, context, config.hf_config, config.save / FOLDER, reporter)
 
     def save(self, iteration: int, tensors: Mapping[str, SavedTensor]) -> None:
-        """Writes the export of an iteration, in place of an earlier one; all ranks call it.
+        """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.
 
-        `tensors`: what this rank holds of the weights, by `shards.tensor_key`. A failure is reported and training
-        goes on.
+        `tensors`: this rank's part of the weights, by `tensor_shards.tensor_key`.
         """
         if self._last == iteration:
             return
@@ -92,76 +92,69 @@ class HuggingFaceExport:
             write_folder(path, self._export, values, self._template, replace=True)
             self._reporter.note(f"exported iteration {iteration} as a Hugging Face folder to {path}")
         except OSError as error:
-            self._reporter.note(f"the export of iteration {iteration} to {path} failed: {error}; training goes on")
-        _exhaust(values)
-
-
-def _exhaust(values: Iterator[Tensor]) -> None:
-    """Takes part in what is left after a failure: the other ranks do not know of it."""
-    for _ in values:
-        pass
+            self._reporter.note(f"the export of iteration {iteration} to {path} failed: {error}; training continues")
+        for _ in values:  # after a failure, joins the remaining collectives of the other ranks
+            pass
 
 
 class _Gatherer:
-    """Brings tensors together on the first rank. All ranks make one and read the same counterparts in one order."""
+    """Gathers tensors to the first rank. Collective: all ranks read the same counterparts in the same order."""
 
     def __init__(self, tensors: Mapping[str, SavedTensor], context: ParallelContext) -> None:
         self._tensors = tensors
         self._context = context
         self._world = context.group("world")
-        mine = {
+        own = {
             key: (tensor.shape, tensor.dtype, [(box.offset, tuple(box.data.shape)) for box in tensor.boxes])
             for key, tensor in tensors.items()
         }
-        self._facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._places: dict[str, list[_Place]] = {}
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._sources: dict[str, list[_BoxSource]] = {}
         # world: some 100 bytes per tensor
-        for rank, held in enumerate(gather_objects(mine, self._world)):
+        for rank, held in enumerate(gather_objects(own, self._world)):
             for key, (shape, dtype, boxes) in held.items():
-                self._facts[key] = (shape, dtype)
-                places = self._places.setdefault(key, [])
-                known = {(place.offset, place.shape) for place in places}
-                places += [_Place(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
+                self._shapes[key] = (shape, dtype)
+                sources = self._sources.setdefault(key, [])
+                known = {(source.offset, source.shape) for source in sources}
+                sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
     def read(self, counterpart: Counterpart) -> Tensor:
-        """The parameter, or the slice of one expert, in the first rank's host memory. Elsewhere its values are
-        undefined."""
+        """The parameter, or its slice of one expert, in host memory of the first rank; a meta tensor elsewhere."""
         key = tensor_key("model", counterpart.ours)
-        shape, dtype = self._facts[key]
+        shape, dtype = self._shapes[key]
         offset = (0,) * len(shape)
         if counterpart.expert is not None:
             shape, offset = (1, *shape[1:]), (counterpart.expert, *offset[1:])
         first = self._context.is_first
         data = torch.empty(shape, dtype=dtype, device="cpu" if first else "meta")
-        for place in self._places[key]:
-            part = intersection(offset, shape, place.offset, place.shape)
+        for source in self._sources[key]:
+            part = intersection(offset, shape, source.offset, source.shape)
             if part is not None:
-                self._bring(key, place, part, data, offset)
+                self._copy(key, source, part, data, offset)
         return data if counterpart.expert is None else data[0]
 
-    def _bring(
+    def _copy(
         self,
         key: str,
-        place: _Place,
+        source: _BoxSource,
         part: tuple[tuple[int, ...], tuple[int, ...]],
         data: Tensor,
         offset: tuple[int, ...],
     ) -> None:
-        """Copies the elements from part[0] to part[1] of a tensor from their rank into `data`, which begins at
-        `offset`."""
-        if place.rank == self._context.rank:
-            box = self._tensors[key].boxes[place.number]
+        """Copies the box [part[0], part[1]) from its rank into `data`, whose origin is `offset`."""
+        if source.rank == self._context.rank:
+            box = self._tensors[key].boxes[source.number]
             values = box.data[_within(part, box.offset)].detach().contiguous()
         else:
             size = [end - begin for begin, end in zip(*part, strict=True)]
             values = torch.empty(size, dtype=data.dtype, device=self._context.device)
-        if place.rank != 0:
-            # world: one box of one parameter or expert. Broadcast, since a pair of ranks would need a communicator.
-            broadcast_(values, self._world, source=place.rank)
+        if source.rank != 0:
+            # world: one box of one parameter or expert. A send would need a communicator per pair of ranks.
+            broadcast_(values, self._world, source=source.rank)
         if self._context.is_first:
             data[_within(part, offset)].copy_(values)
 
 
 def _within(part: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where a part of a tensor stands in a block that begins at `offset`."""
+    """Slices of a box relative to the origin `offset`."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*part, offset, strict=True))

@@ -1,5 +1,4 @@
-"""Starts an MoE from a dense checkpoint: loads the weights of the dense model that it descends from, and converts its
-MLPs."""
+"""Upcycling at load time: initialises an MoE model from a dense checkpoint by converting its MLPs to experts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -27,11 +26,12 @@ def load_upcycled(
     *,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Fills this rank's part of a model from a dense checkpoint. Says when the conversion does not keep the function,
-    and why.
+    """Initialises this rank's part of an MoE model from a dense checkpoint; reports if the function is not preserved.
 
-    Dense MLPs are read whole, into host memory, by every rank that has a part of the layer; all else by its boxes.
-    Raises CheckpointProblem when the checkpoint is not that of the dense ancestor.
+    Every rank with a part of a layer reads the complete dense MLP into host memory, and its own boxes of other weights.
+
+    Raises:
+        CheckpointProblem: the checkpoint does not fit the dense model that the MoE model corresponds to.
     """
     if source.is_hugging_face:
         raise CheckpointProblem(
@@ -57,7 +57,7 @@ def load_upcycled(
 
 
 def _convert(dense: Mapping[str, Tensor], config: MoEConfig, layer: Mapping[str, Parameter]) -> str | None:
-    """Writes this rank's part of an MoE layer from a whole dense MLP; why the function is not kept, if it is not."""
+    """Writes this rank's part of an MoE layer from a dense MLP; returns why the function is not preserved, or None."""
     upcycled = upcycle(dense, _below("router.", layer), config)
     for name, value in upcycled.weights.items():
         parameter = layer[name]
@@ -80,7 +80,7 @@ def _dense_mlp(moe: MoEConfig, granularity: int) -> MLPConfig:
 
 
 def _empty_mlp(config: MLPConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Room for a whole dense MLP in host memory, by the names of its parameters."""
+    """Empty parameters of an unsharded dense MLP in host memory, by name."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     first = ffn * config.activation.fan
     shapes: dict[str, tuple[int, ...]] = {"linear_fc1.weight": (first, hidden), "linear_fc2.weight": (hidden, ffn)}
@@ -90,7 +90,7 @@ def _empty_mlp(config: MLPConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _moe_layers(model: GPT) -> Iterator[tuple[str, MoEConfig]]:
-    """(name prefix of the feed-forward block, its spec) of every MoE layer that this rank holds."""
+    """(name prefix, config) of every MoE layer on this rank, MTP layers included."""
     config = model.config
     for layer in sorted(index for chunk in model.chunks for index in chunk.layers):
         feed_forward = config.layers[layer].feed_forward

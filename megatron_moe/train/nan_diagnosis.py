@@ -1,6 +1,6 @@
-"""Why a step was refused: the same microbatches once more on the same weights, with every module watched.
+"""Diagnosis of rejected steps: repeats the same microbatches on the unchanged weights with hooks on every module.
 
-The verdict keeps a bad step from the weights, so that the step can be repeated as it was. All ranks repeat it together.
+The step flag masks the update of a bad step, so the step can be repeated exactly. The functions are collective.
 """
 
 import json
@@ -31,37 +31,37 @@ from megatron_moe.train.trainer import RetainedStep, Trainer
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
 _RANKING = ("weight", "moment", "activation", "gradient of activation", "gradient")
-"""What comes first caused what comes later."""
+"""Kinds of findings in order of causality."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank found."""
+    """Findings of one rank."""
 
     rank: int
     stage: int
-    """Its place in the pipeline."""
+    """Pipeline rank."""
     findings: tuple[Finding, ...] = ()
     samples: tuple[tuple[int, ...], ...] = ()
-    """Ids of the samples of every microbatch of the step, as in the data's order."""
+    """Sample ids of every microbatch of the step."""
     bad_samples: tuple[int, ...] = ()
-    """Those of microbatches whose loss is not finite."""
+    """Sample ids of the microbatches with a non-finite loss."""
     no_room: bool = False
-    """Rows of experts found no free page (--moe-paged-stash)."""
+    """True if the paged stash ran out of pages (--moe-paged-stash)."""
     twice: RerunResult | None = None
-    """Its loss in the step and in the repetition."""
+    """This rank's losses in the step and in its repetition."""
     again: dict[str, float] = field(default_factory=dict)
-    """What the repetition gave over all ranks: "loss" and "norm all"."""
+    """Global "loss" and "norm all" of the repetition."""
     earlier: dict[str, str] | None = None
-    """On the first rank: the numbers with which an earlier start stopped at this iteration, if one did."""
+    """Values with which an earlier start stopped at this iteration, if any; on the first rank."""
 
 
 def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
-    """What every rank knows of a refused step; every rank calls it.
+    """Reports of all ranks about a rejected step. Collective.
 
     Args:
-        repeat: also runs the step once more to find modules, parameters and experts. The weights must still be those
-            that the step began with. Leaves nothing usable in the gradient buffers.
+        repeat: repeats the step to locate modules, parameters and experts. Requires the weights from before the step
+            and overwrites the gradient buffers.
     """
     kept = next(step for step in trainer.recent if step.iteration == reading.iteration)
     context, order = trainer.context, loader.samples_at(kept.consumed_samples)
@@ -78,7 +78,7 @@ def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repe
 
 
 def diagnose_state(trainer: Trainer) -> list[RankReport]:
-    """Weights and moments that are not finite on every rank, after an update that stored some; every rank calls it."""
+    """Reports of all ranks about non-finite weights and moments after an update. Collective."""
     context = trainer.context
     moments = (
         Finding(kind="moment", name=f"{state.kind} of {state.name}")
@@ -92,18 +92,18 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
 
 
 def verdict(reading: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
-    """What a repetition says about the hardware; the same on every rank."""
+    """Conclusion about the hardware from the repetition, identical on every rank."""
     ranks = [report.twice for report in reports if report.twice is not None]
     return judge(numbers(reading), reports[0].again, ranks, reports[0].earlier)
 
 
 def numbers(reading: StepResult) -> dict[str, float]:
-    """What a step is judged by, by name."""
+    """Loss and gradient norms of a step, by name."""
     return {"loss": reading.loss, **{f"norm {name}": value for name, value in reading.norms.items()}}
 
 
 def sentence(reports: Sequence[RankReport]) -> str:
-    """The cause in a few words, as far as it is known; begins with "; "."""
+    """Clause about the cause, as far as it is known; starts with "; "."""
     found = [(finding, report) for report in reports for finding in report.findings]
     parts = []
     without_room = [str(report.rank) for report in reports if report.no_room]
@@ -123,7 +123,7 @@ def sentence(reports: Sequence[RankReport]) -> str:
 
 
 def write_report(run_dir: Path, reading: StepResult, reports: Sequence[RankReport]) -> Path | None:
-    """All of it as JSON in the run folder's crash/; None where that cannot be written."""
+    """Writes the reports as JSON to the run folder's crash/; returns the path, or None if that failed."""
     path = run_dir / REPORT.format(iteration=reading.iteration)
     content = {
         "iteration": reading.iteration,
@@ -141,13 +141,12 @@ def write_report(run_dir: Path, reading: StepResult, reports: Sequence[RankRepor
 
 
 def _depth(finding: Finding, report: RankReport) -> int:
-    """Forwards the first stage is the cause, backwards the last one."""
+    """Sort key: the first stage comes first in the forward, the last stage in the backward."""
     return -report.stage if finding.kind.startswith("gradient") else report.stage
 
 
 def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:
-    """The report with what a repetition shows on this rank: what is not finite, microbatches with a bad loss, and how
-    the numbers compare with the first time."""
+    """Repeats the step; returns `report` with non-finite tensors, microbatches with a bad loss, and both results."""
     trainer.optimizer.finish_gather()
     weights = tuple(bad_weights(trainer.model))
     with FirstBadModule(trainer.model) as watched:
@@ -169,7 +168,7 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
 
 
 def _numbers_of(path: Path) -> dict[str, str] | None:
-    """The numbers of a report that an earlier start has left."""
+    """Values in the report of an earlier start; None if unreadable."""
     try:
         found = json.loads(path.read_text())["numbers"]
         return {str(name): str(value) for name, value in found.items()}

@@ -1,7 +1,7 @@
-"""The report of a run that has no more memory: what was allocated, who expected how much of it, and what would help.
+"""Report of an out-of-memory error: allocated memory, expected memory by category, and the most effective options.
 
-Who: by the closed form of this rank's pipeline stage (`cost_model/memory.py`), as a dry run tells it before. What
-helps: the three switches that would save most of it, each with its price by the cost model of `specs/planning/`.
+Expected memory is the closed form of `cost_model/memory.py` for this pipeline stage, as in a dry run. Options are the
+three memory options that save most, with their cost in step time by the cost model.
 """
 
 from collections.abc import Iterator
@@ -36,28 +36,27 @@ _MOST_SWITCHES = 3
 _MOST_BLOCKS = 5
 _TRACED_FRAMES = 3
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""What torch's allocator of host memory says in a RuntimeError."""
+"""Part of the RuntimeError of torch's host allocator."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the allocator knows, in bytes."""
+    """Statistics of the CUDA allocator, in bytes."""
 
     allocated: int
-    """By tensors, now."""
+    """Memory of live tensors."""
     peak: int
-    """At most so far."""
+    """Maximum of `allocated`."""
     reserved: int
-    """Taken from the device; what is not allocated lies in pieces between tensors."""
+    """Memory taken from the device; `reserved - allocated` is free or fragmented."""
     total: int
-    """Of the device."""
+    """Memory of the device."""
     blocks: tuple[tuple[int, str], ...] = ()
-    """(bytes, where it was allocated if that was recorded) of the largest blocks in use."""
+    """(bytes, recorded stack or "") of the largest blocks in use."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Of a GPU."""
-    assert device.type == "cuda", f"{device} has no allocator to ask"
+    assert device.type == "cuda", f"{device} has no CUDA allocator"
     _, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(
         allocated=torch.cuda.memory_allocated(device),
@@ -70,8 +69,10 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 @contextmanager
 def room_asked_for(plan: RunPlan, context: ParallelContext, iteration: int) -> Iterator[None]:
-    """Around what allocates. Raises MemoryProblem when the device or the host has no room; iteration 0: before the
-    first."""
+    """Context manager that converts out-of-memory errors of device and host into MemoryProblem with a report.
+
+    `iteration`: 0 before the first iteration.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -84,9 +85,9 @@ def room_asked_for(plan: RunPlan, context: ParallelContext, iteration: int) -> I
 def out_of_memory(
     plan: RunPlan, pipeline_rank: int, iteration: int, error: Exception, found: DeviceMemory | None
 ) -> MemoryProblem:
-    """The end of a run without memory. `found`: None where there is no allocator to ask.
+    """Builds the error that ends the run, and writes its report to the run folder's crash/ if possible.
 
-    The report is written to the run folder's crash/ as well, if that can be written.
+    `found`: statistics of the CUDA allocator; None on a CPU.
     """
     rank = plan.launch.rank
     when = f"in iteration {iteration}" if iteration else "before the first iteration"
@@ -98,7 +99,7 @@ def out_of_memory(
 
 
 def report(plan: RunPlan, pipeline_rank: int, found: DeviceMemory | None) -> Iterator[str]:
-    """What was there, what was expected, what would help; one line each."""
+    """Lines about allocated memory, expected memory and memory options."""
     if found is not None:
         yield from _found(found)
     count = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
@@ -106,14 +107,14 @@ def report(plan: RunPlan, pipeline_rank: int, found: DeviceMemory | None) -> Ite
     yield from _expected(expected)
     switches = helpful(plan, pipeline_rank, count)
     if switches:
-        yield "the switches that would help most:"
+        yield "the memory options that would save most:"
     for switch, gain, price in switches:
-        yield f"  {switch.flags}: {_gib(gain)} less, the step {price:+.1%} by the cost model"
+        yield f"  {switch.flags}: {_gib(gain)} less, step time {price:+.1%} by the cost model"
     yield "or a smaller --micro-batch-size or --seq-length, or more GPUs; tools/plan.py searches layouts that fit"
 
 
 def helpful(plan: RunPlan, pipeline_rank: int, num_microbatches: int) -> list[tuple[MemoryOption, float, float]]:
-    """(switch, bytes of this rank that it saves, what it adds to the time of a step) of those that save most."""
+    """(option, bytes saved on this rank, relative increase of the step time) of the options that save most."""
     options = [(switch, saved(plan, switch, pipeline_rank, num_microbatches)) for switch in more_switches(plan)]
     best = sorted((each for each in options if each[1] > 0), key=lambda each: -each[1])[:_MOST_SWITCHES]
     planner = Planner(_gpu())
@@ -134,15 +135,15 @@ def _found(found: DeviceMemory) -> Iterator[str]:
 
 def _expected(rank: RankBytes) -> Iterator[str]:
     rows = [*state_table(rank.state), *((f"activations of {name}", size) for name, size in rank.activations)]
-    rows += [("dispatch buffers", rank.dispatch), ("the layer at work", rank.working)]
+    rows += [("dispatch buffers", rank.dispatch), ("workspace of the current layer", rank.working)]
     rows += [("pipeline buffers", rank.transfers)]
-    yield f"expected of pipeline rank {rank.rank}: {_gib(rank.total)}, apart from CUDA, NCCL and workspaces; by whom:"
+    yield f"expected on pipeline rank {rank.rank}: {_gib(rank.total)} without CUDA, NCCL and library workspaces:"
     listed = sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])
     yield "  " + ", ".join(f"{name} {_gib(size)}" for name, size in listed)
 
 
 def _gpu() -> GPU:
-    """The kind of GPU of this machine; for the price of a switch an H100 stands for those that are not known."""
+    """GPU of this machine, or an H100 if the cost model does not have it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = [gpu for gpu in GPUS.values() if gpu.name in name.split()]
     return known[0] if known else GPUS["h100"]
@@ -161,7 +162,7 @@ def _largest_blocks(device: torch.device) -> tuple[tuple[int, str], ...]:
 
 
 def _where(frames: list[dict[str, object]]) -> str:
-    """Frames are there when the allocator's history is recorded."""
+    """Allocation stack; empty unless the allocator's history is recorded."""
     places = [f"{Path(str(frame['filename'])).name}:{frame['line']}" for frame in frames[:_TRACED_FRAMES]]
     return f" from {' < '.join(places)}" if places else ""
 

@@ -1,4 +1,4 @@
-"""What must survive a restart, apart from weights and optimizer state."""
+"""Training state saved with a checkpoint in addition to weights and optimizer state, and its validation."""
 
 import math
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ from megatron_moe.cost_model.flops import flops_per_step
 
 @dataclass
 class TrainState:
-    """Where a run stands. Random streams need no entry: each draw is keyed by seed, iteration and use (`rng.py`)."""
+    """Progress of a run. Random streams need no state: each draw is keyed by seed, iteration and use (`rng.py`)."""
 
     iteration: int = 0
-    """Optimizer steps done."""
+    """Completed iterations."""
     consumed_samples: int = 0
     """Training sequences read, over all ranks."""
     skipped_samples: int = 0
-    """Those of them that no step was trained on (`--iterations-to-skip`); the learning rate does not count them."""
+    """Consumed samples without a step (`--iterations-to-skip`); the learning rate schedule does not count them."""
     consumed_tokens: int = 0
     flops: float = 0.0
-    """Model FLOPs spent so far, by the formula of `cost_model/flops.py`."""
+    """Model FLOPs so far, by the formula of `cost_model/flops.py`."""
 
     validation_loss: float | None = None
-    """Of an evaluation after this very iteration, the mean over its data sets; None without one, or not finite."""
+    """Mean loss over the validation sets after this iteration; None if not evaluated or not finite."""
 
     def advance(self, num_samples: int, plan: RunPlan) -> None:
         """Counts one step of `num_samples` sequences over all ranks."""
@@ -39,22 +39,22 @@ class TrainState:
         self.flops += flops_per_step(plan.model, num_samples, plan.data.seq_length)
 
     def skip(self, num_samples: int) -> None:
-        """Counts an iteration whose samples were passed over."""
+        """Counts an iteration whose samples were skipped."""
         self.iteration += 1
         self.validation_loss = None
         self.consumed_samples += num_samples
         self.skipped_samples += num_samples
 
     def last_iteration(self, plan: RunPlan) -> int:
-        """Iteration after which training ends. `--train-samples` are counted on from `consumed_samples`, so the batch
-        size may change between starts."""
+        """Iteration after which training ends; `--train-samples` count from `consumed_samples`, so that the batch size
+        may change between starts."""
         if plan.loop.train_samples is None:
             return plan.loop.train_iters
         return self.iteration + plan.batch.steps_for(plan.loop.train_samples, self.consumed_samples)
 
     @property
     def trained_samples(self) -> int:
-        """Training sequences that steps were made of."""
+        """Consumed samples that were trained on."""
         return self.consumed_samples - self.skipped_samples
 
     def to_json(self, plan: RunPlan) -> dict[str, Any]:
@@ -80,7 +80,7 @@ _CONTENT: Mapping[str, Any] = MappingProxyType(
 _OPTIONAL_CONTENT: Mapping[str, Any] = MappingProxyType(
     {"learning_rate": dict, "data": dict, "model": dict, "training": dict}
 )
-"""Imported and converted checkpoints have none of them."""
+"""Keys that imported and converted checkpoints lack."""
 _DATA: Mapping[str, Any] = MappingProxyType({"consumed_samples": int, "fingerprint": str})
 _OPTIONAL_DATA: Mapping[str, Any] = MappingProxyType({"tokenizer": str, "end_of_document": int, "contents": dict})
 
@@ -89,8 +89,8 @@ def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
     """Validates the content of train_state.json against the manifest's `iteration`.
 
     Raises:
-        Corrupt: a key is missing or unknown, a value has another type than `TrainState.to_json` writes, a counter is
-            negative, or the iteration differs.
+        CorruptCheckpoint: a key is missing or unknown, a value has another type than `TrainState.to_json` writes, a
+            counter is negative, or the iteration differs.
     """
     _check_table("the file", content, _CONTENT, _OPTIONAL_CONTENT)
     state = content["state"]
@@ -111,8 +111,8 @@ def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
 
 
 def _check_table(what: str, table: Mapping[str, Any], required: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Raises Corrupt unless `table` has all `required` keys and no others but `optional` ones, with values of their
-    types."""
+    """Raises CorruptCheckpoint unless `table` has all `required` keys, only `required` and `optional` keys, and values
+    of their types."""
     missing = sorted(required.keys() - table.keys())
     unknown = sorted(table.keys() - required.keys() - optional.keys())
     if missing or unknown:
@@ -126,7 +126,7 @@ def _check_table(what: str, table: Mapping[str, Any], required: Mapping[str, Any
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """A value read from JSON has a type that dataclass fields use: a class, a Literal or a union of them."""
+    """True if a JSON value has the type `kind`: a class, a Literal or a union of them."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if isinstance(kind, UnionType):
@@ -137,8 +137,10 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def config_differences(saved: Mapping[str, Any], plan: RunPlan) -> tuple[list[str], list[str]]:
-    """What changed since a checkpoint whose train_state.json is `saved`: in what the weights mean, and in how they are
-    trained. One line per value. Checkpoints of older programs do not tell."""
+    """(model differences, training differences) between a checkpoint and the plan, one line per value.
+
+    `saved`: content of train_state.json; older checkpoints lack the compared values.
+    """
     found = model_differences(plan.model, saved["model"], "checkpoint") if "model" in saved else []
     then, now = saved.get("training", {}), _training(plan)
     changed = {name: (value, then[name]) for name, value in now.items() if name in then and value != then[name]}
@@ -148,7 +150,7 @@ def config_differences(saved: Mapping[str, Any], plan: RunPlan) -> tuple[list[st
 
 
 def _training(plan: RunPlan) -> dict[str, Any]:
-    """Values outside of the model that change how it is trained, by name. Data and learning rate are recorded apart."""
+    """Training settings outside the model, by name; data and learning rate are saved separately."""
     optimizer, precision, data = plan.optimizer, plan.precision, plan.data
     return {
         "--global-batch-size": plan.batch.global_size,

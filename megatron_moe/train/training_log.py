@@ -1,4 +1,4 @@
-"""Follows the steps one behind, reports them, and stops a run whose numbers went bad."""
+"""Reports steps one iteration late, and ends a run on non-finite values or spikes."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from megatron_moe.train.trainer import StepOutcome, Trainer
 
 
 class TrainingLog:
-    """Between the steps, which must not wait, and the reporter, which needs numbers."""
+    """Passes step results to the reporter one iteration late, so that steps never synchronise with the host."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, loader: TrainLoader | None) -> None:
         self._trainer = trainer
@@ -34,37 +34,37 @@ class TrainingLog:
         self._loader = loader
         config = self._config = trainer.plan.resilience
         self._skipped = 0
-        """Steps refused in a row."""
+        """Number of consecutive rejected steps."""
         self._applied: StepResult | None = None
-        """The last step that was read and whose update was applied."""
+        """Last step read whose update was applied."""
         self._loss_spikes = Spikes("loss") if config.report_spiky_loss else None
         self._norm_spikes = Spikes("gradient norm") if config.report_large_grads else None
-        self._waits_differently = config.timeout_after_start
-        """Seconds that collectives may wait when the first step has been launched; None: as long as before."""
+        self._new_timeout_s = config.timeout_after_start
+        """Timeout of collectives after the first step; None: unchanged."""
         self._stragglers = self._watch_stragglers() if trainer.plan.logging.log_straggler else None
-        self._late = StepResultReader(trainer.context.device)
+        self._reader = StepResultReader(trainer.context.device)
         self._recorded = MetricAccumulator()
-        """What the modules recorded up to the step that is held."""
+        """Metrics recorded up to the step that is not read yet."""
 
     def next_step(self, loader: TrainLoader) -> list[MicroBatch]:
-        """Batches of the next step. Raises DataProblem where the data ends; the step before it is then reported."""
+        """Microbatches of the next step. Raises DataProblem at the end of the data, after reporting the last step."""
         if loader.exhausted:
             self.catch_up()
         return loader.next_step()
 
     def after(self, outcome: StepOutcome) -> None:
-        """Takes the newest step and reports the one before it. Raises NumericsProblem when that one was refused."""
-        if self._waits_differently is not None:
-            self._trainer.context.limit_waiting(self._waits_differently)
-            self._waits_differently = None
+        """Takes the newest step and reports the previous one. Raises NumericsProblem if that one ends the run."""
+        if self._new_timeout_s is not None:
+            self._trainer.context.limit_waiting(self._new_timeout_s)
+            self._new_timeout_s = None
         if self._stragglers and self._loader is not None:
             self._stragglers.data_took(self._loader.last_seconds)
-        self._handle(self._late.push(outcome))
+        self._handle(self._reader.push(outcome))
         if self._reporter.due(outcome.iteration):
             self._recorded = self._trainer.metrics.cut()
 
     def pass_over(self, loader: TrainLoader, state: TrainState) -> None:
-        """An iteration whose samples are left out: no step, no checkpoint, no evaluation."""
+        """Skips the samples of an iteration, without a step, checkpoint or evaluation."""
         self.catch_up()
         num_samples = loader.pass_over()
         state.skip(num_samples)
@@ -72,17 +72,17 @@ class TrainingLog:
         self.restart_clock()
 
     def catch_up(self) -> None:
-        """Reports the held step too: before a save, an evaluation, or the end. Waits for the device.
+        """Reports the last step before a save, an evaluation or the end. Synchronises with the device.
 
-        Raises NumericsProblem when the step was refused, or when its update stored a number that is not finite.
+        Raises NumericsProblem if the step was rejected or its update stored a non-finite value.
         """
-        self._handle(self._late.flush())
+        self._handle(self._reader.flush())
         if not self._trainer.is_sound():
-            self._state_is_bad()
+            self._raise_bad_state()
 
     def restart_clock(self) -> None:
-        """What happened since the last step was no training: do not count it as step time."""
-        self._late.restart_clock()
+        """Excludes the time since the last step from the step time."""
+        self._reader.restart_clock()
 
     def _handle(self, reading: StepResult | None) -> None:
         if reading is None:
@@ -93,15 +93,15 @@ class TrainingLog:
         if self._reporter.due(reading.iteration) or not reading.proceed:
             self._report(reading)
         if not reading.sound:
-            self._state_is_bad()
+            self._raise_bad_state()
         if reading.proceed:
             self._applied, self._skipped = reading, 0
-            self._tell_spikes(reading)
+            self._note_spikes(reading)
         else:
-            self._refused(reading)
+            self._handle_rejected(reading)
 
-    def _refused(self, reading: StepResult) -> None:
-        """Tells why a step did not reach the weights. Raises NumericsProblem unless the run goes on without it."""
+    def _handle_rejected(self, reading: StepResult) -> None:
+        """Reports why an update was rejected. Raises NumericsProblem unless the run continues without it."""
         assert self._loader is not None, "a step without data"
         self._skipped += 1
         finite = math.isfinite(reading.loss) and math.isfinite(reading.norms["all"])
@@ -113,38 +113,38 @@ class TrainingLog:
         if stops:
             judged = verdict(reading, reports) if self._config.rerun == "validate_results" else None
             text = (
-                f"{what}, so the update was refused and the weights are those of iteration {reading.iteration - 1}"
-                f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for what led "
-                f"there, and lower --lr or --clip-grad"
+                f"{what}, so the update was rejected and the weights are those of iteration {reading.iteration - 1}"
+                f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for earlier "
+                f"iterations, and lower --lr or --clip-grad"
             )
             raise judged.problem(text) if judged else NumericsProblem(text)
         if self._skipped >= self._config.most_skips:
             raise NumericsProblem(
-                f"{what}, and that was iteration {self._skipped} in a row to be left out (--max-skipped-iterations "
+                f"{what}, the {self._skipped}. iteration skipped in a row (--max-skipped-iterations "
                 f"{self._config.most_skips}){details}; lower --lr or --clip-grad, or find the cause with "
                 f"{'--on-spike' if finite else '--on-nonfinite'} stop"
             )
-        self._reporter.note(f"{what}; the iteration is left out, number {self._skipped} in a row{details}")
+        self._reporter.note(f"{what}; the iteration is skipped, number {self._skipped} in a row{details}")
 
-    def _state_is_bad(self) -> NoReturn:
-        """Ends a run whose last update stored weights or moments that are not finite. Raises NumericsProblem."""
+    def _raise_bad_state(self) -> NoReturn:
+        """Raises NumericsProblem about non-finite weights or moments stored by the last update."""
         assert self._applied is not None, "weights or moments are not finite, and no update was applied"
         reports = diagnose_state(self._trainer)
         eps = self._trainer.plan.optimizer.eps
-        zero = "--adam-eps 0 divides zero by zero where a gradient has always been zero: " if eps == 0 else ""
+        zero = "--adam-eps 0 gives 0 / 0 where a gradient has always been zero: " if eps == 0 else ""
         raise NumericsProblem(
             f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
             f"{sentence(reports)}; no checkpoint of this state is written{self._details(self._applied, reports)}; "
-            f"{zero}go on from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
+            f"{zero}continue from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
         )
 
     def _details(self, reading: StepResult, reports: Sequence[RankReport]) -> str:
-        """Writes the report of a bad step. Returns where, for the end of a sentence."""
+        """Writes the report of a bad step; returns a clause with its path."""
         run_dir = self._trainer.plan.logging.run_dir
         path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
         return f"; details in {path}" if path else ""
 
-    def _tell_spikes(self, reading: StepResult) -> None:
+    def _note_spikes(self, reading: StepResult) -> None:
         for spikes, value in ((self._loss_spikes, reading.loss), (self._norm_spikes, reading.norms["all"])):
             line = spikes.check(value, reading.iteration) if spikes else None
             if line:

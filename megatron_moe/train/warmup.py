@@ -1,9 +1,8 @@
-"""A rehearsal on a GPU before a run begins: kernels are compiled and plans of libraries are made.
+"""Kernel warm-up on a GPU before the rendezvous: compiles kernels and creates library plans.
 
-One layer of every kind, the embedding, the head and the optimizer take a small step of the run's own program at this
-rank's sizes, in a world without peers. So no rank waits in a collective, or in a timed step, for another that compiles.
-What was compiled stays in a folder of the node. The ranks of a node do not compile the same thing twice: the first one
-holds a lock meanwhile, and the others find its work.
+One layer of every kind, the embedding, the output head and the optimizer run a small step at this rank's sizes in a
+fake process group, so that no rank waits in a collective or a timed step for another that compiles. Compiled kernels
+are cached per node; a lock lets one rank of a node compile while the others wait and reuse its results.
 """
 
 import fcntl
@@ -33,10 +32,10 @@ _VARIABLE = "TRITON_CACHE_DIR"
 
 
 def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
-    """Rehearses where kernels are compiled, and says what that took; no deadline runs meanwhile. What fails in a
-    rehearsal is said too, and the run begins without it.
+    """Runs the warm-up step on a GPU; returns a log line. No watchdog timeout applies meanwhile; a failure is reported
+    and the run starts without warm-up.
 
-    Raises EnvironmentProblem when the folder cannot be written.
+    Raises EnvironmentProblem if the cache folder cannot be written.
     """
     if not plan.kernels.compile_first or plan.device == "cpu" or not torch.cuda.is_available():
         return "kernels are compiled when they are first needed"
@@ -49,13 +48,12 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     seconds, compiled = time.monotonic() - begin, _num_compiled(folder) - before
     done = f"kernels: {compiled} compiled into {folder}"
     if failure:
-        return f"{done}; then, after {seconds:.1f} s, the rehearsal failed, and the rest is compiled later: {failure}"
-    return f"{done}, and plans made, in {seconds:.1f} s before the ranks meet"
+        return f"{done}; the warm-up failed after {seconds:.1f} s, other kernels are compiled when needed: {failure}"
+    return f"{done} and library plans created in {seconds:.1f} s before the rendezvous"
 
 
 def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
-    """Takes the step, and leaves nothing of it in memory; if it fails, why. A run may still be possible: it has its own
-    messages for its own failures."""
+    """Runs the warm-up step and frees its memory; returns the error message of a failure, else ""."""
     failure = ""
     try:
         with taking_turns(folder, plan):
@@ -69,7 +67,7 @@ def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
 
 
 def cache_folder(plan: RunPlan) -> Path:
-    """Where compiled kernels of this node are kept; it is made, and Triton is told."""
+    """Creates the kernel cache folder of this node and sets it for Triton."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     ours = plan.kernels.cache_dir or Path(home) / "megatron_moe" / "kernels"
     folder = Path(os.environ.setdefault(_VARIABLE, str(ours / socket.gethostname())))
@@ -84,9 +82,9 @@ def cache_folder(plan: RunPlan) -> Path:
 
 @contextmanager
 def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
-    """The first rank of a node to rehearse a plan does so alone; the others wait for it, and then go all at once."""
-    done = folder / f"rehearsed-{_fingerprint(plan)}"
-    with open(folder / "rehearsal.lock", "w") as lock:
+    """Context manager that lets the first rank of a node run alone and the others afterwards concurrently."""
+    done = folder / f"warmed-up-{_fingerprint(plan)}"
+    with open(folder / "warmup.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if done.exists():
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -95,7 +93,7 @@ def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
 
 
 def take_step(plan: RunPlan, device: torch.device) -> None:
-    """One step of the rehearsed plan, forwards, backwards and update, with weights that mean nothing."""
+    """Runs forward, backward and update of the reduced plan with random weights."""
     small = warmed_up(plan)
     build.set_algorithms(small)
     if device.type == "cuda":
@@ -120,7 +118,7 @@ def take_step(plan: RunPlan, device: torch.device) -> None:
 
 
 def warmed_up(plan: RunPlan) -> RunPlan:
-    """The plan with one layer of every kind, on one pipeline stage, and few microbatches; the sizes of a rank stay."""
+    """Reduced plan: one layer of every kind on one pipeline stage, few microbatches, unchanged sizes per rank."""
     parallel = plan.parallel
     return replace(
         plan,
@@ -135,14 +133,13 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """The first gradients are stored, the next ones added; where several microbatches are one product, also those of
-    the rest of a step."""
+    """Microbatches that cover storing and adding gradients, and incomplete groups of `--moe-expert-wgrad-interval`."""
     together = plan.memory.expert_wgrad_interval
     return 2 * together + plan.batch.global_size // (plan.batch.micro * plan.parallel.dp) % together
 
 
 def _fingerprint(plan: RunPlan) -> str:
-    """Tells apart what is compiled for: sizes, formats, wishes, versions."""
+    """Hash of the settings that determine the compiled kernels: sizes, formats, backends, versions."""
     sizes = plan.batch.micro, plan.data.seq_length, _num_microbatches(plan)
     made_of = plan.model, plan.parallel, plan.precision, plan.kernels, sizes
     text = repr((made_of, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"))

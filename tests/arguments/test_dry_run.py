@@ -21,9 +21,9 @@ from tests.helpers.command_lines import (
     vocab_size_of,
     words,
 )
-from tools.write_dry_runs import DOCUMENT, FOLDER, REPORTED, TOTALS, numbers, totals, with_example
+from tools.docs_gen import DRY_RUN_DOC, DRY_RUNS, REPORTED, TOTALS, dry_run, totals, with_example
 
-UPDATE = "run python tools/write_dry_runs.py, and look at the difference"
+UPDATE = "run python tools/docs_gen.py dry-runs, and review the difference"
 GOLDEN_TOTALS = {line.split("\t")[0]: line for line in TOTALS.read_text(encoding="utf-8").splitlines()[1:]}
 DEEPSEEK = "--recipe deepseek-v3-h100-1024"
 NO_DATA = "there is no training data; give --data-path, --train-data-path or --mock-data"
@@ -46,11 +46,11 @@ def facts(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_the_report_of_a_recipe_is_the_golden_one(name):
-    assert numbers(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8"), UPDATE
+    assert dry_run(name) == (DRY_RUNS / f"{name}.txt").read_text(encoding="utf-8"), UPDATE
 
 
 def test_golden_reports_and_totals_cover_the_listed_recipes():
-    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == sorted(REPORTED)
+    assert sorted(path.stem for path in DRY_RUNS.glob("*.txt")) == sorted(REPORTED)
     assert list(GOLDEN_TOTALS) == recipe_names(), UPDATE
 
 
@@ -60,7 +60,7 @@ def test_the_totals_of_a_recipe_are_the_golden_ones(name):
 
 
 def test_the_example_of_the_guide_is_todays():
-    document = DOCUMENT.read_text(encoding="utf-8")
+    document = DRY_RUN_DOC.read_text(encoding="utf-8")
     assert document == with_example(document), UPDATE
 
 

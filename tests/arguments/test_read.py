@@ -24,7 +24,7 @@ from tests.helpers.command_lines import (
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REGISTRY = Registry.declared()
-UPDATE = "run python tools/write_flags_doc.py, and look at the difference"
+UPDATE = "run python tools/docs_gen.py flags, and review the difference"
 
 
 def answer_to(*argv: str) -> str:

@@ -20,18 +20,16 @@ from benchmarks.harness.bench_step import (
     report,
     row,
 )
-from benchmarks.harness.board import Reading
 from benchmarks.harness.profile_step import Profile
 from benchmarks.harness.step_cases import (
     CASES,
     Case,
     words_of,
 )
-from benchmarks.harness.timed_run import Run, bytes_beside
+from benchmarks.harness.timed_run import Reading, Run, Share, graph_pool_bytes
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.logs.kernel_times import Share
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router_metrics import record_load
 from megatron_moe.parallel.context import ParallelContext
@@ -215,7 +213,7 @@ def test_memory_of_replays_is_what_their_pools_hold_beside_allocations(monkeypat
     pipeline = SimpleNamespace(graph_instances=None)
     computed: Any = SimpleNamespace(trainer=SimpleNamespace(full_iteration=None, pipeline=pipeline))
     recorded: Any = SimpleNamespace(trainer=SimpleNamespace(full_iteration=object(), pipeline=pipeline))
-    assert (bytes_beside(computed), bytes_beside(recorded)) == (0, 50)
+    assert (graph_pool_bytes(computed), graph_pool_bytes(recorded)) == (0, 50)
 
 
 def test_without_a_gpu_it_says_so(capsys):

@@ -14,7 +14,7 @@ from megatron_moe.config.training import LoopConfig
 from megatron_moe.data import blend, datasets
 from megatron_moe.data.batch import Samples
 from megatron_moe.data.blend import BlendedSamples
-from megatron_moe.data.datasets import Datasets, build_datasets, split_sizes
+from megatron_moe.data.datasets import Datasets, MockTokens, build_datasets, split_sizes
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.loader import train_loader
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
@@ -123,7 +123,7 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
     built = build(train=(first,), valid=(second, first, third), multiple_validation_sets=True)
     assert [each.name for each in built.valid] == ["b", first, third]
     assert rows(built.valid[0].samples) == direct(second, "valid", range(40), 4)
-    with pytest.raises(DataProblem, match="knows no weights"):
+    with pytest.raises(DataProblem, match="without weights"):
         build(train=(first,), valid=("1", second, "2", third), multiple_validation_sets=True)
 
 
@@ -311,3 +311,25 @@ def test_the_surplus_of_a_weighted_blend_can_be_chosen(tmp_path: Path) -> None:
     built = build(loop_config(train_iters=4), train=("1", first, "1", second), surplus=0.0)
     assert isinstance(built.train, BlendedSamples)
     assert [part.inputs["epochs"] for part in built.train.parts] == [1, 1]
+
+
+def test_lengths_are_the_fixed_draw() -> None:
+    lengths = MockTokens(vocab_size=100, eod=99, num_documents=100_000).sequence_lengths
+    expected = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
+    np.testing.assert_array_equal(lengths, expected)
+    assert lengths.dtype == np.int32
+    few = MockTokens(vocab_size=100, eod=99, num_documents=300)
+    np.testing.assert_array_equal(few.sequence_lengths, expected[:300])
+    assert len(few) == 300 and few.identity["mock"] == 300
+
+
+def test_a_document_counts_modulo_the_vocabulary_and_ends() -> None:
+    tokens = MockTokens(vocab_size=100, eod=99, num_documents=100)
+    for number in (0, 5, 77):
+        length = int(tokens.sequence_lengths[number])
+        expected = [place % 100 for place in range(1, length)] + [99]
+        assert tokens.get(number).tolist() == expected
+        for offset in (0, 1, length // 2, length - 1):
+            assert tokens.get(number, offset).tolist() == expected[offset:]
+            assert tokens.get(number, offset, 1).tolist() == expected[offset : offset + 1]
+            assert tokens.get(number, offset, 0).tolist() == []

@@ -158,7 +158,7 @@ def test_exhausted_data_is_announced_and_then_refused() -> None:
     assert not one.exhausted
     one.next_step()
     assert one.exhausted
-    with pytest.raises(DataProblem, match="after 48 samples wants 24 more, but the training data has 60"):
+    with pytest.raises(DataProblem, match="after 48 samples needs 24 more, but the training data has 60"):
         one.next_step()
     assert not loader(kind="cyclic").exhausted
 

@@ -393,5 +393,5 @@ def test_ids_of_a_null_tokenizer_can_be_chosen() -> None:
     chosen = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, eod=3, pad=4))
     assert (plain.eod, plain.pad, chosen.eod, chosen.pad) == (9, -1, 3, 4)
     assert plain.fingerprint != chosen.fingerprint
-    with pytest.raises(DataProblem, match="--null-tokenizer-pad-id 10 is no id below --vocab-size 10"):
+    with pytest.raises(DataProblem, match="--null-tokenizer-pad-id 10 is not below --vocab-size 10"):
         load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, pad=10))

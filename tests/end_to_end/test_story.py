@@ -106,7 +106,7 @@ def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: P
     with ExitStack() as goodbye:
         pretrain(replace(plan, loop=loop), goodbye)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "iteration 2: its" in log and "passed over" in log
+    assert "iteration 2: its" in log and "samples (--iterations-to-skip)" in log
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "lm loss" in row and "learning-rate" in row]
     assert [(row["iteration"], row["samples"]) for row in steps] == [(1, 8), (3, 24)]
@@ -129,20 +129,20 @@ class Part(NamedTuple):
             40,
             (Part(BatchConfig(micro=2, global_size=4), 6), Part(BatchConfig(micro=2, global_size=8))),
             [4, 8, 12, 16, 20, 24, 32, 40],
-            "ends at iteration 8, with the last whole batch of 40 samples; Megatron-LM would end at iteration 5,",
+            "ends at iteration 8, with the last full batch of 40 samples; Megatron-LM would end at iteration 5,",
         ),
         (
             40,
             (Part(BatchConfig(micro=2, global_size=8), 3), Part(BatchConfig(micro=2, global_size=4))),
             [8, 16, 24, 28, 32, 36, 40],
-            "ends at iteration 7, with the last whole batch of 40 samples; Megatron-LM would end at iteration 10,",
+            "ends at iteration 7, with the last full batch of 40 samples; Megatron-LM would end at iteration 10,",
         ),
         (21, (Part(BatchConfig(micro=2, global_size=4)),), [4, 8, 12, 16, 20], ""),
         (
             70,
             (Part(BatchConfig(micro=2, global_size=12, rampup=(4, 2, 100))),),
             [4, 8, 12, 16, 20, 24, 28, 34, 40, 46, 52, 60, 68],
-            "ends at iteration 13, with the last whole batch of 70 samples; Megatron-LM would end at iteration 14,",
+            "ends at iteration 13, with the last full batch of 70 samples; Megatron-LM would end at iteration 14,",
         ),
         (
             70,
@@ -151,7 +151,7 @@ class Part(NamedTuple):
                 Part(BatchConfig(micro=2, global_size=16, rampup=(4, 4, 60))),
             ),
             [16, 32, 40, 52, 64],
-            "ends at iteration 5, with the last whole batch of 70 samples; Megatron-LM would end at iteration 10,",
+            "ends at iteration 5, with the last full batch of 70 samples; Megatron-LM would end at iteration 10,",
         ),
     ],
 )
@@ -196,7 +196,7 @@ def test_the_step_before_the_end_of_the_data_is_reported(tmp_path: Path, monkeyp
     plan = plan_of(tmp_path)
     plan = replace(plan, loop=replace(plan.loop, train_iters=5), logging=replace(plan.logging, log_interval=1))
     monkeypatch.setattr(SampleOrder, "end", 20)
-    with ExitStack() as goodbye, pytest.raises(DataProblem, match="after 16 samples wants 8 more"):
+    with ExitStack() as goodbye, pytest.raises(DataProblem, match="after 16 samples needs 8 more"):
         pretrain(plan, goodbye)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]

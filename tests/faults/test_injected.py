@@ -110,7 +110,7 @@ def test_a_result_that_does_not_come_again_ends_with_code_16_and_names_the_rank(
     """P9, fault 43."""
     found = outcome(folder, "once")
     assert found["codes"] == [16] * NUM_RANKS == [found["status"]["code"]] * NUM_RANKS
-    assert "computed again it is another result" in found["status"]["sentence"]
+    assert "repeating the step gave another result" in found["status"]["sentence"]
     assert "suspect rank 1 (" in found["status"]["sentence"]
 
 
@@ -118,7 +118,7 @@ def test_the_same_bad_numbers_in_two_starts_end_with_code_17(folder: Path) -> No
     """P9: 6 at first, since one device alone cannot tell the model's fault from its own."""
     first, second = outcomes(folder, "again and again")
     assert (first["codes"], second["codes"]) == ([6] * NUM_RANKS, [17] * NUM_RANKS)
-    assert "or a lasting fault of this hardware" in first["status"]["sentence"]
+    assert "or a permanent fault of this hardware" in first["status"]["sentence"]
     assert "as in an earlier start" in second["status"]["sentence"]
 
 

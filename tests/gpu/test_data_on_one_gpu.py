@@ -9,7 +9,7 @@ from megatron_moe.data.batch import (
     make_microbatch,
     to_device,
 )
-from megatron_moe.data.mock import MockTokens
+from megatron_moe.data.datasets import MockTokens
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
 
 pytestmark = pytest.mark.gpu1

@@ -20,6 +20,6 @@ def test_a_run_that_does_not_fit_says_who_took_what(tmp_path, capsys):
         torch.cuda.set_per_process_memory_fraction(1.0)
     told = capsys.readouterr().err
     assert code == ExitCode.MEMORY, told
-    assert "out of memory in iteration 1" in told and "expected of pipeline rank 0" in told
-    assert "largest blocks in use" in told and "the switches that would help most" in told
+    assert "out of memory in iteration 1" in told and "expected on pipeline rank 0" in told
+    assert "largest blocks in use" in told and "the memory options that would save most" in told
     assert (tmp_path / "crash" / "out-of-memory-00000.txt").is_file()

@@ -5,11 +5,21 @@ import json
 import pytest
 
 from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.logs.log_line import ValidationReport
 from megatron_moe.logs.metrics_file import (
     encode,
+    has_samples_variant,
+    layer_tags,
     read_metrics,
+    step_record,
+    step_tags,
     truncate_metrics,
+    validation_record,
+    validation_tags,
+    wanted_tags,
 )
+from tests.logs.reports import METRICS, step_report
 
 RECORDS = [{"iteration": i, "lm loss": 3.5 - i} for i in (1, 2, 3)]
 
@@ -66,3 +76,79 @@ def test_numbers_that_are_not_finite_become_null_and_vectors_are_rounded():
 
 def test_scalars_keep_all_their_digits():
     assert json.loads(encode({"lm loss": 0.1 + 0.2}))["lm loss"] == 0.1 + 0.2
+
+
+def test_scalars_have_megatrons_names():
+    report = step_report(num_zeros=3, params_norm=2.0, skipped_samples=1, peak_flops=1e14)
+    assert list(step_tags(report)) == [
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "world-size",
+        "grad-norm",
+        "grad-norm experts",
+        "num-zeros",
+        "params-norm",
+        "iteration-time",
+        "throughput",
+        "tokens-per-second-per-gpu",
+        "mfu",
+        "skipped-train-samples",
+        "load_balancing_loss",
+        "z_loss",
+        "mtp_1 loss",
+        "moe/max_violation",
+    ]
+
+
+def test_what_was_not_measured_has_no_tag():
+    tags = step_tags(step_report())
+    assert not {"num-zeros", "params-norm", "mfu", "skipped-train-samples"} & tags.keys()
+
+
+def test_layers_stand_under_moe_counted_from_zero_with_vectors_as_lists():
+    tags = layer_tags(METRICS)
+    assert tags["moe/load_balancing_loss_layer_1"] == 1.0
+    assert tags["moe/max_violation_layer_2"] == 0.4
+    assert tags["moe/tokens_per_expert_layer_1"] == [2.0, 6.0]
+
+
+def test_flags_decide_what_dashboards_show():
+    tags = {**step_tags(step_report(peak_flops=1e14)), "mem-reserved-bytes": 1.0, "forward-backward-time": 0.1}
+    plain = wanted_tags(tags, LoggingConfig())
+    hidden = {"iteration-time", "throughput", "mfu", "world-size", "mem-reserved-bytes", "forward-backward-time"}
+    assert not hidden & plain.keys()
+    assert "lm loss" in plain
+    timed = wanted_tags(tags, LoggingConfig(log_timers=True))
+    assert "iteration-time" in timed and "forward-backward-time" in timed and "throughput" not in timed
+    everything = LoggingConfig(log_timers=True, log_throughput=True, log_world_size=True, log_memory=True)
+    assert wanted_tags(tags, everything) == tags
+
+
+def test_the_record_keeps_everything():
+    record = step_record(step_report(skipped_iterations=1))
+    assert record["iteration"] == 20
+    assert record["samples"] == 160
+    assert record["tokens"] == 40960
+    assert record["time"] == "2026-01-02T03:04:05.678901"
+    assert record["throughput"] == 2.0
+    assert (record["learning-rate"], record["applied-learning-rate"]) == (3e-3, 2e-3)
+    assert record["skipped-iterations"] == 1
+    assert record["moe/tokens_per_expert_layer_2"] == [4.0, 4.0]
+    assert "moe/tokens_per_expert" not in record
+
+
+def test_validation_tags_are_megatrons_and_name_the_data_set_among_several():
+    report = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0})
+    assert validation_tags(report) == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
+    assert wanted_tags(validation_tags(report), LoggingConfig()) == {"lm loss validation": 0.0}
+    assert "lm loss validation ppl" in wanted_tags(validation_tags(report), LoggingConfig(log_validation_ppl=True))
+    several = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0}, data_set="code")
+    assert "lm loss validation-code" in validation_tags(several)
+    assert validation_record(report)["samples"] == 400
+
+
+def test_losses_and_norms_are_also_drawn_over_samples():
+    assert all(has_samples_variant(tag) for tag in ("lm loss", "learning-rate", "grad-norm", "lm loss validation"))
+    assert not any(has_samples_variant(tag) for tag in ("mem-reserved-bytes", "moe/max_violation", "throughput", "mfu"))

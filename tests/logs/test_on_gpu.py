@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from megatron_moe.logs.memory import MB, memory_line, memory_tags
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.logs.reporter import Reporter
+from megatron_moe.logs.reporter import MB, Reporter, memory_line, memory_tags
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny

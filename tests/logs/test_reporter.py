@@ -16,7 +16,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.logs.log_line import ValidationReport
 from megatron_moe.logs.metrics_file import read_metrics
-from megatron_moe.logs.reporter import Reporter
+from megatron_moe.logs.reporter import Reporter, memory_line, memory_tags
 from megatron_moe.logs.writers import Entry
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
@@ -176,7 +176,7 @@ def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, ca
 def test_a_closed_terminal_does_not_stop_training():
     program = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from megatron_moe.logs.console import PlainConsole\n"
+        "from megatron_moe.logs.writers import PlainConsole\n"
         "from megatron_moe.logs.writers import Guard\n"
         "from functools import partial\n"
         "guard, console = Guard(lambda text: print(text, file=sys.stderr)), PlainConsole()\n"
@@ -365,3 +365,32 @@ def test_memory_lines_come_as_often_as_asked_for(tmp_path):
     lines = [line for line in (tmp_path / "log.txt").read_text().splitlines() if "memory (MB)" in line]
     assert [line.split(" iterations")[0] for line in lines] == ["[Rank 0] (after 2", "[Rank 0] (after 4"]
     assert all("| used on the device: " in line for line in lines)
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_line_names_rank_iteration_and_megabytes():
+    line = memory_line(3, 10, CPU)
+    assert re.fullmatch(
+        r"\[Rank 3\] \(after 10 iterations\) memory \(MB\) \| resident: \d+\.\d\d \| max resident: \d+\.\d\d", line
+    )
+
+
+def test_resident_memory_grows_with_what_is_held():
+    def resident() -> float:
+        return float(memory_line(0, 0, CPU).split("resident: ")[1].split(" ")[0])
+
+    before = resident()
+    held = torch.ones(16 * 2**20)
+    assert 60 < resident() - before < 80, held.shape
+
+
+def test_a_cpu_has_no_allocator_to_report():
+    assert memory_tags(CPU) == {}
+
+
+def test_what_all_processes_occupy_is_told_on_request():
+    used = float(memory_line(0, 0, CPU, whole_device=True).split("used on the device: ")[1])
+    resident = float(memory_line(0, 0, CPU).split("resident: ")[1].split(" ")[0])
+    assert used > resident

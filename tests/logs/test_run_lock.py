@@ -76,10 +76,8 @@ def test_a_lock_that_cannot_be_written_is_refused_with_its_path(
     def refuse(held: RunLock) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(RunLock, "_sign", refuse)
-    with pytest.raises(
-        EnvironmentProblem, match=f"{tmp_path / LOCK}, which .* cannot be written: {os.strerror(number)}"
-    ):
+    monkeypatch.setattr(RunLock, "_write_owner", refuse)
+    with pytest.raises(EnvironmentProblem, match=f"{tmp_path / LOCK} cannot be written: {os.strerror(number)}"):
         lock(tmp_path)
 
 

@@ -22,7 +22,7 @@ from tests.helpers.tolerances import EXACT
 REFUSED = Path(__file__).resolve().parents[1] / "goldens" / "recipes_without_proxy.txt"
 NAMES = recipe_names()
 NUM_ITERATIONS = 5
-UPDATE = "run python tools/write_recipes_doc.py, and look at the difference"
+UPDATE = "run python tools/docs_gen.py recipes, and review the difference"
 TRAINING = sorted(set(NAMES) - {line.partition(":")[0] for line in REFUSED.read_text(encoding="utf-8").splitlines()})
 
 

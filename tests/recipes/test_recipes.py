@@ -37,7 +37,7 @@ WITHOUT_A_ROW = {
     "Qwen3-30B-A3B, 24 layers",
 }  # fmt: skip
 """Models with mixers that this program does not have, and parts of models."""
-UPDATE = "run python tools/write_recipes_doc.py, and look at the difference"
+UPDATE = "run python tools/docs_gen.py recipes, and review the difference"
 
 
 def launched(num_ranks: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ def test_a_spike_is_told_after_a_hundred_values() -> None:
     assert spikes.check(20.5, 101) is None, "ten times 2.06 is 20.6"
     spikes = Spikes("loss")
     assert not any(spikes.check(value, i) for i, value in enumerate([*values, 2.0]))
-    said = "iteration 101: loss 206 is 100.0 times the largest of the 100 iterations before (2.06)"
+    said = "iteration 101: loss 206 is 100.0 times the maximum of the previous 100 iterations (2.06)"
     assert spikes.check(206.0, 101) == said
     assert spikes.check(206.0, 102) is not None, "a spike is no measure for the next one"
     assert spikes.check(math.inf, 103) is not None

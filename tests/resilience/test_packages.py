@@ -41,7 +41,7 @@ def package(name: str) -> Package:
 def test_the_indexs_apex_is_not_nvidias(site):
     install(site, "apex", "apex", "0.9.10.dev0", "lib", "ext")
     found = find(package("apex"), {})
-    assert found.verdict == "wrong" and "another program of that name" in found.trouble
+    assert found.verdict == "wrong" and "an unrelated package of that name" in found.trouble
     assert any(line.startswith("warning: the installed apex") for line in summary([found]))
 
 

@@ -23,7 +23,7 @@ BROKEN = RuntimeError(
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds may pass between the failure of a peer and the start of the rank that looks for it."""
-    monkeypatch.setattr("megatron_moe.resilience.run_status._SLOWEST_SECONDS", 50.0)
+    monkeypatch.setattr("megatron_moe.resilience.run_status._START_SKEW_SECONDS", 50.0)
 
 
 def blamed(run_dir: Path | None, error: BaseException, *, rank: int = 0, world_size: int = 3) -> BaseException:
@@ -58,7 +58,7 @@ def test_a_rank_that_told_why_it_failed_is_quoted(tmp_path: Path) -> None:
 
 
 def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
-    """What a rank has left, so many seconds from now; its host's clock is years behind."""
+    """Writes the report of a rank, dated `seconds` from now; its host's clock is years late."""
     folder = run_dir / "crash"
     folder.mkdir(exist_ok=True)
     path = folder / f"rank_{rank:05d}.json"
@@ -80,16 +80,16 @@ def test_a_report_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
     assert str(blamed(tmp_path, BROKEN)).startswith("rank 2 failed first, code 7")
 
 
-def test_who_waited_too_long_for_a_rank_ends_with_the_code_of_a_hang(tmp_path: Path) -> None:
+def test_a_collective_timeout_has_the_code_of_a_hang(tmp_path: Path) -> None:
     """P7, fault 30."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
     late = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation")
     problem = blamed(tmp_path, late)
     assert isinstance(problem, OtherRankProblem) and (problem.code, problem.rank) == (ExitCode.HANG, 2)
-    assert "rank 2 did not come" in json.loads((tmp_path / "status.json").read_text())["sentence"]
+    assert "rank 2 did not join" in json.loads((tmp_path / "status.json").read_text())["sentence"]
 
 
-def test_without_a_run_folder_nobody_is_named() -> None:
+def test_without_a_run_folder_no_rank_is_named() -> None:
     problem = blamed(None, BROKEN)
     assert isinstance(problem, OtherRankProblem) and problem.rank is None and "--run-dir" in str(problem)
 

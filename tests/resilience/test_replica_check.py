@@ -36,7 +36,7 @@ def test_a_flipped_bit_in_one_replica_names_rank_and_parameter(ranks: int) -> No
         return str(problem.value)
 
     said = on_threads(ParallelConfig(world_size=ranks), main)
-    who = "rank 1 of 3 departs from the others" if ranks == 3 else "ranks 0, 1 have no majority"
+    who = "rank 1 of 3 differs from the others" if ranks == 3 else "ranks 0, 1 have no majority"
     assert len(set(said)) == 1 and said[0].startswith("iteration 5: ") and said[0].endswith(f"  {NORM}: {who}")
 
 

@@ -1,4 +1,4 @@
-"""status.json: what it says while a run goes on, how it names the first failure, and that it never does harm."""
+"""status.json: content during a run, attribution of the first failure, and write errors."""
 
 import json
 import os
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_does_no_harm(tmp_path:
     status = RunStatus(tmp_path / "file", say=said.append, clock=Clock())
     status.update(state="running")
     status.fail(ExitCode.BUG, "x")
-    assert len(said) == 1 and said[0].startswith("cannot write ") and "training goes on" in said[0]
+    assert len(said) == 1 and said[0].startswith("cannot write ") and "training continues" in said[0]
 
 
 def test_without_a_run_folder_nothing_is_written() -> None:

@@ -45,8 +45,8 @@ def test_ctrl_c_in_an_import_writes_the_status_and_ends_the_process(tmp_path: Pa
     )
     program = (
         "from pathlib import Path; from megatron_moe.resilience.signals import Signals; "
-        "from megatron_moe.resilience.run_status import Status\n"
-        "with Signals().exit_at_once(Status(Path('run'))): import slow\n"
+        "from megatron_moe.resilience.run_status import RunStatus\n"
+        "with Signals().exit_at_once(RunStatus(Path('run'))): import slow\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
     done = subprocess.run(

@@ -191,9 +191,19 @@ def test_malformed_lines_are_skipped_by_choice_and_counted(tmp_path: Path, capsy
             4,
             "id 70000 is none",
         ),
-        (jsonl(["1 -2"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "id -2 is none of the 9"),
-        (jsonl(["1 99999999999"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "is none of the 9"),
-        (b'{"text": "\\ud83d"}\n', BYTES, 4, "in.jsonl, line 1: half a character"),
+        (
+            jsonl(["1 -2"]),
+            ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"),
+            4,
+            "id -2 is not below",
+        ),
+        (
+            jsonl(["1 99999999999"]),
+            ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"),
+            4,
+            "is not below",
+        ),
+        (b'{"text": "\\ud83d"}\n', BYTES, 4, "in.jsonl, line 1: unpaired surrogate"),
         (b"[" * 100_000 + b"\n", BYTES, 4, "in.jsonl, line 1: not JSON"),
     ],
 )

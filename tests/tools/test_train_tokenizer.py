@@ -81,7 +81,7 @@ def test_sampled_lines_are_spread_over_all_documents(tmp_path: Path) -> None:
         ('{"text": ""}\n', (), "no text to train a tokenizer on"),
         ('{"txt": "a"}\n', (), 'line 1: no text under the key "text"'),
         ('{"text": "a b c"}\n', ("--vocab-size", "4096"), "could not make 4096 pieces"),
-        ('{"text": "\\ud83d"}\n', (), "line 1: half a character"),
+        ('{"text": "\\ud83d"}\n', (), "line 1: unpaired surrogate"),
     ],
 )
 def test_bad_input_ends_with_one_sentence_and_no_file(

@@ -31,7 +31,13 @@ from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train import checkpointing as checkpoints_module
-from megatron_moe.train.checkpointing import Checkpointing, saved_tensors
+from megatron_moe.train.checkpointing import (
+    PROGRESS,
+    Checkpointing,
+    ProgressLog,
+    RunPosition,
+    saved_tensors,
+)
 from megatron_moe.train.train_state import TrainState, check_train_state
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
@@ -147,8 +153,8 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
         with pytest.raises(NumericsProblem) as problem:
             save(run.state, run.loader)
         said = str(problem.value)
-        assert "the checkpoint of iteration 2 was not written, as 1 of its tensors" in said
-        assert "the newest there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
+        assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in said
+        assert "the newest checkpoint there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
     assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
@@ -334,3 +340,26 @@ def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_aga
     assert "upcycled the dense" in converted.said and "upcycled the dense" not in again.said
     assert "the data or its sample order" not in again.said
     EXACT.check_all(again.weights(), converted.weights())
+
+
+def test_starts_and_checkpoints_of_all_starts_have_a_line(tmp_path: Path) -> None:
+    for start in (0, 10):
+        log = ProgressLog(tmp_path, 2, {"SLURM_JOB_ID": "77"})
+        log.begin(RunPosition(start, 0.0, 0))
+        log.saving(RunPosition(start + 10, 4e12, 3_000_000_000))
+        log.saved(start + 10)
+    fields = [line.split("\t")[1:] for line in (tmp_path / PROGRESS).read_text().splitlines()]
+    assert [each[2:4] for each in fields[:2]] == [
+        ["Starting job", "Iteration: 0"],
+        ["Saved checkpoint", "Iteration: 10"],
+    ]
+    assert fields[1][:2] == ["Job ID: 77", "# GPUs: 2"] and fields[1][-1] == "Tokens (in billions): 3.00"
+    assert [each[3] for each in fields[2:]] == ["Iteration: 10", "Iteration: 20"]
+
+
+def test_nothing_is_written_where_nobody_asked_or_nobody_can(tmp_path: Path) -> None:
+    for folder in (None, tmp_path / "missing"):
+        log = ProgressLog(folder, 1)
+        log.begin(RunPosition(0, 0.0, 0))
+        log.saved(10)
+    assert list(tmp_path.iterdir()) == []

@@ -47,12 +47,12 @@ def test_the_allocator_and_the_closed_form_are_side_by_side():
     assert "9.00 GiB reserved and not allocated, which expandable segments would join" in text
     assert "5.00 GiB from experts.py:10; 2.00 GiB" in text
     expected = RankMemory(PLAN).of_rank(0, 4)
-    assert f"expected of pipeline rank 0: {expected.total / 2**20:.2f} MiB" in text
+    assert f"expected on pipeline rank 0: {expected.total / 2**20:.2f} MiB" in text
     assert "moments" in text and "activations of experts" in text
 
 
 def test_without_an_allocator_the_closed_form_still_speaks():
-    assert "reserved" not in told(found=None) and "expected of pipeline rank 0" in told(found=None)
+    assert "reserved" not in told(found=None) and "expected on pipeline rank 0" in told(found=None)
 
 
 def test_the_three_switches_save_more_than_all_others():
@@ -80,7 +80,7 @@ def test_the_report_lies_in_the_run_folder(tmp_path: Path):
 def test_a_folder_that_cannot_be_written_does_not_hide_the_report(tmp_path: Path):
     (tmp_path / "crash").write_text("in the way")
     plan = replace(PLAN, logging=replace(PLAN.logging, run_dir=tmp_path))
-    assert "expected of pipeline rank 0" in str(out_of_memory(plan, 0, 3, RuntimeError("no room"), FOUND))
+    assert "expected on pipeline rank 0" in str(out_of_memory(plan, 0, 3, RuntimeError("no room"), FOUND))
 
 
 def test_the_flags_that_are_offered_are_flags_that_are_available():
@@ -99,7 +99,7 @@ def test_the_flags_that_are_offered_are_flags_that_are_available():
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError(f"enforce: {_NO_HOST_MEMORY}")])
 def test_a_model_that_has_no_room_ends_the_run_before_the_first_iteration(error: Exception):
     with pytest.raises(
-        MemoryProblem, match="out of memory before the first iteration: .*\n  expected of pipeline rank"
+        MemoryProblem, match="out of memory before the first iteration: .*\n  expected on pipeline rank"
     ):
         with room_asked_for(PLAN, ParallelContext.single(), 0):
             raise error

@@ -72,7 +72,7 @@ def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained:
     assert "the next step takes" not in other.said
 
 
-@pytest.mark.parametrize("override", [False, True], ids=["goes on by samples", "the command line wins"])
+@pytest.mark.parametrize("override", [False, True], ids=["continues by samples", "the command line wins"])
 def test_another_global_batch_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
     """100 iterations of 8 sequences become 100 of 4: the command line's lengths are half of the checkpoint's."""
     plan = plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4))

@@ -172,7 +172,7 @@ class CapturedSteps(Protocol):
 
 
 class CaptureReport:
-    """Says once what was recorded. Told of every phase of the run (`resilience.watchdog.Watchdog.then`)."""
+    """Says once what was recorded. `enter` observes `train.events.RunEvents`."""
 
     def __init__(self, recorded: CapturedSteps, say: Callable[[str], None]) -> None:
         self._recorded = recorded

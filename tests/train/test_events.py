@@ -1,11 +1,11 @@
-"""Garbage is collected at the chosen steps and nowhere else."""
+"""Run-phase events, and garbage collection at the configured steps."""
 
 import gc
 
 import pytest
 
 from megatron_moe.config.training import LoopConfig
-from megatron_moe.train.gc import GarbageCollection
+from megatron_moe.train.events import GarbageCollection, RunEvents
 
 
 @pytest.fixture
@@ -14,6 +14,14 @@ def collected(monkeypatch):
     calls = []
     monkeypatch.setattr(gc, "collect", lambda generation=2: calls.append(generation))
     return calls
+
+
+def test_observers_are_called_in_order_with_phase_and_iteration():
+    calls = []
+    events = RunEvents(*(lambda *event, name=name: calls.append((name, *event)) for name in "ab"))
+    events.enter("step", 3)
+    events.enter("save", 3)
+    assert calls == [("a", "step", 3), ("b", "step", 3), ("a", "save", 3), ("b", "save", 3)]
 
 
 def phases(garbage, *entered):

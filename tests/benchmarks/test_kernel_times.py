@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_moe.logs.kernel_times import KernelEvent, idle_microseconds, kind_of, shares_of_kernels, shares_of_kinds
+from benchmarks.harness.timed_run import KernelEvent, idle_microseconds, kind_of, shares_of_kernels, shares_of_kinds
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""Run-phase events, and garbage collection as one of their observers."""
+
+import gc
+from collections.abc import Callable
+
+from megatron_moe.config.training import LoopConfig
+
+Observer = Callable[[str, int], None]
+"""Called with the phase ("step", "evaluation", "save", "exit") and its iteration."""
+
+
+class RunEvents:
+    """Announces the phases of a run to its observers: watchdog, garbage collection, profiler, fault injection, ...
+
+    Observers are called in the given order, on the main thread, before the phase begins.
+    """
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def enter(self, phase: str, iteration: int) -> None:
+        """Announces a phase; the `iteration` of "step" is the one about to run, else the last completed one."""
+        for observer in self._observers:
+            observer(phase, iteration)
+
+
+class GarbageCollection:
+    """Python garbage collection of `--manual-gc`, at the same steps on all ranks so that no rank delays the others.
+
+    Automatic collection is off between `__enter__` and `__exit__`. `enter` observes `RunEvents`.
+    """
+
+    def __init__(self, config: LoopConfig) -> None:
+        self._config = config
+        self._evaluating = False
+
+    def __enter__(self) -> "GarbageCollection":
+        if self._config.manual_gc:
+            gc.disable()
+            gc.collect()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._config.manual_gc:
+            gc.enable()
+
+    def enter(self, phase: str, iteration: int) -> None:
+        """Collects garbage every `--manual-gc-interval` steps, and before and after evaluations."""
+        config = self._config
+        if not config.manual_gc:
+            return
+        if self._evaluating and config.manual_gc_eval:
+            gc.collect(generation=0)  # objects of the evaluation are young
+        self._evaluating = phase == "evaluation"
+        done = iteration - 1
+        at_interval = bool(config.manual_gc_interval and done > 0 and done % config.manual_gc_interval == 0)
+        if (phase == "step" and at_interval) or (self._evaluating and config.manual_gc_eval):
+            gc.collect()

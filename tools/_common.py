@@ -1,0 +1,125 @@
+"""Helpers shared by the tools: command-line arguments, exit, output files, worker processes. Imports no torch."""
+
+import argparse
+import multiprocessing
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeVar
+
+from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.flags import Registry
+from arguments.parser import start_settings
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def positive(text: str) -> int:
+    """Argparse type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def add_cluster_options(parser: argparse.ArgumentParser, *aliases: str) -> None:
+    """Adds `--gpus` (with `aliases`), `--nodes` and `--gpus-per-node`, as in pretrain_moe.py."""
+    parser.add_argument(
+        "--gpus", "--world-size", *aliases, type=positive, help="ranks of all nodes (the recipe's or file's)"
+    )
+    parser.add_argument("--nodes", type=positive, help="nodes (as many as the ranks need)")
+    parser.add_argument("--gpus-per-node", type=positive, help="ranks per node (those of that kind of GPU)")
+
+
+def requested_cluster(
+    options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str], *, default: int | None = 1
+) -> Cluster:
+    """Cluster of the options, else of the run's flags, else of `default` ranks. Raises FlagErrors."""
+    start = start_settings(flags, Registry.declared())
+    kind = getattr(options, "gpu", None) or start.setting("gpu").value
+    cluster = ClusterFlags(gpu=kind, gpus=options.gpus, nodes=options.nodes, gpus_per_node=options.gpus_per_node)
+    return cluster_of(cluster, start, environ, otherwise=default)
+
+
+def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments of the tool, and those of pretrain_moe.py after the first `--`."""
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
+def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs a tool's `main` and exits with its code; Ctrl-C exits without a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(ExitCode.INTERRUPTED)
+
+
+def run_command(command: Sequence[str], output: IO[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    Ctrl-C reaches the command too; KeyboardInterrupt is raised only after the command has ended, so that it can save.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None) as process:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt as pressed:
+                interrupt = pressed
+    if interrupt:
+        raise interrupt
+    return code
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Context manager that converts an OSError while writing `path` into an EnvironmentProblem."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{path} cannot be written ({error.strerror or error}); choose another path"
+        ) from error
+
+
+def map_in_order(
+    executor: Executor | None, function: Callable[[Item], Result], items: Iterable[Item], max_pending: int
+) -> Iterator[Result]:
+    """Results in the order of the items, with at most `max_pending` items submitted; sequential without an executor."""
+    if executor is None:
+        yield from map(function, items)
+        return
+    pending: deque[Future[Result]] = deque()
+    for item in items:
+        pending.append(executor.submit(function, item))
+        if len(pending) >= max_pending:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+class _Workers(ProcessPoolExecutor):
+    """Process pool whose workers inherit a blocked SIGINT; any submission may start a worker."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            return super().submit(fn, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_workers(count: int) -> ProcessPoolExecutor:
+    """Pool of spawned worker processes that Ctrl-C does not reach."""
+    return _Workers(count, mp_context=multiprocessing.get_context("spawn"))
