@@ -21,7 +21,6 @@ from megatron_moe.data.batch import MicroBatch, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
-from megatron_moe.memory.transfers import Transfers
 from megatron_moe.memory_emulation.kernels import emulated_bundle
 from megatron_moe.memory_emulation.labels import (
     label_links,
@@ -36,6 +35,7 @@ from megatron_moe.memory_emulation.tracker import (
     Tracker,
 )
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.parallel.streams import MetaHostCopies
 from megatron_moe.pipeline.schedule import num_warmup
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -132,23 +132,21 @@ class _Spans(Timers):
             yield
 
 
-class _HostMemory(Transfers):
-    """Copies of tensors without data: what goes to the host is on no device."""
+class _TrackedHostCopies(MetaHostCopies):
+    """Copies of meta tensors whose host buffers are counted as host memory."""
 
     def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
         self._tracker = tracker
 
-    def _host_memory(self, flat: Tensor) -> Tensor:
-        buffer = super()._host_memory(flat)
+    def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
+        buffer = super().host_buffer(size, dtype, pinned=pinned, exact=exact)
         self._tracker.is_state(buffer, HOST)
         return buffer
 
 
 def _trainer(plan: RunPlan, context: ParallelContext, kernels: KernelSet, tracker: Tracker) -> Trainer:
-    model = build.build_model(plan, context, kernels)
-    if context.device.type == "meta" and model.saved_tensors.offload is not None:
-        model.saved_tensors.offload.transfers = _HostMemory(tracker)
+    host_copies = _TrackedHostCopies(tracker) if context.device.type == "meta" else None
+    model = build.build_model(plan, context, kernels, host_copies=host_copies)
     label_model(model, tracker)
     trainer = build.build_trainer(plan, context, model, kernels, _Spans(tracker, context.device))
     label_links(trainer.pipeline, tracker)

@@ -11,8 +11,8 @@ from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.lanes import Lanes, lanes_of
 from megatron_moe.parallel.p2p import connect
+from megatron_moe.parallel.streams import Streams, make_streams
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.overlap import (
@@ -36,7 +36,7 @@ class Pipeline:
         self.model = model
         self.layout = plan.layout
         self.links = connect(context)
-        self._lanes = lanes_of(context.device)
+        self._streams = make_streams(context.device, "communication")
         self.graph_instances: GraphInstancePool | None = None
         """Of the microbatches whose layers are recorded and replayed; None: all is computed."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
@@ -47,11 +47,11 @@ class Pipeline:
         take_loss: TakeLoss,
         *,
         gradients: GradBuffers | None = None,
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Takes the microbatches through all stages, and back when gradients are to be collected.
 
-        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `lanes`:
+        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `streams`:
         None: those of the device.
         """
         config = self.plan.schedule(len(batches), forward_only=gradients is None)
@@ -63,7 +63,7 @@ class Pipeline:
         if offload is not None and gradients is not None:
             offload.begin_pass(_computations(self._entries[config]))
         stage = RankStage(self, batches, take_loss, gradients)
-        run_schedule(self._entries[config], stage, self.links, config.stages, lanes or self._lanes)
+        run_schedule(self._entries[config], stage, self.links, config.stages, streams or self._streams)
 
 
 class RankStage:

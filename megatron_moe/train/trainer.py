@@ -31,7 +31,7 @@ from megatron_moe.optim.finish_grads import finish_grads
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.lanes import Lanes
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
@@ -198,7 +198,7 @@ class Trainer:
             local = self._run(prepared, losses)
         else:
             drawn = [self.model.draw_forced(batch, self.context.dtype) for batch in prepared]
-            local = self.full_iteration.run(drawn, partial(self._run, lanes=Lanes()), self.metrics)
+            local = self.full_iteration.run(drawn, partial(self._run, streams=Streams()), self.metrics)
         self.optimizer.finish_gather()  # what no forward has read is written now: gradients of nothing are zeroed
         totals = local.clone()
         # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
@@ -207,7 +207,7 @@ class Trainer:
         return totals[0] / totals[1].clamp(min=1), totals[1], local
 
     def _run(
-        self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, lanes: Lanes | None = None
+        self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, streams: Streams | None = None
     ) -> Tensor:
         """Forward and backward. Returns this rank's sum of losses and number of tokens, fp64 [2]."""
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
@@ -221,7 +221,7 @@ class Trainer:
                 losses[self._index(batch)] = loss_sum
             return scalar if per_token else scalar / len(prepared)
 
-        self.pipeline.run(prepared, take_loss, gradients=self.buffers, lanes=lanes)
+        self.pipeline.run(prepared, take_loss, gradients=self.buffers, streams=streams)
         return totals
 
     def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

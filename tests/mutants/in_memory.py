@@ -42,7 +42,7 @@ MEMORY = (
     Bug(
         name="what waits on the host is read there",
         file="megatron_moe/memory/activation_offload.py",
-        old="self._flat, self._mark = self._transfers.fetch(self._buffer, self._mark, self._device)",
+        old="self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)",
         new="self._flat = self._buffer",
         select=(MOVED,),
         reason="the computation would read over the bus",

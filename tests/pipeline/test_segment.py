@@ -17,7 +17,7 @@ from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
-from megatron_moe.parallel.lanes import Lanes
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.graph_cut import CutTensor
 from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.overlap import (
@@ -54,7 +54,7 @@ def two_steps() -> list[Step]:
 
 def test_what_passes_through_a_step_gets_its_gradient_from_all_that_use_it():
     x = randn(3)
-    chain = SegmentedMicrobatch(two_steps(), x, Lanes())
+    chain = SegmentedMicrobatch(two_steps(), x, Streams())
     chain.forward()
     EXACT.check(chain.output(), 2 * x * x + x, "output")
     chain.begin_backward(torch.ones_like(x))
@@ -64,7 +64,7 @@ def test_what_passes_through_a_step_gets_its_gradient_from_all_that_use_it():
 
 def test_a_chunk_without_steps_hands_both_on():
     x = randn(3)
-    chain = SegmentedMicrobatch([], x, Lanes())
+    chain = SegmentedMicrobatch([], x, Streams())
     chain.forward()
     assert chain.output() is x
     chain.begin_backward(2 * x)
@@ -97,7 +97,7 @@ def test_what_a_step_keeps_is_freed_when_its_backward_has_run_and_nothing_else_i
         Step("experts", 0, lambda x: watch(x + 1)),
         Step("post", 0, lambda x: Keeps.apply(watch(x * 1.0))),
     ]
-    chain = SegmentedMicrobatch(steps, randn(3), Lanes())
+    chain = SegmentedMicrobatch(steps, randn(3), Streams())
     chain.forward()
     chain.output()
     gc.collect()
@@ -111,14 +111,14 @@ def test_what_a_step_keeps_is_freed_when_its_backward_has_run_and_nothing_else_i
 
 def test_a_boundary_without_gradients_is_left_as_it_is():
     with torch.no_grad():
-        chain = SegmentedMicrobatch(two_steps(), randn(3), Lanes())
+        chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
         chain.forward(Slot("forward", "attention", 0))
         assert not isinstance(chain._state.first, CutTensor)
 
 
 @pytest.mark.parametrize("bad", [Slot("backward", "attention", 0), None])
 def test_a_step_goes_back_once(bad):
-    chain = SegmentedMicrobatch(two_steps(), randn(3), Lanes())
+    chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
     chain.forward()
     chain.output()
     chain.begin_backward(torch.ones(3, dtype=torch.float64))
@@ -177,8 +177,8 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
     layer = TransformerLayer(config, 0, "decoder.layers.0", context, reference.bundle())
     init_parameters(layer, 5, UNIT_GAIN)
     meta = Rotations([config.mixer], context).attach(token_meta(2, 5))
-    behind = SegmentedMicrobatch(marked(layer, meta, "B", events), randn(5, 2, HIDDEN), Lanes())
-    ahead = SegmentedMicrobatch(marked(layer, meta, "F", events), randn(5, 2, HIDDEN), Lanes())
+    behind = SegmentedMicrobatch(marked(layer, meta, "B", events), randn(5, 2, HIDDEN), Streams())
+    ahead = SegmentedMicrobatch(marked(layer, meta, "F", events), randn(5, 2, HIDDEN), Streams())
     behind.forward()
     behind.begin_backward(torch.ones_like(behind.output()))
     events.clear()
