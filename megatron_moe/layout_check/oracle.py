@@ -32,7 +32,7 @@ from megatron_moe.moe.router import Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import split_places
-from megatron_moe.parallel.rng import Key
+from megatron_moe.parallel.rng import Key, RNGKey
 from megatron_moe.train.trainer import Trainer
 
 
@@ -81,7 +81,7 @@ def _counting_ahead(dp: int) -> Callable[..., list[MicroBatch]]:
         prepared = Trainer._prepare(trainer, batches, iteration)
         with torch.no_grad():
             for batch in prepared:
-                trainer.model(replace(batch, meta=replace(batch.meta, metrics=MetricAccumulator())))
+                trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))
         for router in trainer.routers:
             _count_together(router._counts_ahead, dp)
         return prepared
@@ -89,13 +89,13 @@ def _counting_ahead(dp: int) -> Callable[..., list[MicroBatch]]:
     return prepare
 
 
-def _count_together(counts_ahead: dict[Key | None, Tensor], dp: int) -> None:
+def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
     """Turns running sums over microbatches, in order, into running sums over groups of `dp` microbatches: the layout's
     data-parallel ranks route one microbatch each at the same time. Keys differ in the microbatch and the MTP depth."""
 
-    def group_of(key: Key | None) -> tuple[int, Key]:
-        assert key is not None and isinstance(key[2], int), f"{key} is no key of a microbatch"
-        return key[2] // dp, key[3:]
+    def group_of(key: RNGKey | None) -> tuple[int, Key]:
+        assert key is not None, "a microbatch without a key"
+        return key.microbatch // dp, key.scope
 
     of_groups: dict[tuple[int, Key], Tensor] = {}
     before: Tensor | int = 0

@@ -17,7 +17,7 @@ from megatron_moe import build
 from megatron_moe.config.emulation import RoutedLoad
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.data.batch import MicroBatch, TokenMeta, split_sequence
+from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
@@ -169,7 +169,9 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
         positions_BS=positions_BS, segments_BS=segments_BS, max_seqlen=length if segments_BS is not None else None
     )
     mask_BS = torch.ones(size, length, device=device, dtype=wide)
-    return MicroBatch(tokens_BS=tokens_BS, labels_BS=tokens_BS.clone(), loss_mask_BS=mask_BS, meta=meta)
+    return MicroBatch(
+        tokens_BS=tokens_BS, labels_BS=tokens_BS.clone(), loss_mask_BS=mask_BS, context=MicrobatchContext(tokens=meta)
+    )
 
 
 def with_assumed_choices(kernels: KernelSet, context: ParallelContext) -> KernelSet:

@@ -14,7 +14,7 @@ from megatron_moe.config.moe import (
     CapacityConfig,
     RouterConfig,
 )
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens
 from megatron_moe.kernels.reference_routing import squared_logsumexp, valid_ids, valid_or_zero
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -38,7 +38,7 @@ from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.rng import Key
+from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
 
 
@@ -89,51 +89,48 @@ class Router(nn.Module):
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
-        self._counts_ahead: dict[Key | None, Tensor] = {}
+        self._counts_ahead: dict[RNGKey | None, Tensor] = {}
         """By microbatch the counts of the global loss that a first forward took and that its second one will take."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
         self.register_buffer(name, value, persistent=saved)
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
         """hidden [S, B, H] -> where its T = S * B tokens go, t = s * B + b.
 
         `given_ids_TK` replays a choice (`Routing.chosen_TK` of the first time) with today's weights. Losses are made in
         training alone: they enter the gradient and are counted where gradients are enabled, and are reported where
         there is a tally. A forward that is computed twice has a tally first and gradients then, so each happens once.
         """
-        recording = meta.training and (torch.is_grad_enabled() or meta.metrics is not None)
-        valid_T = None if meta.valid_BS is None else my_positions(meta.valid_BS, self.ctx).t().reshape(-1)
-        logits_TE = self._logits(hidden_SBH, meta)
+        recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
+        valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
+        logits_TE = self._logits(hidden_SBH, mb)
         tokens = BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp"))
         if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice has no ids per token to replay"
             routed, routing = None, self._choose_tokens(logits_TE, valid_T)
         else:
-            routed = self._choose_experts(logits_TE, tokens, given_ids_TK, recording=recording, balance=meta.training)
+            routed = self._choose_experts(logits_TE, tokens, given_ids_TK, recording=recording, balance=mb.training)
             routing = self._routing(routed)
         if not recording:
             return routing
-        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, meta), meta)
+        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, mb), mb)
         if torch.is_grad_enabled():
             self._count(routing, logits_TE, valid_T)
-        if meta.metrics is not None:
-            self._record(meta.metrics, routing, valid_T)
+        if mb.metrics is not None:
+            self._record(mb.metrics, routing, valid_T)
         return routing
 
-    def _logits(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-        config, key = self.config, meta.random_key
-        if config.input_jitter_eps and meta.training and key is not None:
-            hidden_SBH = jitter(
-                hidden_SBH, config.input_jitter_eps, (*key, "router jitter", self.layer), sequence_part(self.ctx)
-            )
+    def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
+        config = self.config
+        if config.input_jitter_eps and (key := mb.key("router jitter", self.layer)) is not None:
+            hidden_SBH = jitter(hidden_SBH, config.input_jitter_eps, key, sequence_part(self.ctx))
         dtype = self._logits_dtype(hidden_SBH.dtype)
         logits_TE = gate_product(self.kernels, hidden_SBH, self.weight, self.bias, dtype)
         if config.force_balancing or config.force_biased is not None:
-            drawn = (
-                self.draw(len(logits_TE), hidden_SBH.dtype, meta) if meta.forced is None else meta.forced[self.layer]
-            )
+            forced = mb.forced_logits
+            drawn = self.draw(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
             logits_TE = force_logits(logits_TE, drawn)
         return logits_TE
 
@@ -143,13 +140,14 @@ class Router(nn.Module):
             return dtype
         return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
-    def draw(self, num_tokens: int, dtype: torch.dtype, meta: TokenMeta) -> Tensor:
+    def draw(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor:
         """The logits [T, E] that benchmarks force on hidden states of `dtype`. Noise differs between tokens,
         microbatches and layers. The uneven part is common to all ranks: new in every step, or one for the whole run
         when the given standard deviation is negative."""
-        key, std = meta.random_key or (self.ctx.seed,), self.config.force_biased
+        std, rng = self.config.force_biased, mb.rng
+        key = (self.ctx.seed,) if rng is None else rng.site()
         fixed = std is not None and std < 0
-        bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
+        bias_key = (self.ctx.seed,) if rng is None or fixed else (rng.seed, rng.iteration)
         return draw_logits(
             (num_tokens, self.config.num_experts),
             self._logits_dtype(dtype),
@@ -224,7 +222,7 @@ class Router(nn.Module):
         )
 
     def _losses(
-        self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, meta: TokenMeta
+        self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, mb: MicrobatchContext
     ) -> list[tuple[str, Tensor, float]]:
         """(name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None where experts
         choose."""
@@ -236,40 +234,40 @@ class Router(nn.Module):
         if routed is not None and routed.balance is not None:
             sums = BalancingLosses(routed.balance, self.config.topk, tokens)
             kinds = self._balancing_losses
-            made += [(name, self._balancing_loss(kind, sums, meta), coeff) for kind, name, coeff in kinds]
+            made += [(name, self._balancing_loss(kind, sums, mb), coeff) for kind, name, coeff in kinds]
         return made
 
-    def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], meta: TokenMeta) -> Routing:
+    def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], mb: MicrobatchContext) -> Routing:
         """Reports the losses, and lets them into the gradient of the weights."""
         if not made:
             return routing
         names, losses, coeffs = zip(*made, strict=True)
         for name, loss in zip(names, losses, strict=True):
-            self._report(name, loss, meta)
+            self._report(name, loss, mb)
         carrier = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
         assert carrier is not None
-        carrier = attach_losses(carrier, losses, coeffs, meta.aux_scale)
+        carrier = attach_losses(carrier, losses, coeffs, mb.aux_loss_scale)
         return replace(routing, probs_TE=carrier) if routing.probs_TK is None else replace(routing, probs_TK=carrier)
 
-    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses, meta: TokenMeta) -> Tensor:
+    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses, mb: MicrobatchContext) -> Tensor:
         if kind == "seq_aux_loss":
             return losses.over_sequences()
         if kind == "aux_loss":
             return losses.over_microbatch()
-        counts_E = self._counts_ahead.pop(meta.random_key, None)
+        counts_E = self._counts_ahead.pop(mb.rng, None)
         if counts_E is None:
             counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():
                 # by the second forward other microbatches or depths have counted, in another order
-                self._counts_ahead[meta.random_key] = counts_E
+                self._counts_ahead[mb.rng] = counts_E
         return losses.with_shares_of(counts_E)
 
-    def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
+    def _report(self, name: str, loss: Tensor, mb: MicrobatchContext) -> None:
         """Each rank has its part of a loss; the mean over ranks, which the tally takes, has to be their sum."""
-        if meta.metrics is not None:
+        if mb.metrics is not None:
             size = self.ctx.group("tp_cp").size
-            meta.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
+            mb.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Remembers what the update at the end of the global batch needs."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.faults import FaultConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.parallel.parameter import named_parameters
 
 _PAUSE_SECONDS = 0.2
@@ -117,8 +117,8 @@ def _pause(module: nn.Module, inputs: object) -> None:
 
 def _iteration_of(inputs: Sequence[object]) -> object:
     """Of the microbatch that a layer was given."""
-    keys = [meta.random_key for meta in inputs if isinstance(meta, TokenMeta)]
-    return keys[0][1] if keys and keys[0] else None
+    keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]
+    return keys[0].iteration if keys and keys[0] else None
 
 
 def _end(kind: str) -> None:

@@ -92,15 +92,15 @@ class RankStage:
         return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
-        """The microbatch, with the memory of its recordings if it has one."""
+        """The microbatch, with its CUDA graphs if it has any."""
         batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
         if self._gradients is None or graph_instances is None:
             return batch
-        flight = graph_instances.take(microbatch, chunk)
-        if flight is None:
+        graph_instance = graph_instances.take(microbatch, chunk)
+        if graph_instance is None:
             return batch
         batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
-        return replace(batch, meta=replace(batch.meta, flight=flight))
+        return replace(batch, context=replace(batch.context, graph_instance=graph_instance))
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
         """See `Stage`."""
@@ -120,7 +120,7 @@ class RankStage:
         if config.sequence_parallel:
             length //= config.tp
         stages_before = self._pipeline.layout.stages[:stage]
-        if batch.meta.training and model.config.mtp and any(before.num_mtp for before in stages_before):
+        if batch.context.training and model.config.mtp and any(before.num_mtp for before in stages_before):
             length *= 1 + model.config.mtp.num_layers
         return length, batch_size, model.config.hidden_size
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
@@ -32,8 +32,8 @@ from tests.helpers.tiny_models import (
     HIDDEN,
     UNIT_GAIN,
     layer_config,
+    make_mb,
     randn,
-    token_meta,
 )
 from tests.helpers.tolerances import EXACT
 
@@ -144,7 +144,7 @@ class Mark(torch.autograd.Function):
         return grad, None
 
 
-def marked(layer: TransformerLayer, meta: TokenMeta, name: str, events: list[str]) -> list[Step]:
+def marked(layer: TransformerLayer, mb: MicrobatchContext, name: str, events: list[str]) -> list[Step]:
     """The layer's steps. Those of attention and experts tell when they run, forward and backward."""
 
     def told(step: Step) -> Step:
@@ -160,7 +160,7 @@ def marked(layer: TransformerLayer, meta: TokenMeta, name: str, events: list[str
 
         return replace(step, run=run)
 
-    steps = schedule_steps([BoundNodes(layer.nodes, meta, 0)])
+    steps = schedule_steps([BoundNodes(layer.nodes, mb, 0)])
     *between, last = [told(step) if step.node in ("attention", "experts") else step for step in steps]
     return [Step("embedding", None, lambda x: LayerState(hidden_SBH=x)), *between, tensor_out(last)]
 
@@ -176,9 +176,9 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
     config = layer_config(feed_forward=tiny.moe(dispatcher="alltoall"))
     layer = TransformerLayer(config, 0, "decoder.layers.0", context, reference.bundle())
     init_parameters(layer, 5, UNIT_GAIN)
-    meta = Rotations([config.mixer], context).attach(token_meta(2, 5))
-    behind = SegmentedMicrobatch(marked(layer, meta, "B", events), randn(5, 2, HIDDEN), Streams())
-    ahead = SegmentedMicrobatch(marked(layer, meta, "F", events), randn(5, 2, HIDDEN), Streams())
+    mb = Rotations([config.mixer], context).attach(make_mb(2, 5))
+    behind = SegmentedMicrobatch(marked(layer, mb, "B", events), randn(5, 2, HIDDEN), Streams())
+    ahead = SegmentedMicrobatch(marked(layer, mb, "F", events), randn(5, 2, HIDDEN), Streams())
     behind.forward()
     behind.begin_backward(torch.ones_like(behind.output()))
     events.clear()
