@@ -126,7 +126,7 @@ def build_model(
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
         )
-        if initial and context.assumed_load is None:  # without peers values have no meaning
+        if initial:
             init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
@@ -146,9 +146,18 @@ def build_saved_tensor_policy(
 
 
 def build_trainer(
-    plan: RunPlan, context: ParallelContext, model: GPT, kernels: KernelSet, timers: Timers | None = None
+    plan: RunPlan,
+    context: ParallelContext,
+    model: GPT,
+    kernels: KernelSet,
+    timers: Timers | None = None,
+    *,
+    has_peers: bool = True,
 ) -> Trainer:
-    """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
+    """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers.
+
+    `has_peers`: False for one rank of a world without the others, whose counts cannot be compared.
+    """
     parallel = plan.data_parallel
     with room_asked_for(plan, context, 0):
         buffers = GradBuffers(
@@ -162,7 +171,7 @@ def build_trainer(
         )
         optimizer = Optimizer(buffers, plan.precision)
     experts = count_expert_elements(plan.model)
-    if context.assumed_load is None:
+    if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
     if plan.optimizer.in_forward:
         optimizer.step_in_forward(model)

@@ -16,7 +16,7 @@ from megatron_moe.config.moe import (
 )
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens
-from megatron_moe.kernels.reference_routing import squared_logsumexp, valid_ids, valid_or_zero
+from megatron_moe.kernels.reference_routing import squared_logsumexp
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import router_metrics
 from megatron_moe.moe.balancing import (
@@ -25,15 +25,8 @@ from megatron_moe.moe.balancing import (
     BatchTokens,
     attach_losses,
 )
-from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from megatron_moe.moe.gate import draw_logits, force_logits, gate_product, jitter
-from megatron_moe.moe.routing_methods import (
-    expert_choice,
-    quantile_choice,
-    quantile_thresholds,
-    sinkhorn_choice,
-    whole_microbatch,
-)
+from megatron_moe.moe.routing_methods import ExpertSelection, quantile_thresholds, whole_microbatch
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
@@ -69,6 +62,8 @@ class Router(nn.Module):
         self.layer = layer
         self.ctx = ctx
         self.kernels = kernels
+        self.selection = ExpertSelection(config, capacity, kernels)
+        """May be replaced by one that selects and limits parts of the tokens separately."""
         num_experts = config.num_experts
         # Under sequence parallelism every rank routes its own tokens.
         partial = ctx.config.sequence_parallel
@@ -89,8 +84,8 @@ class Router(nn.Module):
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
-        self._counts_ahead: dict[RNGKey | None, Tensor] = {}
-        """By microbatch the counts of the global loss that a first forward took and that its second one will take."""
+        self.counts_ahead: dict[RNGKey | None, Tensor] = {}
+        """By microbatch: counts of the global loss from a forward without gradients, for the one that repeats it."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
@@ -109,9 +104,20 @@ class Router(nn.Module):
         tokens = BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp"))
         if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice has no ids per token to replay"
-            routed, routing = None, self._choose_tokens(logits_TE, valid_T)
+            routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
         else:
-            routed = self._choose_experts(logits_TE, tokens, given_ids_TK, recording=recording, balance=mb.training)
+            # token t belongs to sequence t % B
+            sets = tokens.batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
+            routed = self.selection.by_token(
+                logits_TE,
+                tokens,
+                given_ids_TK,
+                self.expert_bias,
+                self.quantile_thresholds,
+                balance=mb.training,
+                balance_sets=sets if recording and self._balancing_losses else 0,
+                z=recording and bool(self.config.z_loss_coeff),
+            )
             routing = self._routing(routed)
         if not recording:
             return routing
@@ -158,67 +164,15 @@ class Router(nn.Module):
             sequence_part(self.ctx),
         )
 
-    def _choose_experts(
-        self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *, recording: bool, balance: bool
-    ) -> RoutedTokens:
-        """Every token takes experts: `spec.topk` of them. `recording`: with the sums that losses are made of."""
-        config, valid_T = self.config, tokens.valid_T
-        z = recording and bool(config.z_loss_coeff)
-        if "sinkhorn" in config.balancing:
-            ids_TK, probs_TK = sinkhorn_choice(logits_TE, config.topk, valid_T, given_ids_TK, balance=balance)
-            ids_TK, probs_TK = valid_ids(ids_TK, valid_T), valid_or_zero(probs_TK, valid_T)
-            counts_E = self.kernels.count_tokens(ids_TK, config.num_experts)
-            return RoutedTokens(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
-        if given_ids_TK is None and self.quantile_thresholds is not None:
-            given_ids_TK = quantile_choice(logits_TE, self.quantile_thresholds, config.topk)
-        # token t belongs to sequence t % B
-        sets = tokens.batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
-        return self.kernels.route(
-            logits_TE,
-            self.expert_bias,
-            config,
-            given_ids_TK=given_ids_TK,
-            valid_T=valid_T,
-            balance_sets=sets if recording and self._balancing_losses else 0,
-            z=z,
-        )
-
     def _routing(self, routed: RoutedTokens) -> Routing:
-        routing = Routing(
-            num_experts=self.config.num_experts,
-            ids_TK=routed.ids_TK,
-            probs_TK=routed.probs_TK,
-            counts_E=routed.counts_E,
-            chosen_TK=routed.ids_TK,
-        )
-        return routing if self.capacity is None else self._limit(routing, self.capacity)
-
-    def _limit(self, routing: Routing, config: CapacityConfig) -> Routing:
-        """Drops what is beyond the experts' capacity."""
-        ids_TK, probs_TK = routing.ids_TK, routing.probs_TK
-        assert ids_TK is not None and probs_TK is not None
-        capacity = expert_capacity(len(ids_TK), self.config.topk, self.config.num_experts, config.factor)
-        stays_TK = within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, config.policy)
-        return replace(
-            routing,
-            ids_TK=ids_TK.masked_fill(~stays_TK, -1),
-            probs_TK=torch.where(stays_TK, probs_TK, 0),
-            counts_E=routing.counts_E.clamp(max=capacity),
-            capacity=capacity if config.pad else None,
-        )
-
-    def _choose_tokens(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """Every expert takes tokens: as many as its capacity."""
-        config = self.config
-        factor = 1.0 if self.capacity is None else self.capacity.factor
-        capacity = expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
-        map_TE, probs_TE = expert_choice(logits_TE, config, capacity, valid_T)
-        return Routing(
-            num_experts=config.num_experts,
-            map_TE=map_TE,
-            probs_TE=probs_TE,
-            counts_E=map_TE.sum(dim=0),
-            capacity=capacity,
+        return self.selection.limit(
+            Routing(
+                num_experts=self.config.num_experts,
+                ids_TK=routed.ids_TK,
+                probs_TK=routed.probs_TK,
+                counts_E=routed.counts_E,
+                chosen_TK=routed.ids_TK,
+            )
         )
 
     def _losses(
@@ -254,13 +208,13 @@ class Router(nn.Module):
             return losses.over_sequences()
         if kind == "aux_loss":
             return losses.over_microbatch()
-        counts_E = self._counts_ahead.pop(mb.rng, None)
+        counts_E = self.counts_ahead.pop(mb.rng, None)
         if counts_E is None:
             counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():
                 # by the second forward other microbatches or depths have counted, in another order
-                self._counts_ahead[mb.rng] = counts_E
+                self.counts_ahead[mb.rng] = counts_E
         return losses.with_shares_of(counts_E)
 
     def _report(self, name: str, loss: Tensor, mb: MicrobatchContext) -> None:
@@ -324,7 +278,7 @@ class Router(nn.Module):
             self.threshold_count.zero_()
         if "global_aux_loss" in self.config.balancing:
             self.global_counts.zero_()
-            self._counts_ahead.clear()
+            self.counts_ahead.clear()
 
     def _set(self, state: Tensor, value: Tensor, proceed: Tensor | None) -> None:
         state.copy_(value if proceed is None else torch.where(proceed, value.to(state.dtype), state))

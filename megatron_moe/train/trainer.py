@@ -194,7 +194,7 @@ class Trainer:
         """
         self.model.train()
         self.buffers.begin_step(len(batches), early=losses is None)
-        prepared = self._prepare(batches, iteration)
+        prepared = self.prepare(batches, iteration)
         if self.full_iteration is None or losses is not None:
             local = self._run(prepared, losses)
         else:
@@ -288,7 +288,7 @@ class Trainer:
         assert batch.context.rng is not None, "a microbatch that was not prepared"
         return batch.context.rng.microbatch // self.context.group("dp").size
 
-    def _prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
+    def prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
         """Sets scales, RNG keys and metrics in the context of every microbatch."""
         group, cp = self.context.group("dp"), self.context.group("cp")
         # Ranks with other parts of the sequence draw other numbers.
