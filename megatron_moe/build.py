@@ -31,7 +31,6 @@ from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
 from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.memory.transfers import transfers_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.distributed_optimizer import Optimizer
@@ -40,6 +39,7 @@ from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.optim.ownership import check_coverage
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
@@ -107,10 +107,17 @@ def build_kernels(plan: RunPlan, context: ParallelContext) -> KernelSet:
     return select_kernels(plan.kernels, context.device, context.dtype)
 
 
-def build_model(plan: RunPlan, context: ParallelContext, kernels: KernelSet, *, initial: bool = True) -> GPT:
+def build_model(
+    plan: RunPlan,
+    context: ParallelContext,
+    kernels: KernelSet,
+    *,
+    initial: bool = True,
+    host_copies: HostCopies | None = None,
+) -> GPT:
     """This rank's part of the model with its initial weights, which do not depend on the layout; without them if
-    `initial` is False."""
-    saved_tensors = build_saved_tensor_policy(plan, context, kernels)
+    `initial` is False. `host_copies`: of offloaded activations; None: those of the device."""
+    saved_tensors = build_saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
     with room_asked_for(plan, context, 0):
         model = GPT(
             plan.model,
@@ -119,17 +126,19 @@ def build_model(plan: RunPlan, context: ParallelContext, kernels: KernelSet, *, 
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
         )
-        if initial and context.assumed_load is None:  # without peers values have no meaning
+        if initial:
             init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
 
-def build_saved_tensor_policy(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> SavedTensorPolicy:
+def build_saved_tensor_policy(
+    plan: RunPlan, context: ParallelContext, kernels: KernelSet, host_copies: HostCopies
+) -> SavedTensorPolicy:
     """What waits for the backward in another form, or elsewhere."""
     config, offload = plan.memory.offload, None
     if config.modules:
         stay = config.stay_bytes_per_stage * context.group("pp").rank
-        offload = ActivationOffload(config, transfers_of(context.device), stay_bytes=stay)
+        offload = ActivationOffload(config, host_copies, stay_bytes=stay)
     stash = None
     if plan.memory.stash is not None:
         stash = PagedStash(plan.memory.stash, pages_of_rank(plan, context.group("pp").rank), kernels)
@@ -137,9 +146,18 @@ def build_saved_tensor_policy(plan: RunPlan, context: ParallelContext, kernels: 
 
 
 def build_trainer(
-    plan: RunPlan, context: ParallelContext, model: GPT, kernels: KernelSet, timers: Timers | None = None
+    plan: RunPlan,
+    context: ParallelContext,
+    model: GPT,
+    kernels: KernelSet,
+    timers: Timers | None = None,
+    *,
+    has_peers: bool = True,
 ) -> Trainer:
-    """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
+    """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers.
+
+    `has_peers`: False for one rank of a world without the others, whose counts cannot be compared.
+    """
     parallel = plan.data_parallel
     with room_asked_for(plan, context, 0):
         buffers = GradBuffers(
@@ -153,7 +171,7 @@ def build_trainer(
         )
         optimizer = Optimizer(buffers, plan.precision)
     experts = count_expert_elements(plan.model)
-    if context.assumed_load is None:
+    if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
     if plan.optimizer.in_forward:
         optimizer.step_in_forward(model)

@@ -46,7 +46,7 @@ from megatron_moe.config.exit_codes import (  # noqa: E402
 )
 from megatron_moe.config.run import KernelConfig, RunPlan  # noqa: E402
 from megatron_moe.cost_model.parameters import count_parameters  # noqa: E402
-from megatron_moe.data.batch import TokenMeta  # noqa: E402
+from megatron_moe.data.batch import MicrobatchContext, TokenMeta  # noqa: E402
 from megatron_moe.data.tokenizer import local_copy, vocab_size_of  # noqa: E402
 from megatron_moe.kernels.reference import bundle  # noqa: E402
 from megatron_moe.model.gpt import GPT  # noqa: E402
@@ -223,8 +223,8 @@ def compared_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
     precision = replace(outcome.plan.precision, params="fp32")
     wide = replace(outcome.plan, precision=precision, device="cpu", kernels=KernelConfig())
     model = load_model(candidate, wide)
-    meta = TokenMeta(positions_BS=torch.arange(num_positions)[None], training=False)
-    ours_SV = model.logits(tokens_BS, meta)[:, 0, :vocab]
+    mb = MicrobatchContext(tokens=TokenMeta(positions_BS=torch.arange(num_positions)[None]), training=False)
+    ours_SV = model.logits(tokens_BS, mb)[:, 0, :vocab]
     return _difference(ours_SV, theirs_SV)
 
 

@@ -36,7 +36,7 @@ from megatron_moe.config.exit_codes import (
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.data.tokenizer import load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel import rng
@@ -104,8 +104,10 @@ def continue_text(
     ids = list(prompt)
     for step in range(num_new):
         window = torch.tensor([ids[-model.config.max_positions :]], device=device)
-        meta = TokenMeta(positions_BS=torch.arange(window.shape[1], device=device)[None], training=False)
-        logits_V = model.logits(window, meta)[-1, 0, :vocab_size].double().cpu()
+        mb = MicrobatchContext(
+            tokens=TokenMeta(positions_BS=torch.arange(window.shape[1], device=device)[None]), training=False
+        )
+        logits_V = model.logits(window, mb)[-1, 0, :vocab_size].double().cpu()
         chosen = pick(logits_V, temperature, top_k, (seed, "generate", step))
         if chosen == end:
             break

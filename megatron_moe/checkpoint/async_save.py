@@ -74,7 +74,7 @@ class _HandedTo:
         return True
 
 
-class HostCopies:
+class HostSnapshot:
     """Host memory for a copy of what this rank saves. It is made for the first save and used again by all others; a
     copy is good until the next one is taken. For tensors on a GPU it is page-locked, so that they come at the speed of
     the bus."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron_moe.checkpoint.async_save import (
-    HostCopies,
+    HostSnapshot,
     at_once,
     started,
 )
@@ -203,7 +203,7 @@ class CheckpointSaver:
         self._stop_after = stop_after
         self._failures = 0
         self._job: _Job | None = None
-        self._copies = HostCopies()
+        self._copies = HostSnapshot()
         self._lock: RunLock | None = None
         first_rank_does(partial(self._open, fresh, expected_bytes), context)
 

@@ -1,6 +1,7 @@
 """What the whole model is: narrow frozen specs, no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_moe.config.attention import (
@@ -71,3 +72,14 @@ class ModelConfig:
     embedding_dropout: float = 0.0
     mtp: MTPConfig | None = None
     init: InitConfig = InitConfig()
+
+
+def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) -> ModelConfig:
+    """The model with the config of every MoE layer changed."""
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        if not isinstance(layer.feed_forward, MoEConfig):
+            return layer
+        return replace(layer, feed_forward=change(layer.feed_forward))
+
+    return replace(config, layers=tuple(map(changed, config.layers)))

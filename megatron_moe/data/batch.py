@@ -1,4 +1,4 @@
-"""One microbatch: tokens, labels, and what travels with the activations."""
+"""Microbatches: token ids, labels and loss weights, and the context in which the model runs them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,12 +19,12 @@ from megatron_moe.parallel.context_parallel import (
     fewest_ranks,
     split_places,
 )
-from megatron_moe.parallel.rng import Key
+from megatron_moe.parallel.rng import Key, RNGKey
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMeta:
-    """What the layers must know about the tokens besides their activations. The model never asks a global for these."""
+    """Positions, documents and padding of the tokens of one microbatch."""
 
     positions_BS: Tensor
     """int64 position of every token in its document (or in its sequence)."""
@@ -41,32 +41,48 @@ class TokenMeta:
     """int32 [documents + 1] boundaries of packed sequences, B = 1."""
     max_seqlen: int | None = None
     """Longest document in whose bounds attention stays, known to the host; None: nothing bounds it."""
-    aux_scale: Tensor | float = 1.0
-    """Weight of this microbatch's balancing losses in the gradient: context-parallel ranks / microbatches, or under
-    `--calculate-per-token-loss` the routed tokens of the whole microbatch."""
-    random_key: Key | None = None
-    """(seed, iteration, place of the microbatch in the global batch): key of dropout and jitter; a site appends its own
-    name. None: evaluation."""
-    metrics: MetricAccumulator | None = None
-    """Where metrics are recorded; None: nowhere (evaluation, a recomputed forward)."""
-    training: bool = True
-    rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
-    """cos_SBD and sin_SBD of every kind of rotation in the model, made from the positions once per microbatch. Set by
-    the model before its layers run; others leave it None."""
-    forced: Mapping[int, Tensor] | None = None
-    """[T, E] by layer: logits that benchmarks force on routers, drawn beforehand. None: routers draw them."""
-    flight: Any = None
-    """Memory of this microbatch for parts of the model that are recorded and replayed
-    (`memory.cuda_graphs.layer_graphs.Flight`); None:
-    everything is computed."""
 
     def take(self, x_BS: Tensor) -> Tensor:
         """What this rank holds of a tensor over the whole sequence."""
         return x_BS if self.part is None else self.part.take(x_BS)
 
-    def key(self, site: str) -> Key | None:
-        """The key of the random draws of one site; None in evaluation."""
-        return None if self.random_key is None or not self.training else (*self.random_key, site)
+
+class GraphRunner(Protocol):
+    """CUDA graphs of one microbatch in flight (`memory.cuda_graphs.layer_graphs.GraphInstance`)."""
+
+    def run(self, part: Any, state: Any, mb: "MicrobatchContext") -> Any:
+        """Replays a captured module on a layer state."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchContext:
+    """What the modules of the model receive with the activations of one microbatch.
+
+    The data loader sets `tokens`, the training step the fields about the step, the model `rotary`.
+    """
+
+    tokens: TokenMeta
+    rng: RNGKey | None = None
+    """Start of the keys of dropout and jitter. None: evaluation."""
+    training: bool = True
+    aux_loss_scale: Tensor | float = 1.0
+    """Weight of this microbatch's balancing losses in the gradient: context-parallel ranks / microbatches, or under
+    `--calculate-per-token-loss` the routed tokens of the whole microbatch."""
+    metrics: MetricAccumulator | None = None
+    """None: nothing is recorded (evaluation, recomputed forward)."""
+    rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
+    """cos_SBD and sin_SBD of every kind of rotation in the model, computed from the positions once per microbatch.
+    None: before the model has set them."""
+    forced_logits: Mapping[int, Tensor] | None = None
+    """[T, E] by layer: router logits of `--moe-router-force-load-balancing` and `-biased`, drawn in advance. None:
+    routers draw them."""
+    graph_instance: GraphRunner | None = None
+    """CUDA graphs that this microbatch replays. None: every node is computed."""
+
+    def key(self, *site: int | str) -> Key | None:
+        """Key of the random draws of one site; None in evaluation."""
+        return None if self.rng is None or not self.training else self.rng.site(*site)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +95,7 @@ class MicroBatch:
     """int64, the next token"""
     loss_mask_BS: Tensor
     """Weight of every position in the loss, in promote(fp32, params dtype)."""
-    meta: TokenMeta
+    context: MicrobatchContext
     whole: "MicroBatch | None" = None
     """The microbatch of which this is a context-parallel rank's part: what looks ahead or counts all tokens needs it.
     None: this is the whole."""
@@ -133,11 +149,13 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, lo
         tokens_BS=torch.from_numpy(np.ascontiguousarray(tokens)),
         labels_BS=torch.from_numpy(np.ascontiguousarray(text[:, 1:])),
         loss_mask_BS=torch.from_numpy(loss_mask).to(loss_dtype),
-        meta=TokenMeta(
-            positions_BS=torch.from_numpy(_positions(starts, masks.reset_position_ids)),
-            segments_BS=torch.from_numpy(np.cumsum(starts, axis=1)) if masks.reset_attention_mask else None,
-            max_seqlen=_longest(starts) if masks.reset_attention_mask else None,
-            valid_BS=torch.from_numpy(~input_padding) if input_padding.any() else None,
+        context=MicrobatchContext(
+            tokens=TokenMeta(
+                positions_BS=torch.from_numpy(_positions(starts, masks.reset_position_ids)),
+                segments_BS=torch.from_numpy(np.cumsum(starts, axis=1)) if masks.reset_attention_mask else None,
+                max_seqlen=_longest(starts) if masks.reset_attention_mask else None,
+                valid_BS=torch.from_numpy(~input_padding) if input_padding.any() else None,
+            )
         ),
     )
 
@@ -155,12 +173,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         }
         return replace(tensors, **changes)
 
-    return replace(moved(batch), meta=moved(batch.meta))
+    return replace(moved(batch), context=replace(batch.context, tokens=moved(batch.context.tokens)))
 
 
 def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
     """This context-parallel rank's part of a microbatch of which every rank of the group has the whole."""
-    cp, meta = context.group("cp"), batch.meta
+    cp, meta = context.group("cp"), batch.context.tokens
     if cp.size == 1:
         return batch
     part = _part(batch, context)
@@ -168,13 +186,16 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
         tokens_BS=part.take(batch.tokens_BS),
         labels_BS=part.take(batch.labels_BS),
         loss_mask_BS=part.take(batch.loss_mask_BS),
-        meta=replace(
-            meta,
-            positions_BS=part.take(meta.positions_BS),
-            segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
-            valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
-            part=part,
-            whole_segments_BS=None if meta.segments_BS is None else part.sequences(meta.segments_BS),
+        context=replace(
+            batch.context,
+            tokens=replace(
+                meta,
+                positions_BS=part.take(meta.positions_BS),
+                segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
+                valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
+                part=part,
+                whole_segments_BS=None if meta.segments_BS is None else part.sequences(meta.segments_BS),
+            ),
         ),
         whole=batch,
     )
@@ -184,7 +205,7 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
     """Tokens that are not padding, on the device if there is padding. `--calculate-per-token-loss` multiplies balancing
     losses by this number, as Megatron-Core's router does, and divides them by the tokens in the loss: where
     `--eod-mask-loss` masks tokens, balancing losses weigh more."""
-    valid_BS = batch.meta.valid_BS
+    valid_BS = batch.context.tokens.valid_BS
     return batch.tokens_BS.numel() if valid_BS is None else valid_BS.sum()
 
 
@@ -194,7 +215,7 @@ def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
     if config.max_seqlen_per_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
-    return fewest_ranks(batch.meta.max_seqlen or seq, config.max_seqlen_per_rank, num_sequences, config.cp)
+    return fewest_ranks(batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_rank, num_sequences, config.cp)
 
 
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:

@@ -6,17 +6,17 @@ counts the microbatches of all data-parallel ranks together: the oracle counts t
 that trains.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.memory import MemoryConfig
-from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import CapacityConfig, MoEConfig
+from megatron_moe.config.model import ModelConfig, with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -25,14 +25,15 @@ from megatron_moe.data.batch import MicroBatch, context_degree
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
-from megatron_moe.layout_check.record import RankRecord, record_run
+from megatron_moe.layout_check.record import BeforeStep, RankRecord, record_run
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.balancing import BatchTokens
 from megatron_moe.moe.router import Router
+from megatron_moe.moe.routing_methods import ExpertSelection
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import split_places
-from megatron_moe.parallel.rng import Key
+from megatron_moe.parallel.rng import Key, RNGKey
 from megatron_moe.train.trainer import Trainer
 
 
@@ -64,38 +65,32 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
     )
 
 
-def follow_layout(trainer: Trainer, plan: RunPlan) -> None:
-    """Gives the oracle's routers the partition of the tokens of the layout `plan`."""
+def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
+    """Makes the oracle's routers select and limit the tokens of every rank of the layout `plan` separately. Returns the
+    function to call before every step, if any."""
     _partition_tokens(trainer, plan)
     if plan.parallel.dp > 1 and any("global_aux_loss" in router.config.balancing for router in trainer.routers):
-        trainer._prepare = MethodType(_counting_ahead(plan.parallel.dp), trainer)  # type: ignore[method-assign]
+        return partial(_count_ahead, trainer, plan.parallel.dp)
+    return None
 
 
-def _counting_ahead(dp: int) -> Callable[..., list[MicroBatch]]:
-    """Returns a replacement of `Trainer._prepare` that also counts the choices of all microbatches of the step.
-
-    The step's forward then finds the counts of the global balancing loss where a recomputed forward does.
-    """
-
-    def prepare(trainer: Trainer, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
-        prepared = Trainer._prepare(trainer, batches, iteration)
-        with torch.no_grad():
-            for batch in prepared:
-                trainer.model(replace(batch, meta=replace(batch.meta, metrics=MetricAccumulator())))
-        for router in trainer.routers:
-            _count_together(router._counts_ahead, dp)
-        return prepared
-
-    return prepare
+def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], iteration: int) -> None:
+    """Counts the choices of all microbatches of a step. The step's forward finds the counts of the global balancing
+    loss in `Router.counts_ahead`, as a recomputed forward does."""
+    with torch.no_grad():
+        for batch in trainer.prepare(batches, iteration):
+            trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))
+    for router in trainer.routers:
+        _count_together(router.counts_ahead, dp)
 
 
-def _count_together(counts_ahead: dict[Key | None, Tensor], dp: int) -> None:
+def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
     """Turns running sums over microbatches, in order, into running sums over groups of `dp` microbatches: the layout's
     data-parallel ranks route one microbatch each at the same time. Keys differ in the microbatch and the MTP depth."""
 
-    def group_of(key: Key | None) -> tuple[int, Key]:
-        assert key is not None and isinstance(key[2], int), f"{key} is no key of a microbatch"
-        return key[2] // dp, key[3:]
+    def group_of(key: RNGKey | None) -> tuple[int, Key]:
+        assert key is not None, "a microbatch without a key"
+        return key.microbatch // dp, key.scope
 
     of_groups: dict[tuple[int, Key], Tensor] = {}
     before: Tensor | int = 0
@@ -115,10 +110,7 @@ def _partition_tokens(trainer: Trainer, plan: RunPlan) -> None:
     if plan.parallel.max_seqlen_per_rank is not None:
         trainer.model.register_forward_pre_hook(partition.look_at)
     for router in by_rank:
-        router._limit = MethodType(_limit_by_parts(partition), router)  # type: ignore[method-assign]
-        if _chooses_by_rank(router):
-            router._choose_experts = MethodType(_experts_by_parts(partition), router)  # type: ignore[method-assign]
-            router._choose_tokens = MethodType(_tokens_by_parts(partition), router)  # type: ignore[method-assign]
+        router.selection = _SelectionByRank(router, partition)
 
 
 def _chooses_by_rank(router: Router) -> bool:
@@ -153,64 +145,68 @@ def _position_parts(config: ParallelConfig, num_positions: int, degree: int) -> 
     return [part for share in held for part in share.chunk(config.tp if config.sequence_parallel else 1)]
 
 
-def _limit_by_parts(partition: _Partition) -> Callable[[Router, Routing, CapacityConfig], Routing]:
-    """A method that stands in for `Router._limit`: every part of the tokens has a capacity of its own."""
+class _SelectionByRank(ExpertSelection):
+    """Applies the selection and the capacity limit of a router to the tokens of every rank separately."""
 
-    def limit(router: Router, routing: Routing, config: CapacityConfig) -> Routing:
-        assert routing.ids_TK is not None and routing.probs_TK is not None
-        ids_TK, probs_TK, counts_E = routing.ids_TK.clone(), routing.probs_TK, torch.zeros_like(routing.counts_E)
-        for part in partition.parts:
-            limited = Router._limit(router, _rows_of(routing, part, router), config)
-            assert limited.ids_TK is not None and limited.probs_TK is not None
-            ids_TK[part] = limited.ids_TK
-            probs_TK = probs_TK.index_copy(0, part, limited.probs_TK)
-            counts_E = counts_E + limited.counts_E
-        # The rows that pad experts to their capacity hold nothing, so the oracle has none.
-        return replace(routing, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, capacity=None)
+    def __init__(self, router: Router, partition: _Partition) -> None:
+        super().__init__(router.config, router.capacity, router.kernels)
+        self._partition = partition
+        self._selects_by_rank = _chooses_by_rank(router)
 
-    return limit
-
-
-def _experts_by_parts(partition: _Partition) -> Callable[..., RoutedTokens]:
-    """A method that stands in for `Router._choose_experts`: every part of the tokens is balanced by itself."""
-
-    def choose(
-        router: Router, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, **asked: bool
+    def by_token(
+        self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *state: Tensor | None, **options: Any
     ) -> RoutedTokens:
+        """See `ExpertSelection`."""
+        if not self._selects_by_rank:
+            return super().by_token(logits_TE, tokens, given_ids_TK, *state, **options)
         chosen = []
-        for part in partition.parts:
+        for part in self._partition.parts:
             valid_T = None if tokens.valid_T is None else tokens.valid_T[part]
             of_part = BatchTokens(valid_T, len(part), tokens.batch_size, tokens.group)
             given = None if given_ids_TK is None else given_ids_TK[part]
-            chosen.append(Router._choose_experts(router, logits_TE[part], of_part, given, **asked))
+            chosen.append(super().by_token(logits_TE[part], of_part, given, *state, **options))
         z_sums = [each.z_sum for each in chosen if each.z_sum is not None]
         return RoutedTokens(
-            ids_TK=_whole([each.ids_TK for each in chosen], partition),
-            probs_TK=_whole([each.probs_TK for each in chosen], partition),
+            ids_TK=_whole([each.ids_TK for each in chosen], self._partition),
+            probs_TK=_whole([each.probs_TK for each in chosen], self._partition),
             counts_E=torch.stack([each.counts_E for each in chosen]).sum(dim=0),
             balance=None,
             z_sum=torch.stack(z_sums).sum() if z_sums else None,
         )
 
-    return choose
-
-
-def _tokens_by_parts(partition: _Partition) -> Callable[..., Routing]:
-    """A method that stands in for `Router._choose_tokens`: the experts choose among every part of the tokens."""
-
-    def choose(router: Router, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+    def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+        """See `ExpertSelection`."""
         chosen = [
-            Router._choose_tokens(router, logits_TE[part], None if valid_T is None else valid_T[part])
-            for part in partition.parts
+            super(_SelectionByRank, self).by_expert(logits_TE[part], None if valid_T is None else valid_T[part])
+            for part in self._partition.parts
         ]
         return Routing(
-            num_experts=router.config.num_experts,
-            map_TE=_whole([each.map_TE for each in chosen], partition),
-            probs_TE=_whole([each.probs_TE for each in chosen], partition),
+            num_experts=self.config.num_experts,
+            map_TE=_whole([each.map_TE for each in chosen], self._partition),
+            probs_TE=_whole([each.probs_TE for each in chosen], self._partition),
             counts_E=torch.stack([each.counts_E for each in chosen]).sum(dim=0),
         )
 
-    return choose
+    def limit(self, routing: Routing) -> Routing:
+        """See `ExpertSelection`."""
+        if self.capacity is None:
+            return routing
+        assert routing.ids_TK is not None and routing.probs_TK is not None
+        ids_TK, probs_TK, counts_E = routing.ids_TK.clone(), routing.probs_TK, torch.zeros_like(routing.counts_E)
+        for part in self._partition.parts:
+            limited = super().limit(self._rows_of(routing, part))
+            assert limited.ids_TK is not None and limited.probs_TK is not None
+            ids_TK[part] = limited.ids_TK
+            probs_TK = probs_TK.index_copy(0, part, limited.probs_TK)
+            counts_E = counts_E + limited.counts_E
+        # one rank has no rows that pad experts to their capacity
+        return replace(routing, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, capacity=None)
+
+    def _rows_of(self, routing: Routing, rows: Tensor) -> Routing:
+        assert routing.ids_TK is not None and routing.probs_TK is not None
+        ids_TK = routing.ids_TK[rows]
+        counts_E = self.kernels.count_tokens(ids_TK, routing.num_experts)
+        return replace(routing, ids_TK=ids_TK, probs_TK=routing.probs_TK[rows], counts_E=counts_E, chosen_TK=ids_TK)
 
 
 def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:
@@ -218,24 +214,6 @@ def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:
     return torch.cat([each for each in of_parts if each is not None])[torch.cat(partition.parts).argsort()]
 
 
-def _rows_of(routing: Routing, rows: Tensor, router: Router) -> Routing:
-    assert routing.ids_TK is not None and routing.probs_TK is not None
-    ids_TK = routing.ids_TK[rows]
-    counts_E = router.kernels.count_tokens(ids_TK, routing.num_experts)
-    return replace(routing, ids_TK=ids_TK, probs_TK=routing.probs_TK[rows], counts_E=counts_E, chosen_TK=ids_TK)
-
-
 def _local(config: ModelConfig) -> ModelConfig:
     """The same model with experts that are all here."""
     return with_experts(config, lambda moe: replace(moe, dispatcher="local", shared_overlap=False))
-
-
-def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) -> ModelConfig:
-    """The same model with every MoE layer's feed-forward changed."""
-
-    def changed(layer: LayerConfig) -> LayerConfig:
-        if not isinstance(layer.feed_forward, MoEConfig):
-            return layer
-        return replace(layer, feed_forward=change(layer.feed_forward))
-
-    return replace(config, layers=tuple(map(changed, config.layers)))

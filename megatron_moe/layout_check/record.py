@@ -3,7 +3,7 @@
 A record is plain host data, so that ranks may be threads or processes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_moe import build
 from megatron_moe.config.run import RunPlan
+from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.logs.metrics import Figure
@@ -28,6 +29,8 @@ STEADY_EPS = 1e-5
 
 MetricKey = tuple[str, int | None]
 """Metric name and layer."""
+BeforeStep = Callable[[Sequence[MicroBatch], int], None]
+"""Called with the microbatches of a step and its iteration."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +74,25 @@ def record_run(
     datasets: Datasets,
     *,
     num_steps: int,
-    prepare: Callable[[Trainer], None] | None = None,
+    prepare: Callable[[Trainer], BeforeStep | None] | None = None,
 ) -> RankRecord:
-    """Builds and trains the plan on this rank; `prepare` is called with the trainer before the first step."""
+    """Builds the plan's model and optimizer on this rank and trains them.
+
+    `prepare` receives the trainer before the first step and returns a function to call before every step.
+    """
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels)
     loader = build.build_train_loader(plan, context, datasets)
     assert loader is not None, "a record needs training steps"
-    if prepare is not None:
-        prepare(trainer)
+    before_step = None if prepare is None else prepare(trainer)
     record = RankRecord(context.rank, place_of(context))
     _count_tokens(trainer, record)
     state = TrainState()
     for step in range(num_steps):
-        outcome = trainer.step(loader.next_step(), state)
+        batches = loader.next_step()
+        if before_step is not None:
+            before_step(batches, state.iteration + 1)
+        outcome = trainer.step(batches, state)
         state.advance(outcome.num_samples, plan)
         record.losses.append(float(outcome.loss))
         record.norms.append({name: float(norm) for name, norm in outcome.norms.items()})

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 from megatron_moe import build
+from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.layout_check.fault_seeds import FaultSeed
-from megatron_moe.layout_check.oracle import record_oracle, with_experts
+from megatron_moe.layout_check.oracle import record_oracle
 from megatron_moe.layout_check.processes import Ranks
 from megatron_moe.layout_check.record import RankRecord
 from megatron_moe.layout_check.samples import random_datasets

@@ -8,7 +8,7 @@ groups a chunk of the model has is learnt from its first forward, of which all a
 Memory is what is moved: one storage once, whoever saves it and however it is viewed. Parameters stay.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -20,48 +20,83 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_moe.config.memory import ActivationOffloadConfig
 from megatron_moe.memory.output_discard import PackedTensor, storage_of
-from megatron_moe.memory.transfers import Mark, Transfers
+from megatron_moe.parallel.streams import Event, HostCopies
 
 At = tuple[int, int]
 """(microbatch, chunk)."""
 
 
+class BufferPool:
+    """Host buffers of offloaded tensors; a buffer is reused once the copy that reads it has finished."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        self.copies = copies
+        self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = defaultdict(list)
+        self.num_buffers = 0
+        """Host buffers allocated so far."""
+        self.bytes_to_host = 0
+        self.bytes_to_device = 0
+
+    def offload(self, flat: Tensor) -> tuple[Tensor, Event]:
+        """Starts a copy to the host: (buffer, event at its end). The caller may free `flat` at once."""
+        free = self._free[flat.numel(), flat.dtype]
+        buffer, read = free.pop() if free else (self._allocate(flat), None)
+        self.bytes_to_host += flat.nbytes
+        return buffer, self.copies.to_host(buffer, flat, read, free_source=True)
+
+    def reload(self, buffer: Tensor, written: Event, device: torch.device) -> tuple[Tensor, Event]:
+        """Starts a copy back: (tensor on the device, event at its end)."""
+        self.bytes_to_device += buffer.nbytes
+        flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=device)
+        # work queued before this point may still use the memory that was just allocated
+        allocated = self.copies.record()
+        return flat, self.copies.to_device(flat, buffer, allocated, written, free_into=True)
+
+    def give_back(self, buffer: Tensor, read: Event) -> None:
+        """The buffer may be overwritten after `read`."""
+        self._free[buffer.numel(), buffer.dtype].append((buffer, read))
+
+    def _allocate(self, flat: Tensor) -> Tensor:
+        self.num_buffers += 1
+        return self.copies.host_buffer(flat.numel(), flat.dtype, exact=False)
+
+
 class OffloadedTensor:
     """One storage of one group, on the device, on the host, or both. It lives as long as somebody has saved it."""
 
-    def __init__(self, tensor: Tensor, transfers: Transfers) -> None:
+    def __init__(self, tensor: Tensor, pool: BufferPool) -> None:
         number = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._flat: Tensor | None = tensor.detach().as_strided((number,), (1,), 0)
         self._device = tensor.device
-        self._transfers = transfers
+        self._pool = pool
         self._buffer: Tensor | None = None
-        self._mark: Mark = None
+        self._copied: Event = None
         self.nbytes = self._flat.nbytes
 
-    def send(self) -> Mark:
-        """To the host; nothing is left on the device."""
+    def send(self) -> Event:
+        """Starts the copy to the host and drops the device memory."""
         assert self._flat is not None, "sent twice"
-        self._buffer, self._mark = self._transfers.send(self._flat)
+        self._buffer, self._copied = self._pool.offload(self._flat)
         self._flat = None
-        return self._mark
+        return self._copied
 
     def fetch(self) -> None:
-        """Starts the way back, unless it is here or on the way."""
+        """Starts the copy to the device, unless it is there or already under way."""
         if self._flat is None:
             assert self._buffer is not None, "neither here nor on the host"
-            self._flat, self._mark = self._transfers.fetch(self._buffer, self._mark, self._device)
+            self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)
 
     def here(self) -> Tensor:
         """All elements, flat, for the computation."""
         self.fetch()
         assert self._flat is not None
         if self._buffer is not None:
-            self._transfers.wait(self._mark)
+            self._pool.copies.wait(self._copied)
         return self._flat
 
     def __del__(self) -> None:
         if self._buffer is not None:
-            self._transfers.give_back(self._buffer, self._mark)
+            self._pool.give_back(self._buffer, self._copied)
 
 
 @dataclass(eq=False)
@@ -124,10 +159,10 @@ class _Ticket:
 class ActivationOffload:
     """Which groups wait on the host, and when they come back. One object per rank."""
 
-    def __init__(self, config: ActivationOffloadConfig, transfers: Transfers, *, stay_bytes: int = 0) -> None:
+    def __init__(self, config: ActivationOffloadConfig, copies: HostCopies, *, stay_bytes: int = 0) -> None:
         """`stay_bytes`: of the last groups of every microbatch and chunk at least so many bytes stay."""
         self.config = config
-        self.transfers = transfers
+        self.pool = BufferPool(copies)
         self._stay_bytes = stay_bytes
         self._flights: dict[At, InFlightOffloads] = {}
         self._current = InFlightOffloads((0, 0))
@@ -135,7 +170,7 @@ class ActivationOffload:
         """By chunk: module and bytes of every group."""
         self._after: Mapping[At, At] = {}
         self._at_once: frozenset[At] = frozenset()
-        self._leaving: dict[str, deque[Mark]] = {}
+        self._leaving: dict[str, deque[Event]] = {}
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
         """What the rank is going to compute, in order: ("forward" or "backward", at)."""
@@ -179,7 +214,7 @@ class ActivationOffload:
         reference, moved = known.get(key, (None, None))
         found = None if reference is None or moved is None or reference.expired() else moved()
         if found is None:
-            found = OffloadedTensor(tensor, self.transfers)
+            found = OffloadedTensor(tensor, self.pool)
             known[key] = StorageWeakRef(tensor.untyped_storage()), ref(found)
             group.moved.append(ref(found))
             group.nbytes += found.nbytes
@@ -197,7 +232,7 @@ class ActivationOffload:
             if moved is not None:
                 leaving.append(moved.send())
         while self.config.max_inflight is not None and len(leaving) > self.config.max_inflight:
-            self.transfers.wait(leaving.popleft())
+            self.pool.copies.wait(leaving.popleft())
 
     def needed(self, group: OffloadGroup) -> None:
         """The backward has come to a group: it must be here, and the one before it sets out."""

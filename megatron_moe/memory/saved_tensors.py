@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe.config.memory import RecomputeConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.memory.activation_offload import ActivationOffload
 from megatron_moe.memory.output_discard import (
     DiscardedOutput,
@@ -66,11 +66,11 @@ class SavedTensorPolicy:
         """`run(*tensors)`; of a chosen module only the tensors are kept, and the backward runs it again."""
         return checkpoint(run, run, *tensors) if self.is_recomputed(module) else run(*tensors)
 
-    def checkpoint(self, run: Callable[..., Tensor], *tensors: Tensor, meta: TokenMeta) -> Tensor:
-        """`run(*tensors, meta)`, run again in the backward. Metrics are recorded in the forward only."""
-        unrecorded = replace(meta, metrics=None)
+    def checkpoint(self, run: Callable[..., Tensor], *tensors: Tensor, mb: MicrobatchContext) -> Tensor:
+        """`run(*tensors, mb)`, run again in the backward. Metrics are recorded in the forward only."""
+        unrecorded = replace(mb, metrics=None)
         return checkpoint(
-            lambda *given: run(*given, meta), lambda *given: run(*given, unrecorded), *tensors, spread=self._spread
+            lambda *given: run(*given, mb), lambda *given: run(*given, unrecorded), *tensors, spread=self._spread
         )
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:

@@ -8,6 +8,7 @@ program's own model, schedule and optimizer.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from megatron_moe import build
 from megatron_moe.config.emulation import RoutedLoad
+from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.data.batch import MicroBatch, TokenMeta, split_sequence
+from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
-from megatron_moe.memory.transfers import Transfers
 from megatron_moe.memory_emulation.kernels import emulated_bundle
 from megatron_moe.memory_emulation.labels import (
     label_links,
@@ -35,7 +36,11 @@ from megatron_moe.memory_emulation.tracker import (
     Timeline,
     Tracker,
 )
+from megatron_moe.model.gpt import GPT
+from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.parallel.streams import MetaHostCopies
 from megatron_moe.pipeline.schedule import num_warmup
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -65,25 +70,26 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
     emulation = plan.emulation
     assert emulation is not None, "a plan that asks for no emulation"
     parallel = replace(plan.parallel, embedding_ranks=plan.layout.embedding_ranks(tied=plan.model.tied_embeddings))
-    context = ParallelContext.fake(
-        parallel, rank, dtype=torch_dtype(plan.precision.params), device=device, imbalance=emulation.imbalance
-    )
+    context = ParallelContext.fake(parallel, rank, dtype=torch_dtype(plan.precision.params), device=device)
+    load = assumed_load(context, emulation.imbalance)
     try:
         if device.type == "meta":
             kernels = emulated_bundle(plan.kernels, context.dtype)
         else:
-            kernels = with_assumed_choices(build.build_kernels(plan, context), context)
-        return take_steps(plan, context, kernels, num_microbatches or enough_microbatches(plan))
+            kernels = with_assumed_choices(build.build_kernels(plan, context), load)
+        return take_steps(plan, context, kernels, num_microbatches or enough_microbatches(plan), load)
     finally:
         context.stop()
 
 
-def take_steps(plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int) -> EmulatedRun:
-    """Two steps of the real program, the first to warm up."""
+def take_steps(
+    plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
+) -> EmulatedRun:
+    """Runs two steps of the real program, the first to warm up. `load`: None: `context` is a world of its own."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:
-        trainer = _trainer(plan, context, kernels, tracker)
+        trainer = _trainer(plan, context, kernels, tracker, load)
         mark_state(trainer, tracker)
         state = TrainState()
         fewest = min(plan.schedule(num_microbatches).group, num_microbatches)
@@ -132,25 +138,33 @@ class _Spans(Timers):
             yield
 
 
-class _HostMemory(Transfers):
-    """Copies of tensors without data: what goes to the host is on no device."""
+class _TrackedHostCopies(MetaHostCopies):
+    """Copies of meta tensors whose host buffers are counted as host memory."""
 
     def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
         self._tracker = tracker
 
-    def _host_memory(self, flat: Tensor) -> Tensor:
-        buffer = super()._host_memory(flat)
+    def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
+        buffer = super().host_buffer(size, dtype, pinned=pinned, exact=exact)
         self._tracker.is_state(buffer, HOST)
         return buffer
 
 
-def _trainer(plan: RunPlan, context: ParallelContext, kernels: KernelSet, tracker: Tracker) -> Trainer:
-    model = build.build_model(plan, context, kernels)
-    if context.device.type == "meta" and model.saved_tensors.offload is not None:
-        model.saved_tensors.offload.transfers = _HostMemory(tracker)
+def _trainer(
+    plan: RunPlan, context: ParallelContext, kernels: KernelSet, tracker: Tracker, load: RoutedLoad | None
+) -> Trainer:
+    host_copies = None
+    if context.device.type == "meta":
+        host_copies = _TrackedHostCopies(tracker)
+        # a loop over experts would read their offsets, and uses the same memory
+        grouped = with_experts(plan.model, lambda moe: replace(moe, experts=replace(moe.experts, grouped=True)))
+        plan = replace(plan, model=grouped)
+    model = build.build_model(plan, context, kernels, initial=load is None, host_copies=host_copies)
+    if load is not None:
+        assume_load(model, load)
     label_model(model, tracker)
-    trainer = build.build_trainer(plan, context, model, kernels, _Spans(tracker, context.device))
+    timers = _Spans(tracker, context.device)
+    trainer = build.build_trainer(plan, context, model, kernels, timers, has_peers=load is None)
     label_links(trainer.pipeline, tracker)
     return trainer
 
@@ -171,13 +185,32 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
         positions_BS=positions_BS, segments_BS=segments_BS, max_seqlen=length if segments_BS is not None else None
     )
     mask_BS = torch.ones(size, length, device=device, dtype=wide)
-    return MicroBatch(tokens_BS=tokens_BS, labels_BS=tokens_BS.clone(), loss_mask_BS=mask_BS, meta=meta)
+    return MicroBatch(
+        tokens_BS=tokens_BS, labels_BS=tokens_BS.clone(), loss_mask_BS=mask_BS, context=MicrobatchContext(tokens=meta)
+    )
 
 
-def with_assumed_choices(kernels: KernelSet, context: ParallelContext) -> KernelSet:
-    """The bundle, whose router takes the experts that the assumed load says, with weights as they are."""
-    load = context.assumed_load
-    assert load is not None, "a world with peers assumes nothing"
+def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad:
+    """The routing that is assumed of all ranks; `imbalance`: see `RoutedLoad`."""
+    ep = context.group("ep")
+    return RoutedLoad(ep.size, ep.rank, imbalance)
+
+
+def assume_load(model: GPT, load: RoutedLoad) -> None:
+    """Makes all-to-all dispatchers exchange the rows of the assumed load instead of reading counts."""
+
+    def assumed_rows(dispatcher: AllToAllDispatcher, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
+        counts_E = load.counts(dispatcher.ep.size * dispatcher.num_local, num_choices)
+        starts = range(0, len(counts_E), dispatcher.num_local)
+        return [[sum(counts_E[start : start + dispatcher.num_local]) for start in starts]] * len(rows_PQ)
+
+    for module in model.modules():
+        if isinstance(module, MoELayer) and isinstance(module.dispatcher, AllToAllDispatcher):
+            module.dispatcher.read_rows = partial(assumed_rows, module.dispatcher)
+
+
+def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
+    """The kernels with a router that selects the experts of the assumed load; their weights are those of the logits."""
 
     def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
         ids_TK = assumed_ids(load, config, len(logits_TE), logits_TE.device)

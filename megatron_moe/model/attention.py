@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.attention import AttentionConfig, RopeConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.core_attention import core_attention
@@ -39,12 +39,14 @@ def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
     return new_parameter((num_heads,), meta, ctx)
 
 
-def rotate(kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, meta: TokenMeta, start: int = 0) -> Tensor:
-    """Rotates `config.dim` channels of every head, starting at channel `start`, by the positions of `meta`."""
+def rotate(
+    kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, mb: MicrobatchContext, start: int = 0
+) -> Tensor:
+    """Rotates `spec.dim` channels of every head, from channel `start` on, by the positions of `mb`."""
     if config is None:
         return x_SBND
-    assert meta.rotary is not None, "the rotary tables are not attached to the token meta"
-    cos_SBD, sin_SBD = meta.rotary[config]
+    assert mb.rotary is not None, "the rotary tables are not attached to the context"
+    cos_SBD, sin_SBD = mb.rotary[config]
     return kernels.rope(x_SBND, cos_SBD, sin_SBD, config.interleaved, start)
 
 
@@ -98,17 +100,17 @@ class Attention(nn.Module):
             self.k_layernorm = Norm(config.norm, k_width, ctx, kernels, over_heads=True)
         self.sinks = new_sinks(config.num_heads, ctx) if config.core.sinks else None
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
         with self.saved_tensors.offload_scope("qkv_linear"):
             qkv_SBGC = self._own_groups(self.linear_qkv(hidden_SBH))
         gate_SBND = None
         if self._is_one_kernel:
-            q_SBND, k_SBGD, v_SBGD = self._in_one(qkv_SBGC, meta)
+            q_SBND, k_SBGD, v_SBGD = self._in_one(qkv_SBGC, mb)
         else:
-            q_SBND, gate_SBND, k_SBGD, v_SBGD = self._apart(qkv_SBGC, meta)
+            q_SBND, gate_SBND, k_SBGD, v_SBGD = self._apart(qkv_SBGC, mb)
         with self.saved_tensors.offload_scope("core_attn"):
-            context_SBND = self.saved_tensors.run("core_attn", partial(self._attend, meta), q_SBND, k_SBGD, v_SBGD)
+            context_SBND = self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBGD, v_SBGD)
         if gate_SBND is not None:
             wide = internal_dtype(context_SBND.dtype)
             context_SBND = (context_SBND.to(wide) * torch.sigmoid(gate_SBND.to(wide))).to(context_SBND.dtype)
@@ -133,10 +135,10 @@ class Attention(nn.Module):
         own = [x.chunk(self.ranks_per_group, dim=-1)[part] for x in of_q]
         return torch.cat([*own, k_SBD, v_SBD], dim=-1).unsqueeze(2)
 
-    def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
+    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """[S, B, N, D]"""
         return core_attention(
-            q_SBND, k_SBGD, v_SBGD, self.sinks, self.config.core, meta, self.site, self.ctx, self.kernels
+            q_SBND, k_SBGD, v_SBGD, self.sinks, self.config.core, mb, self.site, self.ctx, self.kernels
         )
 
     @property
@@ -146,13 +148,11 @@ class Attention(nn.Module):
         normed = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm"
         return config.rope is not None and not config.output_gate and (normed or config.qk_norm == "none")
 
-    def _in_one(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_one(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
         """q [S, B, N, D], k and v [S, B, G, D]"""
         config = self.config
-        assert config.rope is not None and meta.rotary is not None, (
-            "the rotary tables are not attached to the token meta"
-        )
-        cos_SBD, sin_SBD = meta.rotary[config.rope]
+        assert config.rope is not None and mb.rotary is not None, "the rotary tables are not attached to the context"
+        cos_SBD, sin_SBD = mb.rotary[config.rope]
         norms = (self.q_layernorm, self.k_layernorm) if config.qk_norm != "none" else (None, None)
         q_weight, k_weight = (norm.weight if isinstance(norm, Norm) else None for norm in norms)
         return self.kernels.query_key_value(
@@ -167,15 +167,15 @@ class Attention(nn.Module):
             self.heads_per_group,
         )
 
-    def _apart(self, qkv_SBGC: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def _apart(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
         *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self._rows(self.heads_per_group), dim=-1)
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.config.head_dim)) for x in of_q)
         if self.config.qk_norm != "none":
             q_SBND = self._norm(self.q_layernorm, q_SBND)
             k_SBGD = self._norm(self.k_layernorm, k_SBGD, self.ranks_per_group)
-        q_SBND = rotate(self.kernels, q_SBND, self.config.rope, meta)
-        k_SBGD = rotate(self.kernels, k_SBGD, self.config.rope, meta)
+        q_SBND = rotate(self.kernels, q_SBND, self.config.rope, mb)
+        k_SBGD = rotate(self.kernels, k_SBGD, self.config.rope, mb)
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor, num_copies: int = 1) -> Tensor:

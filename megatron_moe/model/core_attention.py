@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.attention_blocks import with_first_row
 from megatron_moe.kernels.ops import (
     Kernels,
@@ -62,18 +62,18 @@ def core_attention(
     v_SBGE: Tensor,
     sinks_N: Tensor | None,
     config: CoreAttentionConfig,
-    meta: TokenMeta,
+    mb: MicrobatchContext,
     site: str,
     ctx: ParallelContext,
     kernels: Kernels,
 ) -> Tensor:
     """Attention output [S, B, N, E]; N and G count this rank's heads and groups, `site` names the dropout."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
-    if meta.part is None or len(meta.part.of_ranks) == 1:
-        known = meta.part is not None or ctx.group("cp").size == 1
+    if mb.tokens.part is None or len(mb.tokens.part.of_ranks) == 1:
+        known = mb.tokens.part is not None or ctx.group("cp").size == 1
         assert known, "TokenMeta.part is not set on a context-parallel rank"
-        return _whole(heads, config, meta.segments_BS, meta.key(site), ctx, kernels)
-    return _SplitSequence(config, meta.part, meta.whole_segments_BS, meta.key(site), ctx, kernels).attend(heads)
+        return _whole(heads, config, mb.tokens.segments_BS, mb.key(site), ctx, kernels)
+    return _SplitSequence(config, mb.tokens.part, mb.tokens.whole_segments_BS, mb.key(site), ctx, kernels).attend(heads)
 
 
 def _whole(

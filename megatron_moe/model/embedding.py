@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel import rng
@@ -65,11 +65,11 @@ class Embedding(nn.Module):
             )
             self.position_embeddings = Table(config.max_positions, config.hidden_size, positions, ctx, kernels)
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor, meta: TokenMeta) -> Tensor:
-        """Embeddings [S, B, H], or [S / tp, B, H] under sequence parallelism. Positions are a separate argument because
-        multi-token prediction shifts them."""
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor, mb: MicrobatchContext) -> Tensor:
+        """-> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Positions are given apart from `mb`:
+        multi-token prediction looks ahead."""
         words_SBH = self.word_embeddings(tokens_BS).transpose(0, 1).contiguous()
         hidden_SBH = leave_tensor_parallel(words_SBH, self.ctx)
         if self.position_embeddings is not None:
             hidden_SBH = hidden_SBH + self.position_embeddings(my_positions(positions_BS, self.ctx)).transpose(0, 1)
-        return rng.dropout(hidden_SBH, self.dropout, meta.key("embedding"), part=sequence_part(self.ctx))
+        return rng.dropout(hidden_SBH, self.dropout, mb.key("embedding"), part=sequence_part(self.ctx))

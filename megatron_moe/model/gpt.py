@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig, MTPConfig
-from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
@@ -75,14 +75,13 @@ class Decoder(nn.Module):
             self.final_layernorm = Norm(config.norm, config.hidden_size, ctx, kernels)
             self._final_nodes = (norm_node(self.final_layernorm),)
 
-    def chain(self, chunk: int, meta: TokenMeta, *, by_node: bool) -> list[BoundNodes]:
+    def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
         """Nodes of the layers of one chunk and the final norm. `by_node`: every layer as its nodes; otherwise each
-        layer
-        is one node, to which full recompute applies."""
+        layer is one node, to which full recompute applies."""
         stage, final = self.chunks[chunk], self._final_nodes
         if not by_node:
-            return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], meta)]
-        bound = [BoundNodes(self.by_index[i].nodes, meta, position) for position, i in enumerate(stage.layers)]
+            return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], mb)]
+        bound = [BoundNodes(self.by_index[i].nodes, mb, position) for position, i in enumerate(stage.layers)]
         if stage.final_norm:
             bound[-1] = bound[-1]._replace(nodes=(*bound[-1].nodes, *final))
         return bound
@@ -148,9 +147,9 @@ class GPT(nn.Module):
         the last one returns what `forward` returns."""
         return schedule_steps(self._chain(batch, chunk, by_node=True))
 
-    def logits(self, tokens_BS: Tensor, meta: TokenMeta, hidden_SBH: Tensor | None = None) -> Tensor:
+    def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
-        chain = self._hidden_states(tokens_BS, self.rotations.attach(meta), len(self.chunks) - 1, by_node=False)
+        chain = self._hidden_states(tokens_BS, self.rotations.attach(mb), len(self.chunks) - 1, by_node=False)
         logits_SBV = self._head(run_chain(chain, hidden_SBH).hidden_SBH, self._tied_VH)
         # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
@@ -174,15 +173,15 @@ class GPT(nn.Module):
         if not forced:
             return batch
         num_tokens = batch.tokens_BS.numel()
-        drawn = {router.layer: router.draw(num_tokens, dtype, batch.meta) for router in forced}
-        return replace(batch, meta=replace(batch.meta, forced=drawn))
+        drawn = {router.layer: router.draw(num_tokens, dtype, batch.context) for router in forced}
+        return replace(batch, context=replace(batch.context, forced_logits=drawn))
 
     def _chain(self, batch: MicroBatch, chunk: int, *, by_node: bool) -> list[BoundNodes]:
         """All nodes of one stage; the last one returns what `forward` returns."""
-        stage, meta = self.chunks[chunk], self.rotations.attach(batch.meta)
-        batch = replace(batch, meta=meta)
-        chain = self._hidden_states(batch.tokens_BS, meta, chunk, by_node=by_node)
-        if stage.num_mtp and meta.training:
+        stage, mb = self.chunks[chunk], self.rotations.attach(batch.context)
+        batch = replace(batch, context=mb)
+        chain = self._hidden_states(batch.tokens_BS, mb, chunk, by_node=by_node)
+        if stage.num_mtp and mb.training:
             assert self.mtp is not None, "a stage of multi-token prediction without its layers"
             chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
         if stage.loss:
@@ -190,28 +189,30 @@ class GPT(nn.Module):
             last = Node("head", "head", partial(self._losses, batch), parameters_of(self.output_layer, tied))
         else:
             last = Node("send", "head", _sent)
-        return [*chain, BoundNodes((last,), meta)]
+        return [*chain, BoundNodes((last,), mb)]
 
-    def _hidden_states(self, tokens_BS: Tensor, meta: TokenMeta, chunk: int, *, by_node: bool) -> list[BoundNodes]:
+    def _hidden_states(
+        self, tokens_BS: Tensor, mb: MicrobatchContext, chunk: int, *, by_node: bool
+    ) -> list[BoundNodes]:
         """Nodes from the input of the stage to the hidden state after its layers."""
-        assert meta.cu_seqlens is None or meta.segments_BS is not None, "packed sequences need segments_BS"
+        assert mb.tokens.cu_seqlens is None or mb.tokens.segments_BS is not None, "packed sequences need segments_BS"
         parameters = parameters_of(self.embedding if self.chunks[chunk].embedding else None)
         first = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
-        return [BoundNodes((first,), meta), *self.decoder.chain(chunk, meta, by_node=by_node)]
+        return [BoundNodes((first,), mb), *self.decoder.chain(chunk, mb, by_node=by_node)]
 
-    def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, meta: TokenMeta) -> LayerState:
+    def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, mb: MicrobatchContext) -> LayerState:
         """The embedded tokens, or the hidden states of all depths that an earlier stage sent as one tensor."""
         stage = self.chunks[chunk]
         assert stage.embedding == (received is None), "exactly the first stage starts from tokens"
         if received is None:
-            return LayerState(hidden_SBH=self.embedding(tokens_BS, meta.positions_BS, meta))
-        depths = self.config.mtp.num_layers if self.config.mtp and stage.loss and meta.training else 0
+            return LayerState(hidden_SBH=self.embedding(tokens_BS, mb.tokens.positions_BS, mb))
+        depths = self.config.mtp.num_layers if self.config.mtp and stage.loss and mb.training else 0
         if not depths or stage.num_mtp:
             return LayerState(hidden_SBH=received)
         *earlier, hidden_SBH = received.chunk(1 + depths)
         return LayerState(hidden_SBH=hidden_SBH, earlier=tuple(earlier))
 
-    def _losses(self, batch: MicroBatch, state: LayerState, meta: TokenMeta) -> LossOutput:
+    def _losses(self, batch: MicroBatch, state: LayerState, mb: MicrobatchContext) -> LossOutput:
         """Head and loss of the hidden states of all depths."""
         own_SBH, *ahead = *state.earlier, state.hidden_SBH
         detach = self.config.mtp is not None and self.config.mtp.detach_heads
@@ -234,7 +235,7 @@ class GPT(nn.Module):
         return self.output_layer
 
 
-def _sent(state: LayerState, meta: TokenMeta) -> Tensor:
+def _sent(state: LayerState, mb: MicrobatchContext) -> Tensor:
     """The tensor that the next stage receives: the hidden states of all depths, one after the other along S."""
     return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
 
@@ -261,13 +262,13 @@ def objective(
     mask_BS = batch.loss_mask_BS
     total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()
     tokens = own_tokens if batch.whole is None else batch.whole.loss_mask_BS.sum()
-    num_parts = 1 if batch.meta.part is None else batch.meta.part.num_parts
+    num_parts = 1 if batch.context.tokens.part is None else batch.context.tokens.part.num_parts
     scalar = total if per_token else total / tokens.clamp(min=1) * num_parts
     if mtp is not None:
         for depth, (loss_BS, weights_BS, num_ahead) in enumerate(output.mtp_losses, start=1):
             mean = (loss_BS * weights_BS).sum() / num_ahead.clamp(min=1)
             share = mtp.loss_scaling_factor / mtp.num_layers
             scalar = scalar + share * (mean * (tokens if per_token else num_parts))
-            if batch.meta.metrics is not None:
-                batch.meta.metrics.record(f"mtp_{depth} loss", mean * num_parts)
+            if batch.context.metrics is not None:
+                batch.context.metrics.record(f"mtp_{depth} loss", mean * num_parts)
     return scalar, {"lm loss": (total.detach(), own_tokens.detach())}

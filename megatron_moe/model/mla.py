@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron_moe.config.attention import MLAConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import new_sinks, rotate, share_of_heads
@@ -60,15 +60,15 @@ class MLA(nn.Module):
         self.linear_proj = Linear(heads * config.v_head_dim, hidden, ctx, kernels, tp_dim=1, init="output")
         self.sinks = new_sinks(heads, ctx) if config.core.sinks else None
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
         with self.saved_tensors.offload_scope("qkv_linear"):
             latents = self._down(hidden_SBH)
-            up = partial(self._up, meta)
+            up = partial(self._up, mb)
             q_SBND, k_SBND, v_SBNE = up(*latents)
             forget = self.saved_tensors.discard_output("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("core_attn"), forget:
-            context_SBNE = self.saved_tensors.run("core_attn", partial(self._attend, meta), q_SBND, k_SBND, v_SBNE)
+            context_SBNE = self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBNE.flatten(2))
 
@@ -78,17 +78,17 @@ class MLA(nn.Module):
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 
-    def _up(self, meta: TokenMeta, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _up(self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q and k [S, B, N, nope | rope], v [S, B, N, E]"""
-        return self._query(q_latent, meta), *self._key_value(kv_latent, meta)
+        return self._query(q_latent, mb), *self._key_value(kv_latent, mb)
 
-    def _attend(self, meta: TokenMeta, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor) -> Tensor:
+    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor) -> Tensor:
         """[S, B, N, E]"""
         return core_attention(
-            q_SBND, k_SBND, v_SBNE, self.sinks, self.config.core, meta, self.site, self.ctx, self.kernels
+            q_SBND, k_SBND, v_SBNE, self.sinks, self.config.core, mb, self.site, self.ctx, self.kernels
         )
 
-    def _query(self, latent: Tensor, meta: TokenMeta) -> Tensor:
+    def _query(self, latent: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, N, nope | rope]"""
         config = self.config
         if config.q_lora_rank is None:
@@ -96,13 +96,13 @@ class MLA(nn.Module):
         else:
             q = self.linear_q_up_proj(self.q_layernorm(latent))
         q_SBND = q.unflatten(-1, (self.num_heads, config.q_head_dim))
-        return rotate(self.kernels, q_SBND, config.rope, meta, start=config.qk_head_dim)
+        return rotate(self.kernels, q_SBND, config.rope, mb, start=config.qk_head_dim)
 
-    def _key_value(self, latent: Tensor, meta: TokenMeta) -> tuple[Tensor, Tensor]:
+    def _key_value(self, latent: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor]:
         """k [S, B, N, nope | rope], v [S, B, N, E]"""
         config = self.config
         latent, turned = latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
         # tp: S * B * rope elements in backward; the gradient is partial because each rank's heads read the shared key.
-        turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], config.rope, meta)
+        turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], config.rope, mb)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
         return self.kernels.latent_key_value(kv, turned_SB1D.squeeze(2), config.qk_head_dim)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
@@ -67,13 +67,13 @@ class MTPLayer(nn.Module):
             norm_node(self.final_layernorm),
         )
 
-    def forward(self, hidden_SBH: Tensor, embedded_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    def forward(self, hidden_SBH: Tensor, embedded_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        state = run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), meta)
+        state = run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb)
         out_SBH: Tensor = state.hidden_SBH
         return out_SBH
 
-    def _join(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Projection of the normed embedding and hidden state to the input of the transformer layer."""
         # The head reads the hidden state too. Through a view its gradient is summed in the same order whatever order
         # the nodes run in.
@@ -111,10 +111,10 @@ class MTP(nn.Module):
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
             nodes = depth.layer.nodes if by_node else self._layer_nodes[number % self.num_layers]
-            yield BoundNodes([embed, *nodes], depth.meta, first + number)
+            yield BoundNodes([embed, *nodes], depth.mb, first + number)
 
-    def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, meta: TokenMeta) -> LayerState:
-        hidden_SBH, embedded_SBH = state.hidden_SBH, embedding(depth.tokens_BS, depth.positions_BS, meta)
+    def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        hidden_SBH, embedded_SBH = state.hidden_SBH, embedding(depth.tokens_BS, depth.positions_BS, mb)
         if self.config.detach_heads:
             embedded_SBH = embedded_SBH.detach()
         inner_SBH = hidden_SBH.detach() if self.config.detach_heads and depth.is_first else hidden_SBH
@@ -122,28 +122,32 @@ class MTP(nn.Module):
 
     def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
         whole = batch.whole or batch
-        segments_BS, take = whole.meta.segments_BS, batch.meta.take
-        tokens_BS, positions_BS, valid_BS = whole.tokens_BS, whole.meta.positions_BS, whole.meta.valid_BS
+        meta, take = whole.context.tokens, batch.context.tokens.take
+        tokens_BS, positions_BS, valid_BS, segments_BS = (
+            whole.tokens_BS,
+            meta.positions_BS,
+            meta.valid_BS,
+            meta.segments_BS,
+        )
         for number in range(self.config.num_layers):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
             if valid_BS is not None:
                 # A position without a later token keeps its own validity, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
-            meta = self._look_ahead(batch.meta, None if valid_BS is None else take(valid_BS), number)
+            mb = self._look_ahead(batch.context, None if valid_BS is None else take(valid_BS), number)
             layer = self.layers[str(number % self.num_layers)]
             assert isinstance(layer, MTPLayer), f"depth {number} is a {type(layer).__name__}"
-            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), meta, layer)
+            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), mb, layer)
 
-    def _look_ahead(self, meta: TokenMeta, valid_BS: Tensor | None, depth: int) -> TokenMeta:
-        """Token meta of one depth."""
-        key = meta.random_key
+    def _look_ahead(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
+        """Context of a depth, from that of the model."""
         return replace(
-            meta,
-            valid_BS=valid_BS,
+            mb,
+            tokens=replace(mb.tokens, valid_BS=valid_BS),
             # A repeated layer adds its balancing losses once per depth; their sum has the weight of one layer.
-            aux_scale=meta.aux_scale / (self.config.num_layers if self.config.repeated_layer else 1),
-            random_key=None if key is None else (*key, "mtp", depth),
-            forced=None,  # drawn for the decoder's layers, which may be captured; MTP layers are not
+            aux_loss_scale=mb.aux_loss_scale / (self.config.num_layers if self.config.repeated_layer else 1),
+            rng=None if mb.rng is None else mb.rng.within("mtp", depth),
+            forced_logits=None,  # drawn for the decoder's layers, which may be captured; MTP layers are not
         )
 
 
@@ -155,7 +159,7 @@ class _Depth:
     tokens_BS: Tensor
     """Shifted left by the depth's number of positions."""
     positions_BS: Tensor
-    meta: TokenMeta
+    mb: MicrobatchContext
     layer: MTPLayer
 
 
@@ -164,9 +168,9 @@ def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor
     whole = batch.whole or batch
     labels_BS, weights_BS = whole.labels_BS, whole.loss_mask_BS
     for _ in range(num_depths):
-        labels_BS = shift(labels_BS, whole.meta.segments_BS)
-        weights_BS = shift(weights_BS, whole.meta.segments_BS)
-        yield batch.meta.take(labels_BS), batch.meta.take(weights_BS), weights_BS.sum()
+        labels_BS = shift(labels_BS, whole.context.tokens.segments_BS)
+        weights_BS = shift(weights_BS, whole.context.tokens.segments_BS)
+        yield batch.context.tokens.take(labels_BS), batch.context.tokens.take(weights_BS), weights_BS.sum()
 
 
 def shift(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:

@@ -51,7 +51,7 @@ class Head(nn.Module):
         """Logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: no gradient to the head's weights."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
-        assert weight_VH is not None, "a tied head needs the word embedding weight"
+        assert weight_VH is not None, "a tied head needs the word embedding weight weight"
         if detach:
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         if labels_BS is not None and self.loss_chunk is not None:

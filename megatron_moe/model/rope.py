@@ -17,7 +17,7 @@ from megatron_moe.config.attention import (
     RopeConfig,
     yarn_mscale,
 )
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.parallel.context import ParallelContext
 
@@ -30,10 +30,12 @@ class Rotations:
         self.dtype = internal_dtype(ctx.dtype)
         self.frequencies = {config: inverse_frequencies(config).to(ctx.device) for config in configs}
 
-    def attach(self, meta: TokenMeta) -> TokenMeta:
-        """Copy of `meta` with the cos and sin tables of its positions."""
-        tables = {config: self._table(config, freqs, meta.positions_BS) for config, freqs in self.frequencies.items()}
-        return replace(meta, rotary=tables)
+    def attach(self, mb: MicrobatchContext) -> MicrobatchContext:
+        """`mb` with the cos and sin of its positions."""
+        tables = {
+            config: self._table(config, freqs, mb.tokens.positions_BS) for config, freqs in self.frequencies.items()
+        }
+        return replace(mb, rotary=tables)
 
     def _table(self, config: RopeConfig, frequencies: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [S, B, dim]; both halves of the last dim hold the same angles."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import Attention
@@ -72,38 +72,38 @@ class TransformerLayer(nn.Module):
             Node("residual", None, self._residual),
         )
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        out_SBH: Tensor = run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), meta).hidden_SBH
+        out_SBH: Tensor = run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
         return out_SBH
 
-    def _attention(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _attention(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Attention with its residual connection, and the norm of the feed-forward module."""
         hidden_SBH = state.hidden_SBH
         with self.saved_tensors.offload_scope("attn_norm"):
             normed_SBH = self.input_layernorm(hidden_SBH)
             discard = self.saved_tensors.discard_output("layernorm", self.input_layernorm, (hidden_SBH,), normed_SBH)
         with discard:
-            out_SBH = self._dropped(self.self_attention(normed_SBH, meta), "attention", meta)
+            out_SBH = self._dropped(self.self_attention(normed_SBH, mb), "attention", mb)
         with self.saved_tensors.offload_scope("mlp_norm"):
             hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual_of(hidden_SBH, normed_SBH))
             discard = self.saved_tensors.discard_output("layernorm", self.pre_mlp_layernorm, (hidden_SBH,), normed_SBH)
         hidden_SBH = self._residual_of(hidden_SBH, normed_SBH)
         return state.evolve(hidden_SBH=hidden_SBH, normed_SBH=normed_SBH, discard=discard)
 
-    def _mlp(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _mlp(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
             return state.evolve(out_SBH=self.mlp(state.normed_SBH), normed_SBH=None)
 
-    def _residual(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _residual(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """The residual connection of the feed-forward module."""
-        hidden_SBH = state.hidden_SBH + self._dropped(state.out_SBH, "mlp", meta)
+        hidden_SBH = state.hidden_SBH + self._dropped(state.out_SBH, "mlp", mb)
         return EMPTY_STATE.evolve(hidden_SBH=hidden_SBH, earlier=state.earlier)
 
     def _residual_of(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
         """The tensor to which the next output is added."""
         return normed_SBH if self.config.residual_from_norm else hidden_SBH
 
-    def _dropped(self, out_SBH: Tensor, part: str, meta: TokenMeta) -> Tensor:
-        key = meta.key(f"{self.site}.{part}_residual")
+    def _dropped(self, out_SBH: Tensor, part: str, mb: MicrobatchContext) -> Tensor:
+        key = mb.key(f"{self.site}.{part}_residual")
         return rng.dropout(out_SBH, self.config.hidden_dropout, key, part=self.positions)

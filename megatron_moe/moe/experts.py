@@ -43,9 +43,7 @@ class Experts(nn.Module):
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.config = config
-        # where tensors have no data there are no offsets to read, and one product takes as much as many
-        one_product = config.grouped or ctx.device.type == "meta"
-        self.kernels = kernels if one_product else sequential(kernels)
+        self.kernels = kernels if config.grouped else sequential(kernels)
         fan = config.activation.fan
         self.linear_fc1 = ExpertStack(
             config, config.hidden_size, fan * config.ffn_hidden_size, ctx, self.kernels, tp_dim=0, splits=fan

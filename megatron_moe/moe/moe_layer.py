@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
@@ -80,15 +80,15 @@ class MoELayer(nn.Module):
         self.dispatcher = make_dispatcher(config, ctx, kernels)
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
-        state = run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), meta)
+        state = run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb)
         out_SBH: Tensor = state.out_SBH
         return out_SBH
 
-    def route(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
+    def route(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
         """Selects the experts of each of the T = S * B tokens, t = s * B + b."""
-        routing: Routing = self.router(hidden_SBH, meta, given_ids_TK)
+        routing: Routing = self.router(hidden_SBH, mb, given_ids_TK)
         return routing
 
     def tokens(self, hidden_SBH: Tensor) -> Tensor:
@@ -141,43 +141,43 @@ class MoELayer(nn.Module):
             Node("post", "post", self._post, parameters_of(self.fc2_latent_proj, shared)),
         )
 
-    def _route(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _route(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
-            routing = self.route(state.normed_SBH, meta, state.given_ids_TK)
+            routing = self.route(state.normed_SBH, mb, state.given_ids_TK)
             tokens_SBH = self.tokens(state.normed_SBH)
         return state.evolve(routing=routing, tokens_SBH=tokens_SBH, given_ids_TK=None)
 
-    def _start_dispatch(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _start_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
             pending = self.dispatcher.start_dispatch(state.tokens_SBH.flatten(0, 1), state.routing)
         return state.evolve(pending=pending, routing=None, tokens_SBH=None)
 
-    def _finish_dispatch(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _finish_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         rows, handle = self.dispatcher.finish_dispatch(state.pending)
         return state.evolve(rows=rows, handle=handle, pending=None)
 
-    def _compute(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _compute(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(rows=self.compute(state.rows))
 
-    def _start_combine(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _start_combine(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         pending = self.dispatcher.start_combine(state.rows, state.handle)
         return state.evolve(pending=pending, rows=None, handle=None)
 
-    def _finish_combine(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _finish_combine(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(routed_TH=self.dispatcher.finish_combine(state.pending), pending=None)
 
-    def _post(self, state: LayerState, meta: TokenMeta) -> LayerState:
+    def _post(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
             out_SBH = self.post(state.normed_SBH, state.routed_TH, state.shared)
         return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
 
 
-def _shared_first(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+def _shared_first(shared: SharedExperts, state: LayerState, mb: MicrobatchContext) -> LayerState:
     with state.discard:
         return state.evolve(shared=shared.first(state.normed_SBH))
 
 
-def _shared_second(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
+def _shared_second(shared: SharedExperts, state: LayerState, mb: MicrobatchContext) -> LayerState:
     with state.discard:
         return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
 

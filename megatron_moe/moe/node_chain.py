@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
 from megatron_moe.memory.pytree import evolve
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy, Scope
@@ -87,8 +87,8 @@ class Node:
     name: str
     slot: SlotName | None
     """Slot of a schedule that interleaves two microbatches; None: that of the node before."""
-    run: Callable[[Any, TokenMeta], Any]
-    """`run(state, meta) -> state`. The first and the last node of a pipeline stage receive and return other types."""
+    run: Callable[[Any, MicrobatchContext], Any]
+    """`run(state, mb) -> state`. The first and the last node of a pipeline stage receive and return other types."""
     parameters: tuple[nn.Parameter, ...] = ()
     """All parameters that `run` reads."""
 
@@ -99,18 +99,18 @@ def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Paramet
     return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
-def run_nodes(nodes: Iterable[Node], state: Any, meta: TokenMeta) -> Any:
+def run_nodes(nodes: Iterable[Node], state: Any, mb: MicrobatchContext) -> Any:
     """Runs the nodes in order."""
     for node in nodes:
-        state = node.run(state, meta)
+        state = node.run(state, mb)
     return state
 
 
 def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> Node:
-    """One node for a whole layer: `hidden_SBH = module(*inputs, meta)`. The hooks of the module run."""
+    """One node for a whole layer: `hidden_SBH = module(*inputs, mb)`. The hooks of the module run."""
 
-    def run(state: LayerState, meta: TokenMeta) -> LayerState:
-        out_SBH = module(*(getattr(state, name) for name in inputs), meta)
+    def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
+        out_SBH = module(*(getattr(state, name) for name in inputs), mb)
         return state.evolve(**(dict.fromkeys(inputs) | {"hidden_SBH": out_SBH}))
 
     return Node("layer", "chunk", run, parameters_of(module))
@@ -119,7 +119,7 @@ def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> N
 def norm_node(norm: nn.Module) -> Node:
     """A norm of the hidden state after the last node of a layer."""
 
-    def run(state: LayerState, meta: TokenMeta) -> LayerState:
+    def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(hidden_SBH=norm(state.hidden_SBH))
 
     return Node("final_norm", None, run, parameters_of(norm))
@@ -129,7 +129,7 @@ class BoundNodes(NamedTuple):
     """Consecutive nodes on one microbatch."""
 
     nodes: Sequence[Node]
-    meta: TokenMeta
+    mb: MicrobatchContext
     layer: int | None = None
     """Position of their layer in the chunk, see `Slot.layer`."""
 
@@ -137,7 +137,7 @@ class BoundNodes(NamedTuple):
 def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
     """Runs all nodes in order."""
     for bound in chain:
-        state = run_nodes(bound.nodes, state, bound.meta)
+        state = run_nodes(bound.nodes, state, bound.mb)
     return state
 
 
@@ -154,14 +154,14 @@ def recompute_nodes(
     The nodes see no other field, and no later node sees `inputs`. They set the field `output`.
     """
 
-    def chain(*tensors_and_meta: Any) -> Tensor:
-        *tensors, meta = tensors_and_meta
-        result: Tensor = getattr(run_nodes(nodes, LayerState(**dict(zip(inputs, tensors, strict=True))), meta), output)
+    def chain(*tensors_and_mb: Any) -> Tensor:
+        *tensors, mb = tensors_and_mb
+        result: Tensor = getattr(run_nodes(nodes, LayerState(**dict(zip(inputs, tensors, strict=True))), mb), output)
         return result
 
-    def run(state: LayerState, meta: TokenMeta) -> LayerState:
+    def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
-            out = saved_tensors.checkpoint(chain, *(getattr(state, name) for name in inputs), meta=meta)
+            out = saved_tensors.checkpoint(chain, *(getattr(state, name) for name in inputs), mb=mb)
         return state.evolve(**(dict.fromkeys(inputs) | {output: out}))
 
     return Node("recomputed", slot, run, _all_parameters(nodes))
@@ -186,9 +186,9 @@ def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> t
     return tuple(chain)
 
 
-def _run_captured(part: CapturedModule, state: LayerState, meta: TokenMeta) -> LayerState:
+def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext) -> LayerState:
     # A graph outlives the microbatch that it was captured with, so it must not refer to that microbatch's scope.
-    result: LayerState = part(state.evolve(discard=_NO_SCOPE), meta)
+    result: LayerState = part(state.evolve(discard=_NO_SCOPE), mb)
     return result if result.normed_SBH is None else result.evolve(discard=state.discard)
 
 
@@ -196,14 +196,14 @@ def schedule_steps(chain: Iterable[BoundNodes]) -> list[Step]:
     """The chain as steps of a schedule. Consecutive compute nodes of one slot form one step; the halves of an exchange
     are separate steps."""
     steps: list[Step] = []
-    for nodes, meta, layer in chain:
+    for nodes, mb, layer in chain:
         groups: list[tuple[SlotName, list[Node]]] = []
         for node in nodes:
             if node.slot is None or groups and groups[-1][0] == node.slot and stream_of(node.slot) == "compute":
                 groups[-1][1].append(node)
             else:
                 groups.append((node.slot, [node]))
-        steps += [Step(slot, layer, partial(run_nodes, group, meta=meta)) for slot, group in groups]
+        steps += [Step(slot, layer, partial(run_nodes, group, mb=mb)) for slot, group in groups]
     return steps
 
 

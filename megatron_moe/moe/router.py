@@ -14,9 +14,9 @@ from megatron_moe.config.moe import (
     CapacityConfig,
     RouterConfig,
 )
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens
-from megatron_moe.kernels.reference_routing import squared_logsumexp, valid_ids, valid_or_zero
+from megatron_moe.kernels.reference_routing import squared_logsumexp
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import router_metrics
 from megatron_moe.moe.balancing import (
@@ -25,20 +25,13 @@ from megatron_moe.moe.balancing import (
     BatchTokens,
     attach_losses,
 )
-from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from megatron_moe.moe.gate import draw_logits, force_logits, gate_product, jitter
-from megatron_moe.moe.routing_methods import (
-    expert_choice,
-    quantile_choice,
-    quantile_thresholds,
-    sinkhorn_choice,
-    whole_microbatch,
-)
+from megatron_moe.moe.routing_methods import ExpertSelection, quantile_thresholds, whole_microbatch
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.rng import Key
+from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
 
 
@@ -69,6 +62,8 @@ class Router(nn.Module):
         self.layer = layer
         self.ctx = ctx
         self.kernels = kernels
+        self.selection = ExpertSelection(config, capacity, kernels)
+        """May be replaced by one that selects and limits parts of the tokens separately."""
         num_experts = config.num_experts
         # Under sequence parallelism every rank routes its own tokens, so gradients are partial.
         partial = ctx.config.sequence_parallel
@@ -89,52 +84,60 @@ class Router(nn.Module):
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
-        self._counts_ahead: dict[Key | None, Tensor] = {}
-        """Counts of the global loss by microbatch, kept from the first forward for the recomputed one."""
+        self.counts_ahead: dict[RNGKey | None, Tensor] = {}
+        """By microbatch: counts of the global loss from a forward without gradients, for the one that repeats it."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
         self.register_buffer(name, value, persistent=saved)
 
-    def forward(self, hidden_SBH: Tensor, meta: TokenMeta, given_ids_TK: Tensor | None = None) -> Routing:
-        """Routes hidden [S, B, H]: T = S * B tokens, t = s * B + b.
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
+        """hidden [S, B, H] -> where its T = S * B tokens go, t = s * B + b.
 
         `given_ids_TK` replays a selection (an earlier `Routing.chosen_TK`) with the current weights. In training,
         losses enter the gradient and choices are counted where gradients are enabled; metrics are recorded where
         `meta.metrics` is set. A recomputed forward has metrics in its first pass and gradients in its second, so each
         happens once.
         """
-        recording = meta.training and (torch.is_grad_enabled() or meta.metrics is not None)
-        valid_T = None if meta.valid_BS is None else my_positions(meta.valid_BS, self.ctx).t().reshape(-1)
-        logits_TE = self._logits(hidden_SBH, meta)
+        recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
+        valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
+        logits_TE = self._logits(hidden_SBH, mb)
         tokens = BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp"))
         if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice cannot replay ids per token"
-            routed, routing = None, self._choose_tokens(logits_TE, valid_T)
+            routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
         else:
-            routed = self._choose_experts(logits_TE, tokens, given_ids_TK, recording=recording, balance=meta.training)
+            # token t belongs to sequence t % B
+            sets = tokens.batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
+            routed = self.selection.by_token(
+                logits_TE,
+                tokens,
+                given_ids_TK,
+                self.expert_bias,
+                self.quantile_thresholds,
+                balance=mb.training,
+                balance_sets=sets if recording and self._balancing_losses else 0,
+                z=recording and bool(self.config.z_loss_coeff),
+            )
             routing = self._routing(routed)
         if not recording:
             return routing
-        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, meta), meta)
+        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, mb), mb)
         if torch.is_grad_enabled():
             self._count(routing, logits_TE, valid_T)
-        if meta.metrics is not None:
-            self._record(meta.metrics, routing, valid_T)
+        if mb.metrics is not None:
+            self._record(mb.metrics, routing, valid_T)
         return routing
 
-    def _logits(self, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-        config, key = self.config, meta.random_key
-        if config.input_jitter_eps and meta.training and key is not None:
-            hidden_SBH = jitter(
-                hidden_SBH, config.input_jitter_eps, (*key, "router jitter", self.layer), sequence_part(self.ctx)
-            )
+    def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
+        config = self.config
+        if config.input_jitter_eps and (key := mb.key("router jitter", self.layer)) is not None:
+            hidden_SBH = jitter(hidden_SBH, config.input_jitter_eps, key, sequence_part(self.ctx))
         dtype = self._logits_dtype(hidden_SBH.dtype)
         logits_TE = gate_product(self.kernels, hidden_SBH, self.weight, self.bias, dtype)
         if config.force_balancing or config.force_biased is not None:
-            drawn = (
-                self.draw(len(logits_TE), hidden_SBH.dtype, meta) if meta.forced is None else meta.forced[self.layer]
-            )
+            forced = mb.forced_logits
+            drawn = self.draw(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
             logits_TE = force_logits(logits_TE, drawn)
         return logits_TE
 
@@ -144,12 +147,13 @@ class Router(nn.Module):
             return dtype
         return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
-    def draw(self, num_tokens: int, dtype: torch.dtype, meta: TokenMeta) -> Tensor:
+    def draw(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor:
         """Forced logits [T, E] for benchmarks. The noise differs between tokens, microbatches and layers; the bias part
         is common to all ranks: redrawn every step, or fixed for the run if the given standard deviation is negative."""
-        key, std = meta.random_key or (self.ctx.seed,), self.config.force_biased
+        std, rng = self.config.force_biased, mb.rng
+        key = (self.ctx.seed,) if rng is None else rng.site()
         fixed = std is not None and std < 0
-        bias_key = (self.ctx.seed,) if fixed else key[:2]  # (seed, iteration)
+        bias_key = (self.ctx.seed,) if rng is None or fixed else (rng.seed, rng.iteration)
         return draw_logits(
             (num_tokens, self.config.num_experts),
             self._logits_dtype(dtype),
@@ -160,71 +164,19 @@ class Router(nn.Module):
             sequence_part(self.ctx),
         )
 
-    def _choose_experts(
-        self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *, recording: bool, balance: bool
-    ) -> RoutedTokens:
-        """Token choice: every token selects `topk` experts. `recording`: also computes the sums for the losses."""
-        config, valid_T = self.config, tokens.valid_T
-        z = recording and bool(config.z_loss_coeff)
-        if "sinkhorn" in config.balancing:
-            ids_TK, probs_TK = sinkhorn_choice(logits_TE, config.topk, valid_T, given_ids_TK, balance=balance)
-            ids_TK, probs_TK = valid_ids(ids_TK, valid_T), valid_or_zero(probs_TK, valid_T)
-            counts_E = self.kernels.count_tokens(ids_TK, config.num_experts)
-            return RoutedTokens(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
-        if given_ids_TK is None and self.quantile_thresholds is not None:
-            given_ids_TK = quantile_choice(logits_TE, self.quantile_thresholds, config.topk)
-        # token t belongs to sequence t % B
-        sets = tokens.batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
-        return self.kernels.route(
-            logits_TE,
-            self.expert_bias,
-            config,
-            given_ids_TK=given_ids_TK,
-            valid_T=valid_T,
-            balance_sets=sets if recording and self._balancing_losses else 0,
-            z=z,
-        )
-
     def _routing(self, routed: RoutedTokens) -> Routing:
-        routing = Routing(
-            num_experts=self.config.num_experts,
-            ids_TK=routed.ids_TK,
-            probs_TK=routed.probs_TK,
-            counts_E=routed.counts_E,
-            chosen_TK=routed.ids_TK,
-        )
-        return routing if self.capacity is None else self._limit(routing, self.capacity)
-
-    def _limit(self, routing: Routing, config: CapacityConfig) -> Routing:
-        """Drops choices beyond the capacity of the experts."""
-        ids_TK, probs_TK = routing.ids_TK, routing.probs_TK
-        assert ids_TK is not None and probs_TK is not None
-        capacity = expert_capacity(len(ids_TK), self.config.topk, self.config.num_experts, config.factor)
-        stays_TK = within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, config.policy)
-        return replace(
-            routing,
-            ids_TK=ids_TK.masked_fill(~stays_TK, -1),
-            probs_TK=torch.where(stays_TK, probs_TK, 0),
-            counts_E=routing.counts_E.clamp(max=capacity),
-            capacity=capacity if config.pad else None,
-        )
-
-    def _choose_tokens(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """Expert choice: every expert selects as many tokens as its capacity."""
-        config = self.config
-        factor = 1.0 if self.capacity is None else self.capacity.factor
-        capacity = expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
-        map_TE, probs_TE = expert_choice(logits_TE, config, capacity, valid_T)
-        return Routing(
-            num_experts=config.num_experts,
-            map_TE=map_TE,
-            probs_TE=probs_TE,
-            counts_E=map_TE.sum(dim=0),
-            capacity=capacity,
+        return self.selection.limit(
+            Routing(
+                num_experts=self.config.num_experts,
+                ids_TK=routed.ids_TK,
+                probs_TK=routed.probs_TK,
+                counts_E=routed.counts_E,
+                chosen_TK=routed.ids_TK,
+            )
         )
 
     def _losses(
-        self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, meta: TokenMeta
+        self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, mb: MicrobatchContext
     ) -> list[tuple[str, Tensor, float]]:
         """Yields (name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None for
         expert choice."""
@@ -236,40 +188,40 @@ class Router(nn.Module):
         if routed is not None and routed.balance is not None:
             sums = BalancingLosses(routed.balance, self.config.topk, tokens)
             kinds = self._balancing_losses
-            made += [(name, self._balancing_loss(kind, sums, meta), coeff) for kind, name, coeff in kinds]
+            made += [(name, self._balancing_loss(kind, sums, mb), coeff) for kind, name, coeff in kinds]
         return made
 
-    def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], meta: TokenMeta) -> Routing:
+    def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], mb: MicrobatchContext) -> Routing:
         """Records the losses and attaches them to the gradient of the probabilities."""
         if not made:
             return routing
         names, losses, coeffs = zip(*made, strict=True)
         for name, loss in zip(names, losses, strict=True):
-            self._report(name, loss, meta)
+            self._report(name, loss, mb)
         carrier = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
         assert carrier is not None
-        carrier = attach_losses(carrier, losses, coeffs, meta.aux_scale)
+        carrier = attach_losses(carrier, losses, coeffs, mb.aux_loss_scale)
         return replace(routing, probs_TE=carrier) if routing.probs_TK is None else replace(routing, probs_TK=carrier)
 
-    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses, meta: TokenMeta) -> Tensor:
+    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses, mb: MicrobatchContext) -> Tensor:
         if kind == "seq_aux_loss":
             return losses.over_sequences()
         if kind == "aux_loss":
             return losses.over_microbatch()
-        counts_E = self._counts_ahead.pop(meta.random_key, None)
+        counts_E = self.counts_ahead.pop(mb.rng, None)
         if counts_E is None:
             counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():
                 # in the recomputed forward other microbatches or depths have been counted, in another order
-                self._counts_ahead[meta.random_key] = counts_E
+                self.counts_ahead[mb.rng] = counts_E
         return losses.with_shares_of(counts_E)
 
-    def _report(self, name: str, loss: Tensor, meta: TokenMeta) -> None:
+    def _report(self, name: str, loss: Tensor, mb: MicrobatchContext) -> None:
         """Scales a partial loss so that the metric's mean over ranks is the sum of the parts."""
-        if meta.metrics is not None:
+        if mb.metrics is not None:
             size = self.ctx.group("tp_cp").size
-            meta.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
+            mb.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Accumulates the statistics for the update at the end of the global batch."""
@@ -326,7 +278,7 @@ class Router(nn.Module):
             self.threshold_count.zero_()
         if "global_aux_loss" in self.config.balancing:
             self.global_counts.zero_()
-            self._counts_ahead.clear()
+            self.counts_ahead.clear()
 
     def _set(self, state: Tensor, value: Tensor, proceed: Tensor | None) -> None:
         state.copy_(value if proceed is None else torch.where(proceed, value.to(state.dtype), state))

@@ -17,7 +17,7 @@ from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWStep, Kernels
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.optim.state import AdamState, StoredState
-from megatron_moe.parallel.transfers import Mark, Transfers
+from megatron_moe.parallel.streams import Event, HostCopies
 
 _HOST_CHUNK = 1 << 20
 """Elements that travel and are stepped at a time: few enough for the host's caches."""
@@ -72,12 +72,12 @@ class CPUStep:
     """
 
     def __init__(
-        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, transfers: Transfers
+        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, copies: HostCopies
     ) -> None:
         """`kernels`: of the device; where that is the CPU, they step host states too."""
         self._states = tuple(states)
         self._config = config
-        self._transfers = transfers
+        self._copies = copies
         self._kernels = _host_kernels(config.offload, kernels, self._states) if states else kernels
         self._grads: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -86,36 +86,36 @@ class CPUStep:
             grads = max((state.grads.dtype for state in states), key=_width)
             weights = max((state.weights.dtype for state in states), key=_width)
             offload = config.offload
-            self._grads = [transfers.room(size, grads, pinned=offload.pin_grads) for _ in range(2)]
-            self._weights = [transfers.room(size, weights, pinned=offload.pin_params) for _ in range(2)]
-            self._scalars = transfers.room(4, torch.float64)
+            self._grads = [copies.host_buffer(size, grads, pinned=offload.pin_grads) for _ in range(2)]
+            self._weights = [copies.host_buffer(size, weights, pinned=offload.pin_params) for _ in range(2)]
+            self._scalars = copies.host_buffer(4, torch.float64)
 
     def run(self, update: Update) -> None:
         """Steps everything. When it returns new weights are on their way, and the device waits for them."""
-        if not self._states or self._states[0].weights.is_meta:  # without data there is nothing to wait for
+        if not self._states or not self._copies.has_data:
             return
         chunks = list(self._chunks())
-        begin = self._transfers.mark()
+        begin = self._copies.record()
         here = self._on_host(update)
         if not here.proceed:
             return
         ahead = self._config.offload.overlap
         coming = [self._bring(0, chunks)]
-        going: list[Mark] = []
+        going: list[Event] = []
         for number, (state, start, end) in enumerate(chunks):
             if ahead:
                 coming.append(self._bring(number + 1, chunks))
-            self._transfers.host_waits(coming[number])
+            self._copies.synchronize(coming[number])
             if number >= 2:
-                self._transfers.host_waits(going[number - 2])  # the room is read until then
+                self._copies.synchronize(going[number - 2])  # the room is read until then
             self._step(here, state, start, end, number % 2)
             device = state.weights[start:end]
             room = _view(self._weights[number % 2], device)
-            going.append(self._transfers.up(device, room, begin))
+            going.append(self._copies.to_device(device, room, begin))
             if not ahead:
-                self._transfers.host_waits(going[-1])
+                self._copies.synchronize(going[-1])
                 coming.append(self._bring(number + 1, chunks))
-        self._transfers.device_waits(going[-1])
+        self._copies.wait(going[-1])
         if here.nonfinite:
             update.nonfinite.fill_(True)
 
@@ -128,7 +128,7 @@ class CPUStep:
         """Waits for the step's scalars. The clip factor keeps its dtype."""
         step_scalars = (update.step, update.grad_scale, update.proceed, update.nonfinite)
         scalars = torch.stack([each.double() for each in step_scalars])
-        self._transfers.host_waits(self._transfers.down(self._scalars, scalars))
+        self._copies.synchronize(self._copies.to_host(self._scalars, scalars))
         step, scale, proceed, nonfinite = self._scalars.unbind()
         return replace(
             update,
@@ -138,13 +138,13 @@ class CPUStep:
             nonfinite=nonfinite.to(torch.bool),
         )
 
-    def _bring(self, number: int, chunks: Sequence[tuple[AdamState, int, int]]) -> Mark:
+    def _bring(self, number: int, chunks: Sequence[tuple[AdamState, int, int]]) -> Event:
         """Gradients of a chunk."""
         if number >= len(chunks):
             return None
         state, start, end = chunks[number]
         grads = state.grads[start:end]
-        return self._transfers.down(_view(self._grads[number % 2], grads), grads)
+        return self._copies.to_host(_view(self._grads[number % 2], grads), grads)
 
     def _step(self, update: Update, state: AdamState, start: int, end: int, slot: int) -> None:
         weights = _view(self._weights[slot], state.weights[start:end])
@@ -158,28 +158,28 @@ class StreamedStep:
     goes down."""
 
     def __init__(
-        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, transfers: Transfers
+        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, copies: HostCopies
     ) -> None:
         self._states = tuple(states)
         self._config = config
         self._kernels = kernels
-        self._transfers = transfers
+        self._copies = copies
 
     def run(self, update: Update) -> None:
         """Launches everything; the device's own stream goes on when all state has left."""
         chunks = list(self._chunks())
-        rooms: dict[int, tuple[StoredState, Mark]] = {}
-        gone: list[Mark] = []
+        rooms: dict[int, tuple[StoredState, Event]] = {}
+        gone: list[Event] = []
         for number in range(len(chunks) + 1):
             if number >= 2:
-                self._transfers.device_waits(gone[number - 2])
+                self._copies.wait(gone[number - 2])
                 del rooms[number - 2]  # its memory is free
             if number < len(chunks):
                 rooms[number] = self._bring(*chunks[number])
             if number > 0:
                 gone.append(self._step(update, *chunks[number - 1], *rooms[number - 1]))
         if gone:
-            self._transfers.device_waits(gone[-1])
+            self._copies.wait(gone[-1])
 
     def _chunks(self) -> Iterator[tuple[AdamState, int, int]]:
         for state in self._states:
@@ -189,22 +189,22 @@ class StreamedStep:
             for start, end in state.chunks(size):
                 yield state, start, end
 
-    def _bring(self, state: AdamState, start: int, end: int) -> tuple[StoredState, Mark]:
+    def _bring(self, state: AdamState, start: int, end: int) -> tuple[StoredState, Event]:
         home = state.kept.part(start, end)
         room = home.like(state.weights.device)
-        after = self._transfers.mark()
+        after = self._copies.record()
         mark = None
         for into, source in zip(room.tensors, home.tensors, strict=True):
-            mark = self._transfers.up(into, source, after)
+            mark = self._copies.to_device(into, source, after)
         return room, mark
 
-    def _step(self, update: Update, state: AdamState, start: int, end: int, room: StoredState, here: Mark) -> Mark:
-        self._transfers.device_waits(here)
+    def _step(self, update: Update, state: AdamState, start: int, end: int, room: StoredState, here: Event) -> Event:
+        self._copies.wait(here)
         weights, grads = state.weights[start:end], state.grads[start:end]
         apply(update, self._config, self._kernels, state, room, weights, grads, state.start + start)
         mark = None
         for into, source in zip(state.kept.part(start, end).tensors, room.tensors, strict=True):
-            mark = self._transfers.down(into, source)
+            mark = self._copies.to_host(into, source)
         return mark
 
 

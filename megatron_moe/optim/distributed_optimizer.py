@@ -19,13 +19,12 @@ from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.overlapped_step import (
     OverlappedOptimizerStep,
     pieces_of,
-    side_stream_of,
 )
 from megatron_moe.optim.param_gather import WeightGather, gather_in_forward_hooks
 from megatron_moe.optim.param_layout import reduction_order
 from megatron_moe.optim.state import AdamState, StateKind, new_states
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.parallel.transfers import transfers_of
+from megatron_moe.parallel.streams import make_host_copies, make_streams
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Optimizer:
     def __init__(self, buffers: GradBuffers, precision: PrecisionConfig) -> None:
         self.buffers = buffers
         self.config = buffers.optimizer
-        self._transfers = transfers_of(buffers.device)
+        self._host_copies = make_host_copies(buffers.device)
         self.step_count = torch.zeros((), dtype=torch.int64, device=buffers.device)
         """Updates applied so far, on the device."""
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=buffers.device)
@@ -66,11 +65,11 @@ class Optimizer:
         self.states = tuple(
             state
             for buffer in buffers.buffers
-            for state in new_states(buffer, precision, self.config.offload, self._transfers)
+            for state in new_states(buffer, precision, self.config.offload, self._host_copies)
         )
         self._copies: list[tuple[AdamState, StateKind, Tensor]] = []
         """What `named_state` last gave of state in other formats."""
-        around = (self.config, buffers.kernels, self._transfers)
+        around = (self.config, buffers.kernels, self._host_copies)
         self._visits = StreamedStep([state for state in self.states if state.home == "parked"], *around)
         self._host_steps = CPUStep([state for state in self.states if state.home == "host"], *around)
         self._gather = _weight_gather(buffers) if buffers.data_parallel.sharded_optimizer else None
@@ -88,8 +87,8 @@ class Optimizer:
             buffer = self.buffers.buffers[number]
             mine = [state for state in self.states if state.buffer is buffer]
             buckets.append(pieces_of(mine, *buffer.layout.buckets[index]))
-        side = side_stream_of(self.buffers.device)
-        self._beside = OverlappedOptimizerStep(buckets, self.config, self.buffers.kernels, side, self._gather)
+        streams = make_streams(self.buffers.device, "optimizer")
+        self._beside = OverlappedOptimizerStep(buckets, self.config, self.buffers.kernels, streams, self._gather)
         gather_in_forward_hooks(model, self._beside, self._bucket_of())
 
     def gather_in_forward(self, model: nn.Module) -> None:
@@ -150,7 +149,7 @@ class Optimizer:
         """Takes over what was copied into `named_state`, and rounds the master weights to the parameters of all ranks.
         Nothing to do where the parameters are the masters of one rank."""
         self.finish_gather()
-        self._transfers.settle()
+        self._host_copies.synchronize_all()
         for state, kind, numbers in self._copies:
             state.write(kind, numbers)
         self._copies = []
@@ -162,7 +161,7 @@ class Optimizer:
     def masters_from_weights(self) -> None:
         """Takes new weights (initialised, or loaded without optimizer state) as master weights."""
         self.finish_gather()
-        self._transfers.settle()
+        self._host_copies.synchronize_all()
         self._copies = []
         for state in self.states:
             state.master_from_weights()
@@ -173,7 +172,7 @@ class Optimizer:
         Copying into the data restores the state; `weights_from_masters` must follow.
         """
         self.finish_gather()
-        self._transfers.settle()
+        self._host_copies.synchronize_all()
         self._copies = []
         for state in self.states:
             flats = {kind: self._numbers(state, kind) for kind in state.kinds}
@@ -196,7 +195,7 @@ class Optimizer:
         """L2 norm of the master weights, every element of the model once. A scalar on the device."""
         self.finish_gather()
         if any(state.home != "device" for state in self.states):
-            self._transfers.settle()
+            self._host_copies.synchronize_all()
         kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted(self.buffers)}
         squares = [state.sum_of_squares(kernels) for state in self.states if id(state.buffer) in counting]
         if squares:

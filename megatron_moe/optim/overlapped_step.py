@@ -7,56 +7,14 @@ forward has waited for the update that reads them.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.cpu_offload import Update, apply
 from megatron_moe.optim.param_gather import WeightGather
 from megatron_moe.optim.state import AdamState
-
-Mark = Any
-"""A point in the work of the side stream."""
-
-
-class SideStream:
-    """The side of a CPU: work is done when it is launched, and all of this is nothing."""
-
-    def begin(self) -> AbstractContextManager[object]:
-        """What the body launches goes beside what the device is given afterwards, and comes after what it has."""
-        return nullcontext()
-
-    def mark(self) -> Mark:
-        """The end of what the current stream was given so far."""
-        return None
-
-    def wait(self, mark: Mark) -> None:
-        """What the current stream is given from now on comes after the mark."""
-
-
-class CudaSideStream(SideStream):
-    """The side of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def begin(self) -> AbstractContextManager[object]:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
-
-    def mark(self) -> Mark:
-        return torch.cuda.current_stream().record_event()
-
-    def wait(self, mark: Mark) -> None:
-        torch.cuda.current_stream().wait_event(mark)
-
-
-def side_stream_of(device: torch.device) -> SideStream:
-    """The side of a device, to be made once per run."""
-    return CudaSideStream(device) if device.type == "cuda" else SideStream()
+from megatron_moe.parallel.streams import Event, Streams
 
 
 class UpdatePiece(NamedTuple):
@@ -80,40 +38,40 @@ class OverlappedOptimizerStep:
         buckets: Sequence[Sequence[UpdatePiece]],
         config: OptimizerConfig,
         kernels: Kernels,
-        side: SideStream,
+        streams: Streams,
         gather: WeightGather | None,
     ) -> None:
         self._buckets = tuple(tuple(bucket) for bucket in buckets)
         self._config = config
         self._kernels = kernels
-        self._side = side
+        self._streams = streams
         self._gather = gather
         self._update: Update | None = None
-        """Its scalars are read on the side until all marks are passed."""
-        self._marks: dict[int, Mark] = {}
+        """Kept until all events are reached, because the optimizer's stream reads its scalars."""
+        self._events: dict[int, Event] = {}
 
     def start(self, update: Update) -> None:
         """Launches the update of all buckets."""
-        assert not self._marks, f"{len(self._marks)} buckets of the last update were never waited for"
+        assert not self._events, f"{len(self._events)} buckets of the last update were never waited for"
         self._update = update
-        with self._side.begin():
+        with self._streams.fork("optimizer"):
             for number, bucket in enumerate(self._buckets):
                 for piece in bucket:
                     self._apply(update, piece)
                 if self._gather is not None:
                     self._gather.start_bucket(number)
-                self._marks[number] = self._side.mark()
+                self._events[number] = self._streams.record()
 
     def acquire(self, buckets: Iterable[int]) -> None:
         """See `Arrivals`."""
-        if not self._marks:
+        if not self._events:
             return
         for number in buckets:
-            if number in self._marks:
-                self._side.wait(self._marks.pop(number))
+            if number in self._events:
+                self._streams.wait(self._events.pop(number))
                 if self._gather is not None:
                     self._gather.acquire((number,))
-        if not self._marks:
+        if not self._events:
             self._update = None
 
     def finish(self) -> None:

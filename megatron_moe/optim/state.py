@@ -21,7 +21,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_buffers import FlatBuffer
 from megatron_moe.optim.param_gather import Range
 from megatron_moe.parallel.context import torch_dtype
-from megatron_moe.parallel.transfers import Transfers
+from megatron_moe.parallel.streams import HostCopies
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 Home = Literal["device", "host", "parked"]
@@ -158,7 +158,7 @@ def _copy(into: PackedState, source: PackedState) -> None:
 
 
 def new_states(
-    buffer: FlatBuffer, precision: PrecisionConfig, config: OptimizerOffloadConfig, transfers: Transfers
+    buffer: FlatBuffer, precision: PrecisionConfig, config: OptimizerOffloadConfig, copies: HostCopies
 ) -> Iterator[AdamState]:
     """State of all that this rank owns of a buffer: masters are the weights, moments are zero.
 
@@ -169,14 +169,14 @@ def new_states(
         middle = min(start + -(-away // BLOCK) * BLOCK, end) if away > 0 else start
         if start < middle:
             home: Home = "host" if config.host_steps else "parked"
-            yield _new_state(buffer, (start, middle), precision, home, transfers)
+            yield _new_state(buffer, (start, middle), precision, home, copies)
         if middle < end:
-            yield _new_state(buffer, (middle, end), precision, "device", transfers)
+            yield _new_state(buffer, (middle, end), precision, "device", copies)
         away -= middle - start
 
 
 def _new_state(
-    buffer: FlatBuffer, owned: Range, precision: PrecisionConfig, home: Home, transfers: Transfers
+    buffer: FlatBuffer, owned: Range, precision: PrecisionConfig, home: Home, copies: HostCopies
 ) -> AdamState:
     start, end = owned
     weights, grads = buffer.weights[start:end], buffer.grads[start:end]
@@ -195,7 +195,7 @@ def _new_state(
         )
         if home == "device":
             return state
-        rooms = [transfers.room(part.numel(), part.dtype, pinned=home == "parked") for part in state.parts]
+        rooms = [copies.host_buffer(part.numel(), part.dtype, pinned=home == "parked") for part in state.parts]
         return PackedState(name, rooms[0], rooms[1] if len(rooms) > 1 else None, state.root)
 
     master = None

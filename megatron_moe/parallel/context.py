@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_moe.config.emulation import RoutedLoad
 from megatron_moe.config.exit_codes import (
     EnvironmentProblem,
     ExitCode,
@@ -76,8 +75,6 @@ class ParallelContext:
         self.seed = seed
         self.mailbox: Mailbox | None = None
         """Carries point-to-point messages when ranks are threads; None: torch.distributed does."""
-        self.assumed_load: RoutedLoad | None = None
-        """In a world without peers: what is assumed of the routing of all ranks. None: there is nothing to assume."""
         self._groups = groups
         self._handles = handles
         self._owns_process_group = owns_process_group
@@ -170,18 +167,14 @@ class ParallelContext:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "meta",
         seed: int = 1234,
-        imbalance: float = 1.0,
     ) -> "ParallelContext":
         """Rank `rank` of `spec.world_size` without any other rank: what it would hold and send, never values.
 
-        `stop` it before the next one: a process plays one rank at a time. `imbalance`: see `RoutedLoad`.
+        `stop` it before the next one: a process plays one rank at a time.
         """
         enter_fake_world(rank, config.world_size)
         launch = Launch(rank=rank, world_size=config.world_size)
-        context = cls._build(config, launch, torch.device(device), dtype, seed, owns=True, alone=True)
-        ep = context.group("ep")
-        context.assumed_load = RoutedLoad(ep.size, ep.rank, imbalance)
-        return context
+        return cls._build(config, launch, torch.device(device), dtype, seed, owns=True, alone=True)
 
     @classmethod
     def _build(

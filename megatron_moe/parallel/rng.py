@@ -5,6 +5,7 @@ threads of one process.
 """
 
 import hashlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,26 @@ from torch import Tensor
 from megatron_moe.parallel.param_meta import Part
 
 Key = tuple[int | str, ...]
+
+
+class RNGKey(NamedTuple):
+    """Start of the keys of all random draws of one microbatch."""
+
+    seed: int
+    """Of the run."""
+    iteration: int
+    microbatch: int
+    """Index in the global batch, so that draws do not depend on the number of data-parallel ranks."""
+    scope: Key = ()
+    """Distinguishes parts of the microbatch: context-parallel rank, depth of multi-token prediction."""
+
+    def site(self, *names: int | str) -> Key:
+        """Key of the draws of one site, such as "embedding" or the path of a layer."""
+        return (self.seed, self.iteration, self.microbatch, *self.scope, *names)
+
+    def within(self, *scope: int | str) -> "RNGKey":
+        """The key with a longer scope."""
+        return self._replace(scope=(*self.scope, *scope))
 
 
 def seed_of(key: Key) -> int:

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_moe.parallel.lanes import Lanes
 from megatron_moe.parallel.p2p import Kind, Links
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.actions import (
     Action,
     Entry,
@@ -58,14 +58,14 @@ class Stage(Protocol):
 
 
 def run_schedule(
-    entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap, lanes: Lanes | None = None
+    entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap, streams: Streams | None = None
 ) -> None:
     """Runs the entries of this rank in order. Without gradients enabled they are forwards only.
 
     Everything that comes in must go out again: what is received into a computation, what is computed to the next stage,
-    every forward into its backward. `lanes`: None: those of a CPU.
+    every forward into its backward. `streams`: None: no-op streams.
     """
-    run = _Run(stage, links, stages, lanes or Lanes())
+    run = _Run(stage, links, stages, streams or Streams())
     for entry in entries:
         if isinstance(entry, OverlappedPair):
             run.do_pair(entry)
@@ -77,11 +77,11 @@ def run_schedule(
 class _Run:
     """One pass of one rank through its schedule."""
 
-    def __init__(self, stage: Stage, links: Links, stages: StageMap, lanes: Lanes) -> None:
+    def __init__(self, stage: Stage, links: Links, stages: StageMap, streams: Streams) -> None:
         self._stage = stage
         self._links = links
         self._stages = stages
-        self._lanes = lanes
+        self._streams = streams
         self._flying: dict[At, SegmentedMicrobatch] = {}
         """Microbatches between their forward and their backward in one chunk."""
         self._owed: list[At] = []
@@ -147,7 +147,7 @@ class _Run:
     def _begin_forward(self, at: At) -> SegmentedMicrobatch:
         received = self._arrived("activation", at)
         assert (received is None) == (self._number(at) == 0), f"(microbatch, chunk) {at} has not received its input"
-        return SegmentedMicrobatch(self._stage.steps(*at), received, self._lanes)
+        return SegmentedMicrobatch(self._stage.steps(*at), received, self._streams)
 
     def _end_forward(self, at: At, chain: SegmentedMicrobatch) -> None:
         chain.forward()

@@ -40,11 +40,11 @@ class CutTensor:
 class SegmentIO:
     """One piece's way over its two boundaries: `enter` what the piece takes, then `leave` what it gives."""
 
-    def __init__(self, keep: Callable[[Tensor], None]) -> None:
-        """`keep`: called with every tensor that enters, so that its memory outlives the piece."""
+    def __init__(self, record_use: Callable[[Tensor], None]) -> None:
+        """`record_use`: called with every tensor that enters (`Streams.record_use`)."""
         self.left: list[GradBoundary] = []
         """Of tensors that this piece made."""
-        self._keep = keep
+        self._record_use = record_use
         self._tensors: dict[CutTensor, Tensor] = {}
         """What entered, by the cut that it came from."""
         self._cuts: dict[int, tuple[Tensor, CutTensor]] = {}
@@ -63,11 +63,11 @@ class SegmentIO:
 
     def _enter(self, leaf: Tensor | CutTensor) -> Tensor:
         if not isinstance(leaf, CutTensor):
-            self._keep(leaf)
+            self._record_use(leaf)
             return leaf
         if leaf not in self._tensors:
             data = leaf.data
-            self._keep(data)
+            self._record_use(data)
             anchor = torch.empty(0, dtype=data.dtype, device=data.device, requires_grad=True)
             tensor: Tensor = _Enter.apply(anchor, data, leaf.crossing)  # type: ignore[no-untyped-call]
             self._tensors[leaf] = tensor

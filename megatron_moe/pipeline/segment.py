@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.parallel.lanes import Lanes
+from megatron_moe.parallel.streams import Event, Streams
 from megatron_moe.pipeline.graph_cut import (
     CutTensor,
     GradBoundary,
@@ -24,11 +24,11 @@ from megatron_moe.pipeline.overlap import Slot, Step
 class SegmentedMicrobatch:
     """Runs the steps of one microbatch, forward and then backward. Every step's graph is freed by its backward."""
 
-    def __init__(self, steps: Sequence[Step], received: Tensor | None, lanes: Lanes) -> None:
+    def __init__(self, steps: Sequence[Step], received: Tensor | None, streams: Streams) -> None:
         """`received`: from the stage before; None: there is none."""
         self._steps = steps
-        self._lanes = lanes
-        self._mark = lanes.mark()
+        self._streams = streams
+        self._last_step: Event = streams.record()
         self._received = GradBoundary(None)
         self._state: Any = received
         if received is not None and torch.is_grad_enabled():
@@ -81,26 +81,26 @@ class SegmentedMicrobatch:
         return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]
 
     def _forward(self, step: Step) -> None:
-        lanes = self._lanes
-        with lanes.on(step.stream):
-            lanes.wait(self._mark)
-            passage = SegmentIO(lanes.keep)
+        streams = self._streams
+        with streams.on(step.stream):
+            streams.wait(self._last_step)
+            passage = SegmentIO(streams.record_use)
             state, self._state = passage.enter(self._state), None
             self._state = passage.leave(step.run(state))
-            self._mark = lanes.mark()
+            self._last_step = streams.record()
         self._made.append(passage.left)
 
     def _backward(self, step: Step, made: list[GradBoundary]) -> None:
-        lanes = self._lanes
-        with lanes.on(step.stream):
-            lanes.wait(self._mark)
+        streams = self._streams
+        with streams.on(step.stream):
+            streams.wait(self._last_step)
             reached = [crossing for crossing in made if crossing.gradient is not None or crossing is self._last]
             for crossing in reached:
                 if crossing.gradient is not None:
-                    lanes.keep(crossing.gradient)
+                    streams.record_use(crossing.gradient)
             if reached:
                 edges = tuple(crossing.edge for crossing in reached if crossing.edge is not None)
                 torch.autograd.backward(edges, tuple(crossing.gradient for crossing in reached))
             for crossing in made:
                 crossing.edge = crossing.gradient = None
-            self._mark = lanes.mark()
+            self._last_step = streams.record()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.faults import FaultConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.parallel.parameter import named_parameters
 
 _PAUSE_SECONDS = 0.2
@@ -115,8 +115,8 @@ def _pause(module: nn.Module, inputs: object) -> None:
 
 def _iteration_of(inputs: Sequence[object]) -> object:
     """Iteration of the microbatch that a layer receives."""
-    keys = [meta.random_key for meta in inputs if isinstance(meta, TokenMeta)]
-    return keys[0][1] if keys and keys[0] else None
+    keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]
+    return keys[0].iteration if keys and keys[0] else None
 
 
 def _stop_process(kind: str) -> None:

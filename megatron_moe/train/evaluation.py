@@ -34,7 +34,7 @@ def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches
         return scalar
 
     model.eval()
-    prepared = (replace(b, meta=replace(b.meta, random_key=None, metrics=None, training=False)) for b in batches)
+    prepared = (replace(b, context=replace(b.context, rng=None, metrics=None, training=False)) for b in batches)
     while step := list(islice(prepared, num_microbatches)):
         pipeline.run(step, take_loss)
     model.train()

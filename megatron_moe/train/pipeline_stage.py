@@ -11,8 +11,8 @@ from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.lanes import Lanes, lanes_of
 from megatron_moe.parallel.p2p import connect
+from megatron_moe.parallel.streams import Streams, make_streams
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.overlap import (
@@ -36,7 +36,7 @@ class Pipeline:
         self.model = model
         self.layout = plan.layout
         self.links = connect(context)
-        self._lanes = lanes_of(context.device)
+        self._streams = make_streams(context.device, "communication")
         self.graph_instances: GraphInstancePool | None = None
         """Of the microbatches whose layers are recorded and replayed; None: all is computed."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
@@ -47,11 +47,11 @@ class Pipeline:
         take_loss: TakeLoss,
         *,
         gradients: GradBuffers | None = None,
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Takes the microbatches through all stages, and back when gradients are to be collected.
 
-        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `lanes`:
+        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `streams`:
         None: those of the device.
         """
         config = self.plan.schedule(len(batches), forward_only=gradients is None)
@@ -63,7 +63,7 @@ class Pipeline:
         if offload is not None and gradients is not None:
             offload.begin_pass(_computations(self._entries[config]))
         stage = RankStage(self, batches, take_loss, gradients)
-        run_schedule(self._entries[config], stage, self.links, config.stages, lanes or self._lanes)
+        run_schedule(self._entries[config], stage, self.links, config.stages, streams or self._streams)
 
 
 class RankStage:
@@ -92,15 +92,15 @@ class RankStage:
         return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
-        """The microbatch, with the memory of its recordings if it has one."""
+        """The microbatch, with its CUDA graphs if it has any."""
         batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
         if self._gradients is None or graph_instances is None:
             return batch
-        flight = graph_instances.take(microbatch, chunk)
-        if flight is None:
+        graph_instance = graph_instances.take(microbatch, chunk)
+        if graph_instance is None:
             return batch
         batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
-        return replace(batch, meta=replace(batch.meta, flight=flight))
+        return replace(batch, context=replace(batch.context, graph_instance=graph_instance))
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
         """See `Stage`."""
@@ -120,7 +120,7 @@ class RankStage:
         if config.sequence_parallel:
             length //= config.tp
         stages_before = self._pipeline.layout.stages[:stage]
-        if batch.meta.training and model.config.mtp and any(before.num_mtp for before in stages_before):
+        if batch.context.training and model.config.mtp and any(before.num_mtp for before in stages_before):
             length *= 1 + model.config.mtp.num_layers
         return length, batch_size, model.config.hidden_size
 

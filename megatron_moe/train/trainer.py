@@ -31,7 +31,8 @@ from megatron_moe.optim.finish_grads import finish_grads
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.lanes import Lanes
+from megatron_moe.parallel.rng import Key, RNGKey
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
@@ -193,12 +194,12 @@ class Trainer:
         """
         self.model.train()
         self.buffers.begin_step(len(batches), early=losses is None)
-        prepared = self._prepare(batches, iteration)
+        prepared = self.prepare(batches, iteration)
         if self.full_iteration is None or losses is not None:
             local = self._run(prepared, losses)
         else:
             drawn = [self.model.draw_forced(batch, self.context.dtype) for batch in prepared]
-            local = self.full_iteration.run(drawn, partial(self._run, lanes=Lanes()), self.metrics)
+            local = self.full_iteration.run(drawn, partial(self._run, streams=Streams()), self.metrics)
         self.optimizer.finish_gather()  # what no forward has read is written now: gradients of nothing are zeroed
         totals = local.clone()
         # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
@@ -207,7 +208,7 @@ class Trainer:
         return totals[0] / totals[1].clamp(min=1), totals[1], local
 
     def _run(
-        self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, lanes: Lanes | None = None
+        self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, streams: Streams | None = None
     ) -> Tensor:
         """Forward and backward. Returns this rank's sum of losses and number of tokens, fp64 [2]."""
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
@@ -221,7 +222,7 @@ class Trainer:
                 losses[self._index(batch)] = loss_sum
             return scalar if per_token else scalar / len(prepared)
 
-        self.pipeline.run(prepared, take_loss, gradients=self.buffers, lanes=lanes)
+        self.pipeline.run(prepared, take_loss, gradients=self.buffers, streams=streams)
         return totals
 
     def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -284,31 +285,28 @@ class Trainer:
 
     def _index(self, batch: MicroBatch) -> int:
         """Which of this rank's microbatches of the step a prepared one is."""
-        assert batch.meta.random_key is not None, "a microbatch that was not prepared"
-        place = batch.meta.random_key[2]
-        assert isinstance(place, int), f"place {place!r} in the global batch"
-        return place // self.context.group("dp").size
+        assert batch.context.rng is not None, "a microbatch that was not prepared"
+        return batch.context.rng.microbatch // self.context.group("dp").size
 
-    def _prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
-        """Gives every microbatch what the step knows and the data does not: scales, random keys, the tally."""
+    def prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
+        """Sets scales, RNG keys and metrics in the context of every microbatch."""
         group, cp = self.context.group("dp"), self.context.group("cp")
         # Ranks with other parts of the sequence draw other numbers.
-        part = ("cp", cp.rank) if cp.size > 1 else ()
+        scope: Key = ("cp", cp.rank) if cp.size > 1 else ()
         prepared = []
         for index, batch in enumerate(batches):
             # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
-            aux_scale: Tensor | float = cp.size / len(batches)
+            aux_loss_scale: Tensor | float = cp.size / len(batches)
             if self.plan.loop.per_token_loss:
-                aux_scale = num_routed(batch.whole or batch)
-            meta = replace(
-                batch.meta,
-                aux_scale=aux_scale,
-                # The place in the global batch: random draws do not depend on the number of data-parallel ranks.
-                random_key=(self.plan.loop.seed, iteration, index * group.size + group.rank, *part),
+                aux_loss_scale = num_routed(batch.whole or batch)
+            mb = replace(
+                batch.context,
+                aux_loss_scale=aux_loss_scale,
+                rng=RNGKey(self.plan.loop.seed, iteration, index * group.size + group.rank, scope),
                 metrics=self.metrics,
                 training=True,
             )
-            prepared.append(replace(batch, meta=meta))
+            prepared.append(replace(batch, context=mb))
         return prepared
 
 

@@ -23,7 +23,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.memory_emulation.rank import make_batches, with_assumed_choices
+from megatron_moe.memory_emulation.rank import assume_load, assumed_load, make_batches, with_assumed_choices
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.train.train_state import TrainState
@@ -105,11 +105,12 @@ def take_step(plan: RunPlan, device: torch.device) -> None:
         device=device,
     )
     try:
-        kernels = with_assumed_choices(build.build_kernels(small, context), context)
-        model = build.build_model(small, context, kernels)
+        kernels = with_assumed_choices(build.build_kernels(small, context), assumed_load(context))
+        model = build.build_model(small, context, kernels, initial=False)
+        assume_load(model, assumed_load(context))
         for parameter in model.parameters():
             parameter.data.normal_(std=0.02)
-        trainer = build.build_trainer(small, context, model, kernels)
+        trainer = build.build_trainer(small, context, model, kernels, has_peers=False)
         trainer.step(make_batches(small, context, _num_microbatches(plan)), TrainState())
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import save as save_module
-from megatron_moe.checkpoint.async_save import HostCopies, started
+from megatron_moe.checkpoint.async_save import HostSnapshot, started
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
@@ -273,7 +273,7 @@ def test_the_copy_takes_any_view_of_any_type_and_its_memory_is_used_again() -> N
         "e": SavedTensor.whole(torch.zeros(0, 3)),
         "f": SavedTensor.whole(torch.ones(5, dtype=torch.bfloat16)),
     }
-    copies = HostCopies()
+    copies = HostSnapshot()
     places = []
     for _ in range(2):
         taken = copies.take(tensors)

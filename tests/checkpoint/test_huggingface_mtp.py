@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf
-from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
@@ -99,7 +99,7 @@ def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(
         tokens_BS=tokens_BS[:, :-1],
         labels_BS=tokens_BS[:, 1:],
         loss_mask_BS=torch.ones(2, 23),
-        meta=TokenMeta(positions_BS=torch.arange(23).expand(2, 23)),
+        context=MicrobatchContext(tokens=TokenMeta(positions_BS=torch.arange(23).expand(2, 23))),
     )
     ((loss_BS, weights_BS, _),) = model(batch).mtp_losses
     FP32_MODEL.check(loss_BS[:, :-1], expected, "losses")

@@ -19,7 +19,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
@@ -38,7 +38,7 @@ def ours(config: ModelConfig, folder: Path) -> GPT:
 def our_logits(model: GPT, tokens_BS: Tensor) -> Tensor:
     """[B, S, V]"""
     positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    return model.logits(tokens_BS, TokenMeta(positions_BS=positions_BS)).transpose(0, 1)
+    return model.logits(tokens_BS, MicrobatchContext(tokens=TokenMeta(positions_BS=positions_BS))).transpose(0, 1)
 
 
 def mean_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:

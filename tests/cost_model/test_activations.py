@@ -40,6 +40,7 @@ from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, LossOutput, whole_model
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tiny_models import (
     attention_config,
     layer_config,
@@ -132,7 +133,7 @@ def saved_bytes(config: ModelConfig) -> int:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    batch = microbatch(BATCH, SEQ, vocab=VOCAB, random_key=(1, 2))
+    batch = microbatch(BATCH, SEQ, vocab=VOCAB, rng=RNGKey(1, 2, 0))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = net(batch)
     assert isinstance(output, LossOutput)

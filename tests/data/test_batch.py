@@ -44,17 +44,17 @@ def test_labels_are_the_next_tokens() -> None:
     assert made.tokens_BS.tolist() == [[1, 2, 3], [5, 6, 7]]
     assert made.labels_BS.tolist() == [[2, 3, 4], [6, 7, 8]]
     assert made.loss_mask_BS.tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert made.meta.positions_BS.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert made.meta.segments_BS is None
-    assert made.meta.valid_BS is None
+    assert made.context.tokens.positions_BS.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert made.context.tokens.segments_BS is None
+    assert made.context.tokens.valid_BS is None
 
 
 def test_tensors_have_the_dtypes_of_the_contract_and_are_contiguous() -> None:
     made = batch([1, 2, EOD, 4], [5, 6, -1, -1], dtype=torch.float32, reset_attention_mask=True)
     assert made.loss_mask_BS.dtype == torch.float32
-    assert made.meta.valid_BS is not None and made.meta.segments_BS is not None
-    assert made.meta.valid_BS.dtype == torch.bool
-    for tensor in (made.tokens_BS, made.labels_BS, made.meta.positions_BS, made.meta.segments_BS):
+    assert made.context.tokens.valid_BS is not None and made.context.tokens.segments_BS is not None
+    assert made.context.tokens.valid_BS.dtype == torch.bool
+    for tensor in (made.tokens_BS, made.labels_BS, made.context.tokens.positions_BS, made.context.tokens.segments_BS):
         assert tensor.dtype == torch.int64
         assert tensor.is_contiguous()
 
@@ -70,8 +70,8 @@ def test_padding_has_no_loss_is_not_valid_and_becomes_token_0() -> None:
     assert made.tokens_BS.tolist() == [[1, 2, 3, 0]]
     assert made.labels_BS.tolist() == [[2, 3, 0, 0]]
     assert made.loss_mask_BS.tolist() == [[1, 1, 0, 0]]
-    assert made.meta.valid_BS is not None
-    assert made.meta.valid_BS.tolist() == [[True, True, True, False]]
+    assert made.context.tokens.valid_BS is not None
+    assert made.context.tokens.valid_BS.tolist() == [[True, True, True, False]]
 
 
 def test_pad_id_in_the_data_is_padding() -> None:
@@ -79,8 +79,8 @@ def test_pad_id_in_the_data_is_padding() -> None:
     assert made.tokens_BS.tolist() == [[1, 0, 3]]
     assert made.labels_BS.tolist() == [[0, 3, 4]]
     assert made.loss_mask_BS.tolist() == [[0, 1, 1]]
-    assert made.meta.valid_BS is not None
-    assert made.meta.valid_BS.tolist() == [[True, False, True]]
+    assert made.context.tokens.valid_BS is not None
+    assert made.context.tokens.valid_BS.tolist() == [[True, False, True]]
 
 
 def test_padding_is_no_end_of_a_document_where_the_end_has_the_id_0() -> None:
@@ -89,9 +89,9 @@ def test_padding_is_no_end_of_a_document_where_the_end_has_the_id_0() -> None:
     )
     assert made.tokens_BS.tolist() == [[1, 0, 3, 0, 4]]
     assert made.loss_mask_BS.tolist() == [[0, 1, 1, 0, 0]]
-    assert made.meta.positions_BS.tolist() == [[0, 1, 2, 3, 0]]
-    assert made.meta.segments_BS is not None
-    assert made.meta.segments_BS.tolist() == [[0, 0, 0, 0, 1]]
+    assert made.context.tokens.positions_BS.tolist() == [[0, 1, 2, 3, 0]]
+    assert made.context.tokens.segments_BS is not None
+    assert made.context.tokens.segments_BS.tolist() == [[0, 0, 0, 0, 1]]
 
 
 def test_eod_mask_takes_the_loss_where_the_input_ends_a_document() -> None:
@@ -101,15 +101,15 @@ def test_eod_mask_takes_the_loss_where_the_input_ends_a_document() -> None:
 
 def test_positions_restart_after_the_end_of_a_document() -> None:
     made = batch([1, 2, EOD, 4, 5, EOD, EOD, 8], [EOD, 1, 2, 3, 4, 5, 6, 7], reset_position_ids=True)
-    assert made.meta.positions_BS.tolist() == [[0, 1, 2, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5]]
-    assert made.meta.segments_BS is None
+    assert made.context.tokens.positions_BS.tolist() == [[0, 1, 2, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert made.context.tokens.segments_BS is None
 
 
 def test_segments_count_documents_and_the_end_belongs_to_its_document() -> None:
     made = batch([1, 2, EOD, 4, 5, EOD, EOD, 8], reset_attention_mask=True)
-    assert made.meta.segments_BS is not None
-    assert made.meta.segments_BS.tolist() == [[0, 0, 0, 1, 1, 1, 2]]
-    assert made.meta.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+    assert made.context.tokens.segments_BS is not None
+    assert made.context.tokens.segments_BS.tolist() == [[0, 0, 0, 1, 1, 1, 2]]
+    assert made.context.tokens.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
 
 
 def slow_positions_and_mask(tokens: list[int]) -> tuple[list[int], list[list[bool]]]:
@@ -133,9 +133,9 @@ def test_reset_equals_the_slow_walk_over_documents() -> None:
         row = rng.choice([1, 2, EOD], size=13, p=[0.4, 0.3, 0.3]).tolist()
         made = batch(row, reset_position_ids=True, reset_attention_mask=True)
         positions, visible = slow_positions_and_mask(row[:-1])
-        assert made.meta.positions_BS.tolist() == [positions]
-        assert made.meta.segments_BS is not None
-        segments = made.meta.segments_BS[0]
+        assert made.context.tokens.positions_BS.tolist() == [positions]
+        assert made.context.tokens.segments_BS is not None
+        segments = made.context.tokens.segments_BS[0]
         same = (segments[:, None] == segments[None, :]).tril()
         assert same.tolist() == visible
 

@@ -1,6 +1,5 @@
 """A microbatch over context-parallel ranks: what each holds, and what it knows of the rest."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from tests.helpers.tiny_models import microbatch
 SEQ = 16
 
 
-def batch(**meta: Any) -> MicroBatch:
-    return microbatch(2, SEQ, **meta)
+def batch(**fields: Any) -> MicroBatch:
+    return microbatch(2, SEQ, **fields)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -27,21 +26,16 @@ def test_labels_masks_and_positions_stay_with_their_tokens(split: Any, cp: int) 
         tokens_BS=marks,
         labels_BS=marks + 1,
         loss_mask_BS=(marks + 2).double(),
-        meta=replace(
-            batch().meta,
-            positions_BS=marks + 3,
-            segments_BS=marks + 4,
-            valid_BS=marks % 3 == 0,
-        ),
+        context=batch(positions_BS=marks + 3, segments_BS=marks + 4, valid_BS=marks % 3 == 0).context,
     )
     parts = on_threads(ParallelConfig(world_size=cp, cp=cp, cp_split=split), lambda ctx: split_sequence(whole, ctx))
     for part in parts:
         assert torch.equal(part.labels_BS, part.tokens_BS + 1)
         assert torch.equal(part.loss_mask_BS, (part.tokens_BS + 2).double())
-        assert torch.equal(part.meta.positions_BS, part.tokens_BS + 3)
-        assert torch.equal(part.meta.segments_BS, part.tokens_BS + 4)
-        assert torch.equal(part.meta.valid_BS, part.tokens_BS % 3 == 0)
-        assert torch.equal(part.meta.whole_segments_BS, whole.meta.segments_BS)
+        assert torch.equal(part.context.tokens.positions_BS, part.tokens_BS + 3)
+        assert torch.equal(part.context.tokens.segments_BS, part.tokens_BS + 4)
+        assert torch.equal(part.context.tokens.valid_BS, part.tokens_BS % 3 == 0)
+        assert torch.equal(part.context.tokens.whole_segments_BS, whole.context.tokens.segments_BS)
         assert part.whole is whole
     assert torch.equal(torch.cat([part.tokens_BS for part in parts], dim=1).sort(dim=1).values, marks)
 
@@ -50,8 +44,8 @@ def test_zigzag_rank_0_holds_both_ends() -> None:
     whole = batch()
     first = on_threads(ParallelConfig(world_size=4, cp=4), lambda ctx: split_sequence(whole, ctx))[0]
     assert torch.equal(first.tokens_BS, whole.tokens_BS[:, [0, 1, 14, 15]])
-    assert first.meta.positions_BS[0].tolist() == [0, 1, 14, 15]
-    assert first.meta.segments_BS is None and first.meta.valid_BS is None
+    assert first.context.tokens.positions_BS[0].tolist() == [0, 1, 14, 15]
+    assert first.context.tokens.segments_BS is None and first.context.tokens.valid_BS is None
 
 
 def test_one_rank_keeps_the_microbatch_itself() -> None:

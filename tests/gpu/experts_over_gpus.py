@@ -21,7 +21,7 @@ from tests.moe.parallel.folded import (
     HIDDEN,
     Data,
     folds,
-    meta_of,
+    make_mb,
     moe_config,
     on_this_rank,
 )
@@ -76,7 +76,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode(mode)
             leaf = hidden.detach().requires_grad_()
-            layer(leaf, meta_of(leaf, None)).sum().backward()
+            layer(leaf, make_mb(leaf, None)).sum().backward()
             torch.cuda.set_sync_debug_mode("default")
         done.append((dispatcher, bool(leaf.grad.isfinite().all())))
     return done

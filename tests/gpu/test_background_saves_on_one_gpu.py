@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.checkpoint.async_save import HostCopies
+from megatron_moe.checkpoint.async_save import HostSnapshot
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.parallel.context import ParallelContext
@@ -25,7 +25,7 @@ def tensors(num_bytes: int) -> dict[str, SavedTensor]:
 
 def test_the_copy_is_page_locked_fast_and_of_the_moment() -> None:
     state = tensors(1 << 30)
-    copies = HostCopies()
+    copies = HostSnapshot()
     copies.take(state)
     expected = state["master.a"].boxes[0].data.cpu()
     torch.cuda.synchronize()

@@ -31,9 +31,9 @@ def test_batch_arrives_whole_without_a_synchronisation() -> None:
         (moved.tokens_BS, made.tokens_BS),
         (moved.labels_BS, made.labels_BS),
         (moved.loss_mask_BS, made.loss_mask_BS),
-        (moved.meta.positions_BS, made.meta.positions_BS),
-        (moved.meta.segments_BS, made.meta.segments_BS),
-        (moved.meta.valid_BS, made.meta.valid_BS),
+        (moved.context.tokens.positions_BS, made.context.tokens.positions_BS),
+        (moved.context.tokens.segments_BS, made.context.tokens.segments_BS),
+        (moved.context.tokens.valid_BS, made.context.tokens.valid_BS),
     ]
     for on_device, on_host in pairs:
         assert on_device is not None and on_host is not None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
@@ -491,17 +492,18 @@ def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capa
         parameter.sink = Buffer(parameter)
     push = draw(64, 2, 64, seed=51)
     push_here = push.to(BF16).cuda()
-    ids = exact.route(there, TokenMeta(positions_BS=positions, training=False)).chosen_TK
-    meta = TokenMeta(positions_BS=positions.cuda())
+    mb_there = MicrobatchContext(tokens=TokenMeta(positions_BS=positions))
+    ids = exact.route(there, replace(mb_there, training=False)).chosen_TK
+    mb = MicrobatchContext(tokens=TokenMeta(positions_BS=positions.cuda()))
     given = ids.cuda()
-    layer(here, meta, given).backward(push_here)  # warm up: libraries may allocate and read once
+    layer(here, mb, given).backward(push_here)  # warm up: libraries may allocate and read once
     here.grad = None
     for parameter in layer.parameters():
         parameter.grad, parameter.sink.used = None, False
     with no_waiting():
-        out = layer(here, meta, given)
+        out = layer(here, mb, given)
         out.backward(push_here)
-    expected = exact(there, TokenMeta(positions_BS=positions), ids)
+    expected = exact(there, mb_there, ids)
     expected.backward(push_here.double().cpu())
     bar = Tolerance(4e-2, 1e-2, "A chain of about ten bf16 roundings.")
     bar.check(out, expected, "output")

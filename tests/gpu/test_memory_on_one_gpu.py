@@ -17,9 +17,9 @@ from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.memory.activation_offload import ActivationOffload
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.memory.transfers import transfers_of
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.streams import make_host_copies
 from tests.helpers import tiny, tiny_models
 from tests.helpers.tolerances import EXACT
 
@@ -57,7 +57,7 @@ def gradients_and_peak(
 ) -> tuple[dict[str, Tensor], int]:
     """Of the last of three microbatches; the memory above that of the weights, in bytes."""
     context, bundle = kernels()
-    moving = None if offload is None else ActivationOffload(offload, transfers_of(context.device))
+    moving = None if offload is None else ActivationOffload(offload, make_host_copies(context.device))
     mixer = tiny.attention(hidden_size=HIDDEN, num_heads=8, num_query_groups=2, head_dim=64, rope=RopeConfig(dim=64))
     router = tiny.router(hidden_size=HIDDEN)
     experts = ExpertsConfig(num_experts=8, hidden_size=HIDDEN, ffn_hidden_size=512, activation=tiny.SWIGLU)

@@ -9,8 +9,9 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.balancing import update_routers
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tolerances import EXACT, FP64_REF
-from tests.moe.routers import make_hidden, make_meta, make_router
+from tests.moe.routers import make_hidden, make_mb, make_router
 
 pytestmark = pytest.mark.gpu1
 
@@ -43,18 +44,18 @@ def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: b
     valid = torch.arange(128, device=device).view(2, 64) % 5 > 0
     scale = torch.full((), 0.5, device=device)
     proceed = torch.ones((), dtype=torch.bool, device=device)
-    meta = make_meta(hidden, valid_BS=valid, metrics=MetricAccumulator(), aux_scale=scale)
+    mb = make_mb(hidden, valid_BS=valid, metrics=MetricAccumulator(), aux_loss_scale=scale)
     if device != "cpu":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        routing = router(hidden, meta)
+        routing = router(hidden, mb)
         weights = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
         weights.square().sum().backward()
         update_routers([router], ctx, proceed=proceed)
     finally:
         if device != "cpu":
             torch.cuda.set_sync_debug_mode("default")
-    return routing, meta.metrics, router, hidden.grad
+    return routing, mb.metrics, router, hidden.grad
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -76,10 +77,10 @@ def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity, ours):
 def test_forced_logits_and_jitter_never_wait_for_the_host():
     router = make_router(ctx=ParallelContext.single(device="cuda"), force_biased=1.0, input_jitter_eps=0.1)
     hidden = make_hidden(64, 2).detach().cuda().requires_grad_()
-    meta = make_meta(hidden, random_key=(1, 2, 3))
+    mb = make_mb(hidden, rng=RNGKey(1, 2, 3))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        router(hidden, meta).probs_TK[:, 0].sum().backward()
+        router(hidden, mb).probs_TK[:, 0].sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert router.weight.grad.abs().max() > 0

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.init import init_parameters
@@ -27,21 +27,23 @@ def make(config: AttentionConfig | MLAConfig) -> Attention | MLA:
     return module
 
 
-def run(module: Attention | MLA, hidden_SBH: Tensor, meta: TokenMeta) -> Tensor:
-    return module(hidden_SBH, Rotations([module.config], ParallelContext.single()).attach(meta))
+def run(module: Attention | MLA, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
+    return module(hidden_SBH, Rotations([module.config], ParallelContext.single()).attach(mb))
 
 
-def check_against_loop(config: AttentionConfig | MLAConfig, meta: TokenMeta) -> None:
+def check_against_loop(config: AttentionConfig | MLAConfig, mb: MicrobatchContext) -> None:
     """Output, input gradient and every weight's gradient."""
     module, oracle = make(config), naive_layers.mla if isinstance(config, MLAConfig) else naive_layers.gqa
     weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-    batch, seq = meta.positions_BS.shape
-    segments_BS = meta.segments_BS if meta.segments_BS is not None else torch.zeros(batch, seq, dtype=torch.int64)
+    batch, seq = mb.tokens.positions_BS.shape
+    segments_BS = (
+        mb.tokens.segments_BS if mb.tokens.segments_BS is not None else torch.zeros(batch, seq, dtype=torch.int64)
+    )
     x, oracle_x = randn(seq, batch, HIDDEN).requires_grad_(), randn(seq, batch, HIDDEN).requires_grad_()
     probe = randn(seq, batch, HIDDEN, seed=2)
 
-    out = run(module, x, meta)
-    expected = oracle(oracle_x, config, weights, meta.positions_BS, segments_BS)
+    out = run(module, x, mb)
+    expected = oracle(oracle_x, config, weights, mb.tokens.positions_BS, segments_BS)
     (out * probe).sum().backward()
     (expected * probe).sum().backward()
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
 from megatron_moe.config.moe import ActivationConfig, SharedExpertsConfig
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tiny_models import (
     attention_config,
     layer_config,
@@ -94,9 +95,9 @@ SPARSE = {
 }
 
 
-def batches(num_steps=3, **meta):
+def batches(num_steps=3, **fields):
     """Two microbatches a step, of 12 positions; dropout is drawn anew in each."""
     return [
-        [microbatch(2, 12, seed=10 * step + i, random_key=(1, step, i), **meta) for i in range(2)]
+        [microbatch(2, 12, seed=10 * step + i, rng=RNGKey(1, step, i), **fields) for i in range(2)]
         for step in range(num_steps)
     ]

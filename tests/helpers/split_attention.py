@@ -18,7 +18,7 @@ from megatron_moe.parallel.context_parallel import (
     take_places,
 )
 from tests.helpers.ranks import on_threads
-from tests.helpers.tiny_models import randn, token_meta
+from tests.helpers.tiny_models import make_mb, randn
 from tests.helpers.tolerances import FP64_LAYOUT
 
 KERNELS = reference.bundle()
@@ -65,7 +65,7 @@ class Case:
 def _attend(
     case: Case,
     tensors: dict[str, Tensor],
-    meta: Any,
+    mb: Any,
     ctx: ParallelContext,
     config: CoreAttentionConfig,
     kernels: Kernels = KERNELS,
@@ -73,7 +73,7 @@ def _attend(
     """Output, and the gradients of q, k, v and sinks."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if name != "grad"}
     out = core_attention(
-        leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), config, meta, "attention", ctx, kernels
+        leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), config, mb, "attention", ctx, kernels
     )
     out.backward(tensors["grad"])
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
@@ -81,8 +81,8 @@ def _attend(
 
 def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """On one rank."""
-    meta = token_meta(BATCH, case.seq, segments_BS=case.segments_BS())
-    return _attend(case, case.tensors(dtype), meta, ParallelContext.single(), case.config)
+    mb = make_mb(BATCH, case.seq, segments_BS=case.segments_BS())
+    return _attend(case, case.tensors(dtype), mb, ParallelContext.single(), case.config)
 
 
 def split(
@@ -103,14 +103,14 @@ def split(
             name: x if name == "sinks" else torch.cat([x[chunk.start : chunk.stop] for chunk in chunks])
             for name, x in case.tensors(dtype).items()
         }
-        meta = token_meta(
+        mb = make_mb(
             BATCH,
             len(mine["q"]),
             segments_BS=None if segments_BS is None else take_places(segments_BS, chunks),
             whole_segments_BS=segments_BS,
             part=SequencePart(parts, rank),
         )
-        return _attend(case, mine, meta, ctx, replace(case.config, context_exchange=exchange), kernels)
+        return _attend(case, mine, mb, ctx, replace(case.config, context_exchange=exchange), kernels)
 
     results = on_threads(parallel, on_rank)
     places = torch.tensor([place for chunks in parts for chunk in chunks for place in chunk])

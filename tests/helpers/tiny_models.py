@@ -1,6 +1,6 @@
 """Tiny model specs and microbatches for tests. Sizes differ from each other, so that mixed-up dims do not pass."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron_moe.config.moe import (
     MoEConfig,
     SharedExpertsConfig,
 )
-from megatron_moe.data.batch import MicroBatch, TokenMeta
+from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
@@ -105,20 +105,22 @@ def build(config: ModelConfig, *, seed: int = 7, **stage: Any) -> GPT:
     return model
 
 
-def token_meta(batch: int, seq: int, *, positions_BS: Tensor | None = None, **changes: Any) -> TokenMeta:
-    """Positions 0 .. S-1 unless given; no dropout, no tally."""
+def make_mb(batch: int, seq: int, *, positions_BS: Tensor | None = None, **changes: Any) -> MicrobatchContext:
+    """Positions 0 .. S-1 unless given; no dropout, no metrics. `changes`: fields of the context or of its tokens."""
     if positions_BS is None:
         positions_BS = torch.arange(seq).repeat(batch, 1)
-    return TokenMeta(positions_BS=positions_BS, **changes)
+    names = {field.name for field in fields(TokenMeta)} & set(changes)
+    tokens = TokenMeta(positions_BS=positions_BS, **{name: changes.pop(name) for name in names})
+    return MicrobatchContext(tokens=tokens, **changes)
 
 
-def microbatch(batch: int = 2, seq: int = 9, *, seed: int = 3, vocab: int = VOCAB, **meta: Any) -> MicroBatch:
+def microbatch(batch: int = 2, seq: int = 9, *, seed: int = 3, vocab: int = VOCAB, **changes: Any) -> MicroBatch:
     """Random tokens with a few places that do not count in the loss."""
     generator = torch.Generator().manual_seed(seed)
     stream = torch.randint(vocab, (batch, seq + 1), generator=generator)
     mask = (torch.rand(batch, seq, generator=generator) > 0.2).double()
     return MicroBatch(
-        tokens_BS=stream[:, :-1], labels_BS=stream[:, 1:], loss_mask_BS=mask, meta=token_meta(batch, seq, **meta)
+        tokens_BS=stream[:, :-1], labels_BS=stream[:, 1:], loss_mask_BS=mask, context=make_mb(batch, seq, **changes)
     )
 
 

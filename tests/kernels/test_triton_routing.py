@@ -28,7 +28,7 @@ from tests.helpers.tolerances import (
     FP64_REF,
 )
 from tests.kernels.compiled import NO_SPILLS, compiled
-from tests.moe.routers import make_hidden, make_meta, make_router
+from tests.moe.routers import make_hidden, make_mb, make_router
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
@@ -241,7 +241,7 @@ def test_a_whole_router_has_the_losses_and_gradients_of_plain_torch(kinds: Any, 
         module = make_router(balancing=kinds, aux_loss_coeffs=coeffs, z_loss_coeff=0.05, **groups)
         module.kernels = KernelSet.of({name: getattr(REFERENCE, name) for name in OPS} | {"route": route}, ())
         hidden, metrics = make_hidden(10, 3), MetricAccumulator()
-        routing = module(hidden, make_meta(hidden, valid_BS=valid, metrics=metrics))
+        routing = module(hidden, make_mb(hidden, valid_BS=valid, metrics=metrics))
         routing.probs_TK.square().sum().backward()
         losses = {str(key): entry.value for key, entry in metrics.entries.items()}
         found.append({**losses, "hidden": hidden.grad, "gate": module.weight.grad, "counts": routing.counts_E})

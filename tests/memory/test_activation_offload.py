@@ -16,9 +16,9 @@ from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.memory.activation_offload import ActivationOffload, to_send
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.memory.transfers import Mark, Transfers
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.streams import Event, HostCopies
 from tests.helpers import tiny
 from tests.helpers.pipelines import (
     laid_out,
@@ -44,22 +44,21 @@ def offload(*modules: str, **changes) -> ActivationOffloadConfig:
     return ActivationOffloadConfig(modules=modules, **{"min_elements": 1, **changes})
 
 
-class Recording(Transfers):
-    """The copies of a CPU, and a list of what was asked for, in order."""
+class RecordingHostCopies(HostCopies):
+    """Copies on a CPU that record every call."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.events: list[tuple[str, int]] = []
 
-    def _out(self, flat: Tensor, buffer: Tensor, free: Mark) -> Mark:
-        self.events.append(("out", id(buffer)))
-        return super()._out(flat, buffer, free)
+    def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
+        self.events.append(("out", id(into)))
+        return super().to_host(into, source, *after, free_source=free_source)
 
-    def _back(self, buffer: Tensor, sent: Mark, device: torch.device) -> tuple[Tensor, Mark]:
-        self.events.append(("back", id(buffer)))
-        return super()._back(buffer, sent, device)
+    def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
+        self.events.append(("back", id(source)))
+        return super().to_device(into, source, *after, free_into=free_into)
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         self.events.append(("wait", 0))
 
 
@@ -71,8 +70,9 @@ class Net:
     ) -> None:
         context = ParallelContext.single(dtype=torch.float32)
         kernels = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
-        self.copies = Recording()
+        self.copies = RecordingHostCopies()
         self.offload = ActivationOffload(config, self.copies)
+        self.pool = self.offload.pool
         layers = tuple(layer_config(mla_config(v_head_dim=9), moe_config()) for _ in range(num_layers))
         saved_tensors = SavedTensorPolicy(recompute, offload=self.offload if config.modules else None)
         self.model = GPT(tiny.model(layers=layers), context, kernels, saved_tensors=saved_tensors)
@@ -104,20 +104,20 @@ def test_gradients_are_the_same_bits_and_nothing_is_left(modules):
             del loss
         gradients = moved.gradients()
         EXACT.check_all(gradients, plain.gradients(), f"{modules}, microbatch {number}")
-        buffers = sum(buffer.nbytes for each in moved.copies._free.values() for buffer, _ in each)
+        buffers = sum(buffer.nbytes for each in moved.pool._free.values() for buffer, _ in each)
         left = alive.bytes() - sum(gradient.nbytes for gradient in gradients.values())
         assert left <= buffers + 4096, f"{left} bytes are left, host buffers have {buffers}"
-    assert moved.copies.bytes_sent == moved.copies.bytes_fetched > 0
+    assert moved.pool.bytes_to_host == moved.pool.bytes_to_device > 0
 
 
 def test_every_byte_of_a_module_moves_once():
     net = Net(offload("attn_norm"))
     net.forward().backward()
-    assert net.copies.bytes_sent >= 3 * HIDDEN_STATE, "the inputs of three norms"
+    assert net.pool.bytes_to_host >= 3 * HIDDEN_STATE, "the inputs of three norms"
     alone, shared = Net(offload("core_attn")), Net(offload("core_attn", "attn_proj"))
     for each in (alone, shared):
         each.forward().backward()
-    assert alone.copies.bytes_sent == shared.copies.bytes_sent, (
+    assert alone.pool.bytes_to_host == shared.pool.bytes_to_host, (
         "the output of attention is the input of the last matrix"
     )
 
@@ -125,25 +125,25 @@ def test_every_byte_of_a_module_moves_once():
 def test_host_memory_is_used_again():
     net = Net(offload(*MODULES))
     net.forward(0).backward()
-    first = net.copies.num_buffers
+    first = net.pool.num_buffers
     for number in range(1, 4):
         net.forward(number).backward()
-    assert first > 3 and net.copies.num_buffers == first
+    assert first > 3 and net.pool.num_buffers == first
 
 
 def test_where_the_backward_follows_at_once_the_last_layer_stays():
     net = Net(offload("core_attn"))
     net.forward(0).backward()
-    whole, events = net.copies.bytes_sent, len(net.copies.events)
+    whole, events = net.pool.bytes_to_host, len(net.copies.events)
     net.offload.begin_pass([("forward", (1, 0)), ("backward", (1, 0))])
     net.forward(1).backward()
-    assert net.copies.bytes_sent - whole == whole * 2 // 3
+    assert net.pool.bytes_to_host - whole == whole * 2 // 3
     kinds = [kind for kind, _ in net.copies.events[events:]]
     assert kinds.count("out") == kinds.count("back") > 0
     net.offload.begin_pass([("forward", (2, 0)), ("forward", (3, 0)), ("backward", (2, 0)), ("backward", (3, 0))])
-    sent = net.copies.bytes_sent
+    sent = net.pool.bytes_to_host
     first, second = net.forward(2), net.forward(3)
-    assert net.copies.bytes_sent - sent == whole * 2, "another backward follows, so all of both"
+    assert net.pool.bytes_to_host - sent == whole * 2, "another backward follows, so all of both"
     first.backward()
     second.backward()
 
@@ -182,7 +182,7 @@ def test_which_groups_wait_on_the_host():
 def test_small_tensors_and_parameters_stay():
     net = Net(offload(*MODULES, min_elements=1 << 20))
     net.forward().backward()
-    assert net.copies.bytes_sent == 0
+    assert net.pool.bytes_to_host == 0
 
 
 def test_inputs_of_forgotten_outputs_wait_on_the_host_too():
@@ -193,7 +193,7 @@ def test_inputs_of_forgotten_outputs_wait_on_the_host_too():
         plain.forward(number).backward()
         both.forward(number).backward()
         EXACT.check_all(both.gradients(), plain.gradients(), f"microbatch {number}")
-    assert both.copies.bytes_sent > 0
+    assert both.pool.bytes_to_host > 0
 
 
 def plan(config: ActivationOffloadConfig, recompute: RecomputeConfig | None = None) -> RunPlan:

@@ -246,7 +246,8 @@ def test_padding_is_another_form_and_is_recorded_for_itself():
 
 def padded(batch, number):
     valid_BS = torch.arange(tiny.SEQ).repeat(2, 1) < tiny.SEQ - number
-    return replace(batch, loss_mask_BS=batch.loss_mask_BS * valid_BS, meta=replace(batch.meta, valid_BS=valid_BS))
+    context = replace(batch.context, tokens=replace(batch.context.tokens, valid_BS=valid_BS))
+    return replace(batch, loss_mask_BS=batch.loss_mask_BS * valid_BS, context=context)
 
 
 def test_evaluations_compute():
@@ -274,16 +275,16 @@ def test_what_was_recorded_is_told_once():
 
 def test_a_structure_comes_apart_and_together():
     a, b = torch.ones(2), torch.zeros(3)
-    structure = (tiny_models.token_meta(1, 4, valid_BS=a), {"x": b, "y": (a, None, 7)})
+    structure = (tiny_models.make_mb(1, 4, valid_BS=a), {"x": b, "y": (a, None, 7)})
     tensors, form = flatten(structure)
     assert len(tensors) == 3, "a tensor that stands twice is one"
     others = [torch.full_like(tensor, 5) for tensor in tensors]
-    meta, rest = unflatten(structure, tensors, others)
-    assert meta.valid_BS is rest["y"][0] and rest["y"][1:] == (None, 7)
+    mb, rest = unflatten(structure, tensors, others)
+    assert mb.tokens.valid_BS is rest["y"][0] and rest["y"][1:] == (None, 7)
     assert torch.equal(rest["x"], torch.full((3,), 5.0))
-    assert flatten((meta, rest))[1] == form
-    assert flatten((meta, {"x": b, "y": (b, None, 7)}))[1] != form
-    assert flatten((meta, {"x": b, "y": (a, None, 8)}))[1] != form
+    assert flatten((mb, rest))[1] == form
+    assert flatten((mb, {"x": b, "y": (b, None, 7)}))[1] != form
+    assert flatten((mb, {"x": b, "y": (a, None, 8)}))[1] != form
 
 
 def test_no_garbage_is_collected_while_something_is_recorded():

@@ -27,6 +27,7 @@ from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers import tiny
 from tests.helpers.pipelines import train
 from tests.helpers.ranks import on_threads
@@ -107,7 +108,7 @@ def figures(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor
     net, metrics = build(config, saved_tensors=SavedTensorPolicy(recompute)), MetricAccumulator()
     found: dict[str, Tensor] = {}
     for number in range(2):
-        given = microbatch(BATCH, SEQ, seed=number, random_key=(1, 2, number), metrics=metrics)
+        given = microbatch(BATCH, SEQ, seed=number, rng=RNGKey(1, 2, number), metrics=metrics)
         scalar, _ = objective(losses_of(net, given), given, mtp=config.mtp, per_token=False)
         scalar.backward()
         found[f"loss {number}"] = scalar.detach()
@@ -169,7 +170,7 @@ class _Counting:
 
 
 def batch() -> MicroBatch:
-    return microbatch(BATCH, SEQ, random_key=(1, 2, 3))
+    return microbatch(BATCH, SEQ, rng=RNGKey(1, 2, 3))
 
 
 def losses_of(net: GPT, given: MicroBatch) -> LossOutput:
@@ -277,9 +278,9 @@ def test_ranks_that_hold_the_same_keep_a_part_each():
     def kept_and_gradient(context: ParallelContext, tp: str | None) -> tuple[int, Tensor]:
         group = None if tp is None else context.group(tp)
         saved_tensors = SavedTensorPolicy(replace(full("uniform", 1), distribute=tp is not None), tp=group)
-        x, meta = randn(SEQ, BATCH, HIDDEN).requires_grad_(), batch().meta
+        x, mb = randn(SEQ, BATCH, HIDDEN).requires_grad_(), batch().context
         with Alive() as alive:
-            out = saved_tensors.checkpoint(lambda hidden, meta: (hidden * 2).sin(), x * 3, meta=meta)
+            out = saved_tensors.checkpoint(lambda hidden, mb: (hidden * 2).sin(), x * 3, mb=mb)
             kept = alive.bytes() - out.nbytes
             out.sum().backward()
         return kept, x.grad

@@ -20,6 +20,7 @@ from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.rank import (
     EmulatedRun,
     assumed_ids,
+    assumed_load,
     emulate_rank,
     enough_microbatches,
     take_steps,
@@ -84,8 +85,9 @@ def on(
     """A rank on tensors of this device, with its choices as assumed."""
     context = ParallelContext.fake(config.parallel, rank, dtype=torch_dtype(config.precision.params), device=device)
     try:
-        bundle = with_assumed_choices(without_host_reads() if kernels is None else kernels, context)
-        return take_steps(config, context, bundle, number or enough_microbatches(config))
+        load = assumed_load(context)
+        bundle = with_assumed_choices(without_host_reads() if kernels is None else kernels, load)
+        return take_steps(config, context, bundle, number or enough_microbatches(config), load)
     finally:
         context.stop()
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.model.attention import rotate
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.mixers import (
     check_against_loop,
     make,
@@ -14,9 +15,9 @@ from tests.helpers.mixers import (
 from tests.helpers.tiny_models import (
     HIDDEN,
     attention_config,
+    make_mb,
     mla_config,
     randn,
-    token_meta,
 )
 from tests.helpers.tolerances import EXACT, FP64_REF
 
@@ -42,14 +43,14 @@ CASES = {
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 def test_attention_equals_a_loop_over_heads_and_positions(changes):
-    check_against_loop(attention_config(**changes), token_meta(2, 6))
+    check_against_loop(attention_config(**changes), make_mb(2, 6))
 
 
 def test_attention_equals_the_loop_with_documents_and_reset_positions():
     positions_BS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]])
     segments_BS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
-    meta = token_meta(2, 6, positions_BS=positions_BS, segments_BS=segments_BS)
-    check_against_loop(attention_config(core={"window": (3, 0), "sinks": True}), meta)
+    mb = make_mb(2, 6, positions_BS=positions_BS, segments_BS=segments_BS)
+    check_against_loop(attention_config(core={"window": (3, 0), "sinks": True}), mb)
 
 
 def test_full_qk_norm_runs_over_all_heads_together():
@@ -57,7 +58,7 @@ def test_full_qk_norm_runs_over_all_heads_together():
     module, plain = make(config), make(attention_config())
     plain.linear_qkv.weight.data.copy_(module.linear_qkv.weight)
     plain.linear_proj.weight.data.copy_(module.linear_proj.weight)
-    x, meta = randn(5, 2, HIDDEN), token_meta(2, 5)
+    x, mb = randn(5, 2, HIDDEN), make_mb(2, 5)
     q, k, v = module.linear_qkv(x).unflatten(-1, (module.num_groups, -1)).split(module.group_rows, dim=-1)
     q = q.flatten(2).unflatten(-1, (module.num_heads, -1))
     widths = (config.q_width, config.kv_width)
@@ -69,25 +70,25 @@ def test_full_qk_norm_runs_over_all_heads_together():
         return torch.stack(rows).view_as(x_SBND)
 
     q, k = normed(q, module.q_layernorm.weight), normed(k, module.k_layernorm.weight)
-    plain._in_one = lambda qkv, meta: (*(rotate(plain.kernels, x, config.rope, meta) for x in (q, k)), v)
-    FP64_REF.check(run(module, x, meta), run(plain, x, meta), "output")
+    plain._in_one = lambda qkv, mb: (*(rotate(plain.kernels, x, config.rope, mb) for x in (q, k)), v)
+    FP64_REF.check(run(module, x, mb), run(plain, x, mb), "output")
 
 
 @pytest.mark.parametrize("config", [attention_config(core={"window": (2, 0)}), mla_config()], ids=["gqa", "mla"])
 def test_packed_documents_equal_separate_sequences(config):
     module, lengths = make(config), (4, 1, 3)
     documents = [randn(n, 1, HIDDEN, seed=n) for n in lengths]
-    apart = torch.cat([run(module, doc, token_meta(1, n)) for doc, n in zip(documents, lengths, strict=True)])
+    apart = torch.cat([run(module, doc, make_mb(1, n)) for doc, n in zip(documents, lengths, strict=True)])
     positions_BS = torch.cat([torch.arange(n) for n in lengths])[None]
     segments_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    meta = token_meta(1, sum(lengths), positions_BS=positions_BS, segments_BS=segments_BS)
-    FP64_REF.check(run(module, torch.cat(documents), meta), apart, "output")
+    mb = make_mb(1, sum(lengths), positions_BS=positions_BS, segments_BS=segments_BS)
+    FP64_REF.check(run(module, torch.cat(documents), mb), apart, "output")
 
 
 def test_attention_without_documents_sees_the_whole_past():
     module, x = make(attention_config()), randn(8, 1, HIDDEN)
     segments_BS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
-    apart, together = run(module, x, token_meta(1, 8, segments_BS=segments_BS)), run(module, x, token_meta(1, 8))
+    apart, together = run(module, x, make_mb(1, 8, segments_BS=segments_BS)), run(module, x, make_mb(1, 8))
     EXACT.check(apart[:4], together[:4], "first document")
     assert (apart[4:] - together[4:]).abs().min() > 1e-6
 
@@ -95,9 +96,9 @@ def test_attention_without_documents_sees_the_whole_past():
 @pytest.mark.parametrize("config", [attention_config(), mla_config()], ids=["gqa", "mla"])
 def test_shifting_all_positions_changes_nothing_and_resetting_some_does(config):
     module, x = make(config), randn(6, 1, HIDDEN)
-    usual = run(module, x, token_meta(1, 6))
-    moved = run(module, x, token_meta(1, 6, positions_BS=torch.arange(100, 106)[None]))
-    reset = run(module, x, token_meta(1, 6, positions_BS=torch.tensor([[0, 1, 2, 0, 1, 2]])))
+    usual = run(module, x, make_mb(1, 6))
+    moved = run(module, x, make_mb(1, 6, positions_BS=torch.arange(100, 106)[None]))
+    reset = run(module, x, make_mb(1, 6, positions_BS=torch.tensor([[0, 1, 2, 0, 1, 2]])))
     assert (moved - usual).abs().max() < 1e-12, "rotary positions are relative"
     EXACT.check(reset[:3], usual[:3], "before the reset")
     assert (reset[3:] - usual[3:]).abs().min() > 1e-6
@@ -108,13 +109,13 @@ def test_attention_dropout_follows_its_key(make_config):
     module, x = make(make_config(core={"dropout": 0.3})), randn(6, 2, HIDDEN)
 
     def out(**changes) -> Tensor:
-        return run(module, x, token_meta(2, 6, **changes))
+        return run(module, x, make_mb(2, 6, **changes))
 
-    EXACT.check(out(random_key=(1, 2)), out(random_key=(1, 2)), "same key")
-    assert not torch.equal(out(random_key=(1, 2)), out(random_key=(1, 3)))
-    none = run(make(make_config()), x, token_meta(2, 6, random_key=(1, 2)))
-    EXACT.check(out(random_key=None), none, "no key")
-    EXACT.check(out(random_key=(1, 2), training=False), none, "evaluation")
+    EXACT.check(out(rng=RNGKey(1, 2, 0)), out(rng=RNGKey(1, 2, 0)), "same key")
+    assert not torch.equal(out(rng=RNGKey(1, 2, 0)), out(rng=RNGKey(1, 3, 0)))
+    none = run(make(make_config()), x, make_mb(2, 6, rng=RNGKey(1, 2, 0)))
+    EXACT.check(out(rng=None), none, "no key")
+    EXACT.check(out(rng=RNGKey(1, 2, 0), training=False), none, "evaluation")
 
 
 def test_rows_of_a_query_group_stand_together():
@@ -127,4 +128,4 @@ def test_rows_of_a_query_group_stand_together():
 def test_layers_without_attached_rotations_are_refused():
     module = make(attention_config())
     with pytest.raises(AssertionError, match="rotary tables are not attached"):
-        module(randn(3, 1, HIDDEN), token_meta(1, 3))
+        module(randn(3, 1, HIDDEN), make_mb(1, 3))

@@ -17,6 +17,7 @@ from megatron_moe.kernels.reference_blocks import merge_, visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.ranks import on_threads
 from tests.helpers.split_attention import (
     KERNELS,
@@ -26,7 +27,7 @@ from tests.helpers.split_attention import (
     split,
     whole,
 )
-from tests.helpers.tiny_models import randn, token_meta
+from tests.helpers.tiny_models import make_mb, randn
 from tests.helpers.tolerances import (
     EXACT,
     FP32_MODEL,
@@ -83,7 +84,7 @@ def test_three_ranks_hold_one_place_per_chunk(exchange: str) -> None:
 
 def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
     def on_rank(ctx: ParallelContext) -> None:
-        from_nowhere: Any = token_meta(1, 4)
+        from_nowhere: Any = make_mb(1, 4)
         x = randn(4, 1, 2, 3)
         core_attention(x, x, x, None, CoreAttentionConfig(softmax_scale=1.0), from_nowhere, "site", ctx, KERNELS)
 
@@ -142,11 +143,11 @@ def test_dropout_of_blocks_repeats_in_the_backward() -> None:
 
     def on_rank(ctx: ParallelContext) -> bool:
         part = SequencePart(split_places("zigzag", 4, 1), 0)
-        meta = token_meta(1, 4, part=part, random_key=(1, 2, 3))
+        mb = make_mb(1, 4, part=part, rng=RNGKey(1, 2, 3))
         q, k, v = (randn(4, 1, 2, 3, seed=seed).requires_grad_() for seed in range(3))
 
         def attend(q, k, v):
-            return core_attention(q, k, v, None, config, meta, "site", ctx, KERNELS)
+            return core_attention(q, k, v, None, config, mb, "site", ctx, KERNELS)
 
         dropped = attend(q, k, v)
         kept = KERNELS.attention(q, k, v, config, None, None, None)

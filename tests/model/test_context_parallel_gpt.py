@@ -130,7 +130,7 @@ def test_packed_documents_are_separate_sequences() -> None:
             tokens_BS=packed.tokens_BS[:, start:end],
             labels_BS=packed.labels_BS[:, start:end],
             loss_mask_BS=packed.loss_mask_BS[:, start:end],
-            meta=tiny_models.token_meta(1, end - start),
+            context=tiny_models.make_mb(1, end - start),
         )
         apart.append(run(config, alone, ParallelContext.single(), per_token=True))
     for result in over_ranks:
@@ -173,7 +173,7 @@ def test_a_degree_per_microbatch_changes_nothing(exchange: str, limit: int, degr
     half, other = documents(), documents()
     packed = {name: torch.cat([half[name], other[name].flip(0)]) for name in half}
     batch = microbatch(4, SEQ, max_seqlen=13, **packed)
-    degrees = on_threads(parallel, lambda ctx: len(split_sequence(batch, ctx).meta.part.of_ranks))
+    degrees = on_threads(parallel, lambda ctx: len(split_sequence(batch, ctx).context.tokens.part.of_ranks))
     assert degrees == [degree] * 4
     config = model(MIXERS["gqa"], exchange, mtp=MTPConfig(num_layers=2))
     check(config, batch, parallel)

@@ -7,11 +7,12 @@ from megatron_moe.kernels import reference
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tiny_models import (
     UNIT_GAIN,
+    make_mb,
     microbatch,
     model_config,
-    token_meta,
 )
 from tests.helpers.tolerances import EXACT
 
@@ -25,7 +26,7 @@ def make(**changes) -> Embedding:
 def test_hidden_is_word_plus_position():
     module = make(position_embedding="learned_absolute")
     batch, positions_BS = microbatch(2, 5), torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
-    hidden_SBH = module(batch.tokens_BS, positions_BS, batch.meta)
+    hidden_SBH = module(batch.tokens_BS, positions_BS, batch.context)
     words, places = module.word_embeddings.weight, module.position_embeddings.weight
     for b in range(2):
         for s in range(5):
@@ -40,15 +41,15 @@ def test_rotary_models_have_no_learned_positions():
 def test_embedding_dropout_follows_its_key():
     module, batch = make(embedding_dropout=0.4), microbatch(2, 5)
 
-    def out(**meta) -> torch.Tensor:
-        return module(batch.tokens_BS, batch.meta.positions_BS, token_meta(2, 5, **meta))
+    def out(**fields) -> torch.Tensor:
+        return module(batch.tokens_BS, batch.context.tokens.positions_BS, make_mb(2, 5, **fields))
 
-    first = out(random_key=(1, 2))
-    EXACT.check(out(random_key=(1, 2)), first, "same key")
-    assert not torch.equal(out(random_key=(1, 3)), first)
-    plain = make()(batch.tokens_BS, batch.meta.positions_BS, batch.meta)
+    first = out(rng=RNGKey(1, 2, 0))
+    EXACT.check(out(rng=RNGKey(1, 2, 0)), first, "same key")
+    assert not torch.equal(out(rng=RNGKey(1, 3, 0)), first)
+    plain = make()(batch.tokens_BS, batch.context.tokens.positions_BS, batch.context)
     EXACT.check(out(), plain, "no key")
-    EXACT.check(out(random_key=(1, 2), training=False), plain, "evaluation")
+    EXACT.check(out(rng=RNGKey(1, 2, 0), training=False), plain, "evaluation")
     kept = first != 0
     assert 0.4 < kept.double().mean() < 0.8
     EXACT.check(first[kept], (plain / 0.6)[kept], "kept values are scaled up")

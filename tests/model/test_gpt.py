@@ -16,6 +16,7 @@ from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers.tiny_models import (
     VOCAB,
@@ -23,12 +24,12 @@ from tests.helpers.tiny_models import (
     build,
     gradients,
     layer_config,
+    make_mb,
     microbatch,
     mla_config,
     mlp_config,
     model_config,
     moe_config,
-    token_meta,
 )
 from tests.helpers.tolerances import (
     EXACT,
@@ -228,7 +229,7 @@ def test_nodes_name_all_parameters_of_the_model(tied, by_node):
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_steps_of_a_schedule_give_the_losses_of_the_forward(evaluation):
     model, batch = build(model_config(mtp=MTPConfig(num_layers=2))), microbatch()
-    batch = replace(batch, meta=replace(batch.meta, training=not evaluation))
+    batch = replace(batch, context=replace(batch.context, training=not evaluation))
     state, expected = None, model(batch)
     for step in model.steps(batch):
         state = step.run(state)
@@ -244,26 +245,26 @@ def test_packed_documents_equal_separate_sequences():
     batch = microbatch(1, 8)
     positions_BS = torch.cat([torch.arange(n) for n in lengths])[None]
     segments_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    packed = replace(batch, meta=token_meta(1, 8, positions_BS=positions_BS, segments_BS=segments_BS))
+    packed = replace(batch, context=make_mb(1, 8, positions_BS=positions_BS, segments_BS=segments_BS))
     apart, start = [], 0
     for n in lengths:
         part = slice(start, start + n)
         tokens_BS, labels_BS = batch.tokens_BS[:, part], batch.labels_BS[:, part]
-        apart.append(model(replace(batch, tokens_BS=tokens_BS, labels_BS=labels_BS, meta=token_meta(1, n))).loss_BS)
+        apart.append(model(replace(batch, tokens_BS=tokens_BS, labels_BS=labels_BS, context=make_mb(1, n))).loss_BS)
         start += n
     FP64_REF.check(model(packed).loss_BS, torch.cat(apart, dim=1), "losses")
 
 
 def test_packed_boundaries_without_segments_are_refused():
     model, batch = build(model_config()), microbatch(1, 8)
-    meta = replace(batch.meta, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
+    mb = make_mb(1, 8, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
     with pytest.raises(AssertionError, match="need segments_BS"):
-        model(replace(batch, meta=meta))
+        model(replace(batch, context=mb))
 
 
 def test_logits_are_those_of_the_loss():
     model, batch = build(model_config()), microbatch()
-    logits_SBV = model.logits(batch.tokens_BS, batch.meta)
+    logits_SBV = model.logits(batch.tokens_BS, batch.context)
     assert logits_SBV.shape == (9, 2, VOCAB)
     loss = torch.nn.functional.cross_entropy(logits_SBV.permute(1, 2, 0), batch.labels_BS, reduction="none")
     FP64_REF.check(model(batch).loss_BS, loss, "losses")
@@ -285,13 +286,13 @@ def test_dropout_follows_the_key_of_the_microbatch_and_is_off_in_evaluation():
     model = build(model_config(layer, layer, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)))
     plain = build(model_config(layer_config(), layer_config(), mtp=MTPConfig(num_layers=1)))
 
-    def loss(**meta) -> Tensor:
-        return loss_of(model, microbatch(**meta))
+    def loss(**fields) -> Tensor:
+        return loss_of(model, microbatch(**fields))
 
-    EXACT.check(loss(random_key=(1, 5, 0)), loss(random_key=(1, 5, 0)), "same key")
-    assert loss(random_key=(1, 5, 0)) != loss(random_key=(1, 5, 1))
+    EXACT.check(loss(rng=RNGKey(1, 5, 0)), loss(rng=RNGKey(1, 5, 0)), "same key")
+    assert loss(rng=RNGKey(1, 5, 0)) != loss(rng=RNGKey(1, 5, 1))
     EXACT.check(loss(), loss_of(plain, microbatch()), "no key")
-    evaluated = loss(random_key=(1, 5, 0), training=False)
+    evaluated = loss(rng=RNGKey(1, 5, 0), training=False)
     EXACT.check(evaluated, loss_of(plain, microbatch(training=False)), "evaluation")
 
 
@@ -300,17 +301,17 @@ def test_nothing_is_read_by_the_host():
     config = replace(DENSE, mtp=MTPConfig(num_layers=2, repeated_layer=True), position_embedding="learned_absolute")
     model = GPT(config, ParallelContext.single(device="meta"), reference.bundle())
     batch = microbatch(segments_BS=torch.zeros(2, 9, dtype=torch.int64), valid_BS=torch.ones(2, 9, dtype=torch.bool))
-    meta = replace(
-        batch.meta,
-        positions_BS=batch.meta.positions_BS.to("meta"),
-        segments_BS=batch.meta.segments_BS.to("meta"),
-        valid_BS=batch.meta.valid_BS.to("meta"),
+    tokens = replace(
+        batch.context.tokens,
+        positions_BS=batch.context.tokens.positions_BS.to("meta"),
+        segments_BS=batch.context.tokens.segments_BS.to("meta"),
+        valid_BS=batch.context.tokens.valid_BS.to("meta"),
     )
     batch = MicroBatch(
         tokens_BS=batch.tokens_BS.to("meta"),
         labels_BS=batch.labels_BS.to("meta"),
         loss_mask_BS=batch.loss_mask_BS.to("meta"),
-        meta=meta,
+        context=replace(batch.context, tokens=tokens),
     )
     loss_of(model, batch).backward()
 

@@ -12,6 +12,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.mtp import shift
 from megatron_moe.moe.node_chain import run_chain
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers import naive_layers
 from tests.helpers.tiny_models import (
     build,
@@ -36,10 +37,10 @@ def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPConfig, per_token: bool)
     """The objective, with everything that multi-token prediction adds done one position at a time."""
     config, weights = model.config, dict(model.named_parameters())
     head = weights["embedding.word_embeddings.weight" if config.tied_embeddings else "output_layer.weight"]
-    meta = model.rotations.attach(batch.meta)
+    mb = model.rotations.attach(batch.context)
     batch_size, seq = batch.tokens_BS.shape
-    documents = torch.zeros(batch_size, seq) if meta.segments_BS is None else meta.segments_BS
-    hidden = run_chain(model._hidden_states(batch.tokens_BS, meta, 0, by_node=False), None).hidden_SBH
+    documents = torch.zeros(batch_size, seq) if mb.tokens.segments_BS is None else mb.tokens.segments_BS
+    hidden = run_chain(model._hidden_states(batch.tokens_BS, mb, 0, by_node=False), None).hidden_SBH
 
     def loss(x: Tensor, label: int, matrix: Tensor) -> Tensor:
         logits = matrix @ x
@@ -67,13 +68,13 @@ def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPConfig, per_token: bool)
                 e = (
                     embed(0, 0)
                     if there is None
-                    else embed(batch.tokens_BS[b, there], batch.meta.positions_BS[b, there])
+                    else embed(batch.tokens_BS[b, there], batch.context.tokens.positions_BS[b, there])
                 )
                 e = naive_layers.norm(e, config.norm, weights, f"{name}.enorm")
                 h = naive_layers.norm(hidden[s, b], config.norm, weights, f"{name}.hnorm")
                 rows.append(weights[f"{name}.eh_proj.weight"] @ torch.cat([e, h]))
         layer = model.get_submodule(f"{name}.transformer_layer")
-        out = layer(torch.stack(rows).view(seq, batch_size, -1), meta)
+        out = layer(torch.stack(rows).view(seq, batch_size, -1), mb)
         normed = [naive_layers.norm(x, config.norm, weights, f"{name}.final_layernorm") for x in out.flatten(0, 1)]
         hidden = torch.stack(normed).view_as(out)
 
@@ -111,11 +112,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("mtp", "changes", "meta"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("mtp", "changes", "tokens"), CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("per_token", [False, True])
-def test_the_objective_equals_the_loop_in_value_and_gradients(mtp, changes, meta, per_token):
+def test_the_objective_equals_the_loop_in_value_and_gradients(mtp, changes, tokens, per_token):
     model = build(model_config(layer_config(), layer_config(mla_config()), mtp=mtp, **changes))
-    batch = microbatch(2, 8, **meta)
+    batch = microbatch(2, 8, **tokens)
 
     scalar, _ = objective(model(batch), batch, mtp=mtp, per_token=per_token)
     scalar.backward()
@@ -164,7 +165,7 @@ def test_losses_of_all_depths_are_recorded():
 
 def test_evaluation_leaves_multi_token_prediction_out():
     model, batch = build(model_config(mtp=MTPConfig(num_layers=2))), microbatch()
-    output = model(replace(batch, meta=replace(batch.meta, training=False)))
+    output = model(replace(batch, context=replace(batch.context, training=False)))
     assert output.mtp_losses == ()
     EXACT.check(output.loss_BS, model(batch).loss_BS, "loss")
 
@@ -174,9 +175,9 @@ def test_every_depth_of_a_repeated_layer_has_its_own_dropout():
     model = build(config)
     keys = []
     model.mtp.layers["0"].transformer_layer.self_attention.register_forward_pre_hook(
-        lambda _, args: keys.append(args[1].random_key)
+        lambda _, args: keys.append(args[1].rng)
     )
-    model(microbatch(random_key=(1, 2, 3)))
+    model(microbatch(rng=RNGKey(1, 2, 3)))
     assert len(set(keys)) == 2, keys
 
 
@@ -186,9 +187,9 @@ def test_a_repeated_layer_divides_its_balancing_losses_by_the_depths(repeated):
     scales = []
     for layer in model.mtp.layers.values():
         layer.transformer_layer.self_attention.register_forward_pre_hook(
-            lambda _, args: scales.append(args[1].aux_scale)
+            lambda _, args: scales.append(args[1].aux_loss_scale)
         )
-    model(microbatch(aux_scale=0.5))
+    model(microbatch(aux_loss_scale=0.5))
     assert scales == [0.125 if repeated else 0.5] * 4
 
 
@@ -196,7 +197,7 @@ def test_padding_stays_padding_at_every_depth_and_all_true_equals_no_mask():
     model, seen = build(model_config(mtp=MTPConfig(num_layers=2))), []
     for layer in model.mtp.layers.values():
         layer.transformer_layer.self_attention.register_forward_pre_hook(
-            lambda _, args: seen.append(args[1].valid_BS[0].tolist())
+            lambda _, args: seen.append(args[1].tokens.valid_BS[0].tolist())
         )
     valid_BS = torch.tensor([[True, True, True, True, False, False]])
     model(microbatch(1, 6, valid_BS=valid_BS))

@@ -9,7 +9,7 @@ import torch
 from megatron_moe.config.attention import RopeConfig, yarn_mscale
 from megatron_moe.model.rope import Rotations, concentration, inverse_frequencies
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.tiny_models import attention_config, token_meta
+from tests.helpers.tiny_models import attention_config, make_mb
 from tests.helpers.tolerances import FP64_REF
 
 DIM = 32
@@ -112,7 +112,7 @@ def test_tables_hold_cos_and_sin_of_every_position_twice():
     config = RopeConfig(dim=6, scaling="yarn", scaling_factor=40.0, mscale=1.0)
     positions_BS = torch.tensor([[0, 1, 2, 700], [5, 0, 1, 2]])
     rotations = Rotations([attention_config(rope=config), attention_config(rope=None)], ParallelContext.single())
-    cos_SBD, sin_SBD = rotations.attach(token_meta(2, 4, positions_BS=positions_BS)).rotary[config]
+    cos_SBD, sin_SBD = rotations.attach(make_mb(2, 4, positions_BS=positions_BS)).rotary[config]
     frequencies = inverse_frequencies(config).numpy()
     for b in range(2):
         for s in range(4):
@@ -128,5 +128,5 @@ def test_equal_rotations_of_several_layers_share_one_table():
 
 def test_tables_are_made_in_the_internal_dtype_of_the_run():
     rotations = Rotations([attention_config()], ParallelContext.single(dtype=torch.bfloat16))
-    cos_SBD, _ = rotations.attach(token_meta(1, 3)).rotary[attention_config().rope]
+    cos_SBD, _ = rotations.attach(make_mb(1, 3)).rotary[attention_config().rope]
     assert cos_SBD.dtype == torch.float32

@@ -9,6 +9,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.model.output_head import Head, cross_entropy
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part, named_parameters
+from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import sequence_part
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import (
@@ -23,10 +24,10 @@ from tests.helpers.tiny_models import (
     attention_config,
     build,
     layer_config,
+    make_mb,
     microbatch,
     model_config,
     randn,
-    token_meta,
 )
 from tests.helpers.tolerances import (
     EXACT,
@@ -104,7 +105,7 @@ def test_the_embedding_finds_every_row_on_some_rank(layout, learned):
     kind = "learned_absolute" if learned else "none"
     config = model_config(position_embedding=kind, max_positions=9, embedding_dropout=0.3)
     tokens_BS = torch.cat([EDGES, EDGES.flip(0)[:2]]).expand(2, 8)
-    meta = token_meta(2, 8, random_key=(1, 2))
+    mb = make_mb(2, 8, rng=RNGKey(1, 2, 0))
     probe = randn(8, 2, HIDDEN)
 
     def on_rank(ctx):
@@ -115,7 +116,7 @@ def test_the_embedding_finds_every_row_on_some_rank(layout, learned):
             nothing,
             probe.chunk(num_parts)[index],
             ctx,
-            lambda embedding, x: embedding(tokens_BS, meta.positions_BS, meta) + x,
+            lambda embedding, x: embedding(tokens_BS, mb.tokens.positions_BS, mb) + x,
         )
 
     alone, ranks = on_rank(ParallelContext.single()), on_threads(layout, on_rank)
@@ -135,9 +136,9 @@ def test_logits_are_those_of_the_whole_vocabulary_on_every_rank(layout, tied):
     def logits(ctx):
         model = GPT(config, ctx, KERNELS)
         init_parameters(model, 7, config.init)
-        return model.logits(batch.tokens_BS, batch.meta).detach()
+        return model.logits(batch.tokens_BS, batch.context).detach()
 
-    expected = build(config).logits(batch.tokens_BS, batch.meta)
+    expected = build(config).logits(batch.tokens_BS, batch.context)
     for actual in on_threads(layout, logits):
         FP64_REF.check(actual, expected, "logits")
 

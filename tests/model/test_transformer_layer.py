@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
@@ -14,14 +14,15 @@ from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, run_nodes, schedule_steps
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tiny_models import (
     HIDDEN,
     UNIT_GAIN,
     layer_config,
+    make_mb,
     mla_config,
     moe_config,
     randn,
-    token_meta,
 )
 from tests.helpers.tolerances import EXACT
 
@@ -41,39 +42,39 @@ def make(config: LayerConfig) -> TransformerLayer:
     return layer
 
 
-def meta_of(layer: TransformerLayer, **changes) -> TokenMeta:
-    return Rotations([layer.config.mixer], ParallelContext.single()).attach(token_meta(2, 5, **changes))
+def mb_of(layer: TransformerLayer, **changes) -> MicrobatchContext:
+    return Rotations([layer.config.mixer], ParallelContext.single()).attach(make_mb(2, 5, **changes))
 
 
-def by_hand(layer: TransformerLayer, x: Tensor, meta: TokenMeta, dropout: float = 0.0) -> Tensor:
+def by_hand(layer: TransformerLayer, x: Tensor, mb: MicrobatchContext, dropout: float = 0.0) -> Tensor:
     normed = layer.input_layernorm(x)
-    attended = layer.self_attention(normed, meta)
+    attended = layer.self_attention(normed, mb)
     x = (normed if layer.config.residual_from_norm else x) + rng.dropout(
-        attended, dropout, meta.key("decoder.layers.0.attention_residual")
+        attended, dropout, mb.key("decoder.layers.0.attention_residual")
     )
     normed = layer.pre_mlp_layernorm(x)
-    fed = layer.mlp(normed, meta) if layer.config.is_moe else layer.mlp(normed)
+    fed = layer.mlp(normed, mb) if layer.config.is_moe else layer.mlp(normed)
     return (normed if layer.config.residual_from_norm else x) + rng.dropout(
-        fed, dropout, meta.key("decoder.layers.0.mlp_residual")
+        fed, dropout, mb.key("decoder.layers.0.mlp_residual")
     )
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
 def test_a_layer_adds_its_normed_sub_layers_to_the_residual_stream(config):
     layer, x = make(config), randn(5, 2, HIDDEN)
-    EXACT.check(layer(x, meta_of(layer)), by_hand(layer, x, meta_of(layer)), "output")
+    EXACT.check(layer(x, mb_of(layer)), by_hand(layer, x, mb_of(layer)), "output")
 
 
 def test_both_residual_connections_have_dropout_with_keys_of_their_own():
     layer, x = make(layer_config(hidden_dropout=0.3)), randn(5, 2, HIDDEN)
-    meta = meta_of(layer, random_key=(1, 2, 3))
-    out = layer(x, meta)
-    EXACT.check(out, by_hand(layer, x, meta, 0.3), "output")
-    EXACT.check(layer(x, meta), out, "the same key again")
-    assert not torch.equal(layer(x, meta_of(layer, random_key=(1, 2, 4))), out)
-    plain = by_hand(layer, x, meta_of(layer))
-    EXACT.check(layer(x, meta_of(layer)), plain, "without a key")
-    EXACT.check(layer(x, meta_of(layer, random_key=(1, 2, 3), training=False)), plain, "in evaluation")
+    mb = mb_of(layer, rng=RNGKey(1, 2, 3))
+    out = layer(x, mb)
+    EXACT.check(out, by_hand(layer, x, mb, 0.3), "output")
+    EXACT.check(layer(x, mb), out, "the same key again")
+    assert not torch.equal(layer(x, mb_of(layer, rng=RNGKey(1, 2, 4))), out)
+    plain = by_hand(layer, x, mb_of(layer))
+    EXACT.check(layer(x, mb_of(layer)), plain, "without a key")
+    EXACT.check(layer(x, mb_of(layer, rng=RNGKey(1, 2, 3), training=False)), plain, "in evaluation")
 
 
 MOE_NODES = [
@@ -92,15 +93,15 @@ MOE_NODES = [
 )
 def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(config, names, slots):
     layer, x = make(config), randn(5, 2, HIDDEN)
-    meta = meta_of(layer)
+    mb = mb_of(layer)
     assert [node.name for node in layer.nodes] == names
-    EXACT.check(run_nodes(layer.nodes, LayerState(hidden_SBH=x), meta).hidden_SBH, layer(x, meta), "nodes")
-    steps = schedule_steps([BoundNodes(layer.nodes, meta, 3)])
+    EXACT.check(run_nodes(layer.nodes, LayerState(hidden_SBH=x), mb).hidden_SBH, layer(x, mb), "nodes")
+    steps = schedule_steps([BoundNodes(layer.nodes, mb, 3)])
     assert [(step.node, step.layer) for step in steps] == [(slot, 3) for slot in slots]
     state = LayerState(hidden_SBH=x)
     for step in steps:
         state = step.run(state)
-    EXACT.check(state.hidden_SBH, layer(x, meta), "steps")
+    EXACT.check(state.hidden_SBH, layer(x, mb), "steps")
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
@@ -120,6 +121,6 @@ def test_a_state_holds_no_tensor_after_its_last_consumer(config):
     held |= {"dispatch_finish": inside | {"rows", "handle"}, "experts": inside | {"rows", "handle"}}
     held |= {"combine_start": inside | {"pending"}, "combine_finish": inside | {"routed_TH"}}
     for node in layer.nodes:
-        state = node.run(state, meta_of(layer))
+        state = node.run(state, mb_of(layer))
         found = {name for name in vars(state) if getattr(state, name) is not None} - {"discard", "earlier"}
         assert found == held[node.name], node.name

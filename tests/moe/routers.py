@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.moe import CapacityConfig, RouterConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers import tiny_models
 
 HIDDEN, EXPERTS = 4, 8
 
@@ -39,9 +40,9 @@ def make_hidden(steps: int = 5, batch: int = 2, *, seed: int = 2, dtype: torch.d
     return hidden.requires_grad_()
 
 
-def make_meta(hidden_SBH: Tensor, **fields: Any) -> TokenMeta:
+def make_mb(hidden_SBH: Tensor, **fields: Any) -> MicrobatchContext:
     steps, batch, _ = hidden_SBH.shape
-    return TokenMeta(positions_BS=torch.arange(steps).expand(batch, steps), **fields)
+    return tiny_models.make_mb(batch, steps, **fields)
 
 
 def sees_logits(**fields: Any) -> Router:

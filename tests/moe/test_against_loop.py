@@ -24,7 +24,7 @@ from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.oracle import loop_moe
-from tests.moe.routers import make_meta
+from tests.moe.routers import make_mb
 
 HIDDEN, FFN, EXPERTS, STEPS, BATCH = 4, 3, 8, 4, 2
 SWIGLU = ActivationConfig(kind="silu", gated=True)
@@ -97,8 +97,8 @@ def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None =
     ((loop.output_SBH * push).sum() + 0.5 * loop.objective).backward()
 
     metrics = MetricAccumulator()
-    meta = make_meta(hidden, metrics=metrics, valid_BS=valid_BS, aux_scale=0.5)
-    output = layer(hidden, meta)
+    mb = make_mb(hidden, metrics=metrics, valid_BS=valid_BS, aux_loss_scale=0.5)
+    output = layer(hidden, mb)
     (output * push).sum().backward()
 
     FP64_REF.check(output, loop.output_SBH, "output")
@@ -111,7 +111,7 @@ def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None =
     for name, loss in loop.losses.items():
         FP64_REF.check(metrics.entries[name, 0].value, loss, name)
     with torch.no_grad():
-        routing = layer.router(hidden, meta)
+        routing = layer.router(hidden, mb)
     EXACT.check(routing.counts_E, loop.counts, "counts")
     none = [-1] * config.router.topk
     assert routing.chosen_TK.tolist() == [choices or none for choices in loop.choices]

@@ -13,7 +13,7 @@ from megatron_moe.moe.balancing import update_routers
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_REF
-from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_mb, make_router, sees_logits
 
 NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -24,16 +24,16 @@ FAR = 40.0
 """A logit so far above the others that softmax gives them nothing."""
 
 
-def _loss(router, hidden, kind, **meta):
+def _loss(router, hidden, kind, **fields):
     metrics = MetricAccumulator()
-    router(hidden, make_meta(hidden, metrics=metrics, **meta))
+    router(hidden, make_mb(hidden, metrics=metrics, **fields))
     return metrics.entries[NAMES[kind], router.layer].value
 
 
-def _gradient(router, hidden, **meta):
+def _gradient(router, hidden, **fields):
     """Gradient of the gate by the attached losses alone."""
     router.weight.grad = None
-    routing = router(hidden, make_meta(hidden, **meta))
+    routing = router(hidden, make_mb(hidden, **fields))
     (routing.probs_TK * 0).sum().backward()
     return router.weight.grad.clone()
 
@@ -86,7 +86,7 @@ def test_balancing_looks_at_plain_scores_whatever_the_groups_the_bias_and_the_ca
 def test_z_loss_is_the_mean_square_of_logsumexp_and_pulls_on_every_logit():
     router = sees_logits(z_loss_coeff=0.25)
     hidden, metrics = logits_as_hidden([[0.0] * 8, [1.0] * 8]), MetricAccumulator()
-    routing = router(hidden, make_meta(hidden, metrics=metrics))
+    routing = router(hidden, make_mb(hidden, metrics=metrics))
     expected = (math.log(8) ** 2 + (1 + math.log(8)) ** 2) / 2
     FP64_REF.check(metrics.entries["z_loss", 3].value, expected, "z-loss")
     (routing.probs_TK * 0).sum().backward()
@@ -132,16 +132,16 @@ def test_several_losses_at_once_add_up():
 def test_a_loss_enters_with_the_weight_of_its_microbatch(fields):
     router, hidden = make_router(**fields), make_hidden()
     whole = _gradient(router, hidden)
-    FP64_REF.check(_gradient(router, hidden, aux_scale=0.25), whole / 4, "a quarter, as a number")
+    FP64_REF.check(_gradient(router, hidden, aux_loss_scale=0.25), whole / 4, "a quarter, as a number")
     tokens = torch.tensor(10.0)
-    FP64_REF.check(_gradient(router, hidden, aux_scale=tokens), whole * 10, "times its tokens, as a tensor")
+    FP64_REF.check(_gradient(router, hidden, aux_loss_scale=tokens), whole * 10, "times its tokens, as a tensor")
 
 
 def test_two_microbatches_weighted_by_their_number_give_the_mean_of_their_losses():
     router = make_router(balancing=("aux_loss",), aux_loss_coeffs=(0.5,))
     halves = [make_hidden(seed=2), make_hidden(seed=3)]
     whole = [_gradient(router, hidden) for hidden in halves]
-    weighted = [_gradient(router, hidden, aux_scale=1 / 2) for hidden in halves]
+    weighted = [_gradient(router, hidden, aux_loss_scale=1 / 2) for hidden in halves]
     FP64_REF.check(sum(weighted), (whole[0] + whole[1]) / 2, "accumulated gradient")
 
 
@@ -150,9 +150,9 @@ def test_attached_loss_leaves_value_and_gradient_of_the_weights_alone():
     with_loss, without = make_router(balancing=("aux_loss",), aux_loss_coeffs=(0.5,)), make_router()
     grads = []
     for router in (with_loss, without):
-        router(hidden, make_meta(hidden)).probs_TK[:, 0].sum().backward()
+        router(hidden, make_mb(hidden)).probs_TK[:, 0].sum().backward()
         grads.append(router.weight.grad)
-    EXACT.check(with_loss(hidden, make_meta(hidden)).probs_TK, without(hidden, make_meta(hidden)).probs_TK, "weights")
+    EXACT.check(with_loss(hidden, make_mb(hidden)).probs_TK, without(hidden, make_mb(hidden)).probs_TK, "weights")
     FP64_REF.check(grads[0] - grads[1], _gradient(with_loss, hidden), "difference")
 
 
@@ -208,7 +208,7 @@ def test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches():
     counts = torch.zeros(EXPERTS, dtype=torch.int64)
     for seed in (2, 3, 4):
         hidden = make_hidden(seed=seed)
-        counts += router(hidden, make_meta(hidden)).counts_E
+        counts += router(hidden, make_mb(hidden)).counts_E
         assert router.expert_bias.abs().max() == 0, "moved before the end of the global batch"
     EXACT.check(router.tokens_since_update, counts, "counts")
     update_routers([router], router.ctx)
@@ -221,15 +221,15 @@ def test_bias_looks_at_the_load_after_drops():
     with torch.no_grad():
         router.weight.zero_()
     hidden = make_hidden(8, 2)
-    router(hidden, make_meta(hidden))
+    router(hidden, make_mb(hidden))
     assert router.tokens_since_update.tolist() == [2, 2, 0, 0, 0, 0, 0, 0]
 
 
 def test_bias_chooses_but_does_not_weigh():
     router, hidden = _biased(), make_hidden()
-    plain = router(hidden, make_meta(hidden))
+    plain = router(hidden, make_mb(hidden))
     router.expert_bias[5] = 100.0
-    pulled = router(hidden, make_meta(hidden))
+    pulled = router(hidden, make_mb(hidden))
     assert (pulled.ids_TK == 5).any(dim=1).all() and not (plain.ids_TK == 5).any(dim=1).all()
     FP64_REF.check(pulled.probs_TK.sum(dim=1), torch.ones(10), "sums of weights")
     assert pulled.probs_TK.max() <= 1
@@ -241,7 +241,7 @@ def test_a_bad_step_moves_nothing_and_forgets_its_counts():
     hidden = make_hidden()
     for proceed, moves in ((torch.tensor(False), False), (torch.tensor(True), True)):
         for router in (biased, quantile):
-            router(hidden, make_meta(hidden))
+            router(hidden, make_mb(hidden))
         update_routers([biased, quantile], biased.ctx, proceed=proceed)
         assert (biased.expert_bias.abs().max() > 0) == moves
         assert (quantile.quantile_thresholds.abs().max() > 0) == moves
@@ -281,7 +281,7 @@ def test_routers_without_anything_to_update_communicate_nothing(monkeypatch):
 def test_bias_and_thresholds_survive_saving_and_loading():
     for fields in ({"score_function": "sigmoid", "expert_bias": True}, {"balancing": ("quantile_balancing",)}):
         router, hidden = make_router(**fields), make_hidden()
-        router(hidden, make_meta(hidden))
+        router(hidden, make_mb(hidden))
         update_routers([router], router.ctx)
         fresh = make_router(seed=9, **fields)
         fresh.load_state_dict(router.state_dict())

@@ -10,7 +10,7 @@ from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.kernels import reference
 from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from tests.helpers.tolerances import EXACT, FP64_REF
-from tests.moe.routers import logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+from tests.moe.routers import logits_as_hidden, make_hidden, make_mb, make_router, sees_logits
 
 KERNELS = reference.bundle()
 
@@ -51,7 +51,7 @@ def _six_tokens(**capacity):
     # 6 tokens * 2 choices / 3 experts = 4 each; factor 0.75: 3 each
     router = sees_logits(num_experts=3, capacity=CapacityConfig(factor=0.75, **capacity))
     hidden = logits_as_hidden([[float(x) for x in row] for row in SIX_TOKENS])
-    return router(hidden, make_meta(hidden))
+    return router(hidden, make_mb(hidden))
 
 
 def test_drop_by_weight_keeps_the_surest_tokens():
@@ -90,7 +90,7 @@ def test_equal_weights_favour_the_earlier_token():
 def test_enough_capacity_drops_nothing():
     hidden = make_hidden()
     free, limited = make_router(), make_router(capacity=CapacityConfig(factor=100.0))
-    EXACT.check(limited(hidden, make_meta(hidden)).probs_TK, free(hidden, make_meta(hidden)).probs_TK, "weights")
+    EXACT.check(limited(hidden, make_mb(hidden)).probs_TK, free(hidden, make_mb(hidden)).probs_TK, "weights")
 
 
 def test_padding_tokens_take_no_place_in_an_expert():
@@ -100,7 +100,7 @@ def test_padding_tokens_take_no_place_in_an_expert():
     )
     hidden = logits_as_hidden([[9.0, 0, 0]] * 4 + [[1.0, 0, 0]] * 2)
     valid = torch.tensor([[False] * 4 + [True] * 2])
-    assert router(hidden, make_meta(hidden, valid_BS=valid)).ids_TK.flatten().tolist() == [-1] * 4 + [0, 0]
+    assert router(hidden, make_mb(hidden, valid_BS=valid)).ids_TK.flatten().tolist() == [-1] * 4 + [0, 0]
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])

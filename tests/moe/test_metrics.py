@@ -10,7 +10,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router_metrics import record_load
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import FP64_REF
-from tests.moe.routers import logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+from tests.moe.routers import logits_as_hidden, make_hidden, make_mb, make_router, sees_logits
 
 ONE_RANK = ParallelContext.single().group("tp_cp")
 
@@ -70,7 +70,7 @@ def test_router_reports_every_figure_under_its_layer():
     )
     router.expert_bias[2], router.expert_bias[5] = 0.5, -0.25
     hidden, metrics = make_hidden(), MetricAccumulator()
-    router(hidden, make_meta(hidden, metrics=metrics))
+    router(hidden, make_mb(hidden, metrics=metrics))
     router.record_bias(metrics)
     figures = _figures(metrics)
     assert set(figures) == {
@@ -92,7 +92,7 @@ def test_load_is_what_tokens_asked_for_and_drops_are_what_they_did_not_get():
     """Six tokens want expert 0, which takes three; two more want expert 1."""
     router = sees_logits(num_experts=4, topk=1, pre_softmax=True, capacity=CapacityConfig(factor=1.5))
     hidden, metrics = logits_as_hidden([[5.0, 0, 0, 0]] * 6 + [[0, 5.0, 0, 0]] * 2), MetricAccumulator()
-    router(hidden, make_meta(hidden, metrics=metrics))
+    router(hidden, make_mb(hidden, metrics=metrics))
     figures = _figures(metrics)
     assert figures["moe/tokens_per_expert"] == [6, 2, 0, 0] and figures["moe/max_violation"] == 2
     assert figures["moe/dropped_tokens"] == 3 / 8
@@ -103,6 +103,6 @@ def test_expert_choice_reports_the_tokens_that_no_expert_took():
     router = sees_logits(num_experts=2, topk=1, balancing=("expert_choice",))
     hidden, metrics = logits_as_hidden([[5.0, 5.0]] * 6), MetricAccumulator()
     valid = torch.tensor([[True] * 4 + [False] * 2])
-    router(hidden, make_meta(hidden, metrics=metrics, valid_BS=valid))
+    router(hidden, make_mb(hidden, metrics=metrics, valid_BS=valid))
     figures = _figures(metrics)
     assert figures["moe/dropped_tokens"] == 1 / 4 and figures["moe/tokens_per_expert"] == [3, 3]

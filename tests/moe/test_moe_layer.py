@@ -16,11 +16,12 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers import tiny_models
 from tests.helpers.tolerances import (
     EXACT,
     FP32_MODEL,
@@ -51,15 +52,15 @@ def make(config: MoEConfig, *, dtype=torch.float64, kernels=None) -> MoELayer:
     return layer
 
 
-def meta_of(hidden_SBH: Tensor, **fields) -> TokenMeta:
+def make_mb(hidden_SBH: Tensor, **fields) -> MicrobatchContext:
     steps, batch = hidden_SBH.shape[:2]
-    return TokenMeta(positions_BS=torch.arange(steps).expand(batch, steps), **fields)
+    return tiny_models.make_mb(batch, steps, **fields)
 
 
 def results(layer: MoELayer, hidden: Tensor, **fields) -> dict[str, Tensor]:
     """Output, gradient of the input, and gradients of all parameters."""
     hidden = hidden.detach().requires_grad_()
-    out = layer(hidden, meta_of(hidden, **fields))
+    out = layer(hidden, make_mb(hidden, **fields))
     out.backward(draw(*out.shape, seed=3).to(out.dtype))
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {"out": out.detach(), "hidden": hidden.grad, **grads}
@@ -70,10 +71,10 @@ EVERYTHING = dict(latent=LATENT, shared=SHARED, bias=True, router={"score_functi
 
 def test_forward_is_the_chain_of_its_nodes() -> None:
     layer, hidden = make(spec_of(**EVERYTHING)), draw(STEPS, BATCH, HIDDEN)
-    meta = meta_of(hidden)
-    rows, handle = layer.dispatch(hidden, layer.route(hidden, meta))
+    mb = make_mb(hidden)
+    rows, handle = layer.dispatch(hidden, layer.route(hidden, mb))
     out = layer.post(hidden, layer.combine(layer.compute(rows), handle))
-    EXACT.check(out, layer(hidden, meta))
+    EXACT.check(out, layer(hidden, mb))
 
 
 def test_nodes_with_detached_boundaries_give_the_gradients_of_the_whole() -> None:
@@ -83,7 +84,7 @@ def test_nodes_with_detached_boundaries_give_the_gradients_of_the_whole() -> Non
     whole = results(layer, hidden)
     layer.zero_grad(set_to_none=True)
     at_router, at_dispatch, at_post = (hidden.detach().requires_grad_() for _ in range(3))
-    routing = layer.route(at_router, meta_of(hidden))
+    routing = layer.route(at_router, make_mb(hidden))
     probs = routing.probs_TK.detach().requires_grad_()
     rows, handle = layer.dispatch(at_dispatch, replace(routing, probs_TK=probs))
     data, probs_R = rows.data.data.detach().requires_grad_(), rows.probs_R.detach().requires_grad_()
@@ -106,7 +107,7 @@ def test_nodes_with_detached_boundaries_give_the_gradients_of_the_whole() -> Non
 @pytest.mark.parametrize("shared", [None, SHARED])
 def test_in_a_latent_space_experts_see_the_projection_and_router_and_shared_experts_the_full_width(shared) -> None:
     layer, hidden = make(spec_of(latent=LATENT, shared=shared)), draw(STEPS, BATCH, HIDDEN)
-    routing = layer.router(hidden, meta_of(hidden))
+    routing = layer.router(hidden, make_mb(hidden))
     narrow = (hidden @ layer.fc1_latent_proj.weight.T).flatten(0, 1)
     fc1, fc2 = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
     sums = torch.zeros(STEPS * BATCH, LATENT, dtype=torch.float64)
@@ -117,7 +118,7 @@ def test_in_a_latent_space_experts_see_the_projection_and_router_and_shared_expe
     expected = (sums @ layer.fc2_latent_proj.weight.T).view_as(hidden)
     if shared is not None:
         expected = expected + layer.shared_experts(hidden)
-    FP64_REF.check(layer(hidden, meta_of(hidden)), expected)
+    FP64_REF.check(layer(hidden, make_mb(hidden)), expected)
 
 
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.5, pad=True)])
@@ -150,26 +151,26 @@ def test_padding_to_capacity_changes_rows_and_not_results() -> None:
 
 def test_a_routing_can_be_replayed_with_other_weights_of_the_router() -> None:
     layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
-    routing = layer.route(hidden, meta_of(hidden))
-    EXACT.check(layer(hidden, meta_of(hidden), routing.chosen_TK), layer(hidden, meta_of(hidden)), "same weights")
+    routing = layer.route(hidden, make_mb(hidden))
+    EXACT.check(layer(hidden, make_mb(hidden), routing.chosen_TK), layer(hidden, make_mb(hidden)), "same weights")
     with torch.no_grad():
         layer.router.weight.mul_(-1)
-    replayed = layer.route(hidden, meta_of(hidden), routing.chosen_TK)
+    replayed = layer.route(hidden, make_mb(hidden), routing.chosen_TK)
     EXACT.check(replayed.ids_TK, routing.ids_TK, "replayed ids")
-    assert (layer.route(hidden, meta_of(hidden)).ids_TK != routing.ids_TK).any()
+    assert (layer.route(hidden, make_mb(hidden)).ids_TK != routing.ids_TK).any()
 
 
 def test_with_one_expert_per_token_probabilities_may_stand_on_the_input() -> None:
     router = {"topk": 1, "score_function": "sigmoid"}
     layer, hidden = make(spec_of(router=router, probs_on_input=True)), draw(STEPS, BATCH, HIDDEN)
-    routing = layer.router(hidden, meta_of(hidden))
+    routing = layer.router(hidden, make_mb(hidden))
     fc1, fc2 = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
     expected = torch.zeros(STEPS * BATCH, HIDDEN, dtype=torch.float64)
     for t, token in enumerate(hidden.flatten(0, 1)):
         expert = int(routing.ids_TK[t, 0])
         gate, up = (fc1[expert] @ (token * routing.probs_TK[t, 0])).chunk(2)
         expected[t] = fc2[expert] @ (gate * torch.sigmoid(gate) * up)
-    FP64_REF.check(layer(hidden, meta_of(hidden)), expected.view_as(hidden))
+    FP64_REF.check(layer(hidden, make_mb(hidden)), expected.view_as(hidden))
 
 
 def test_padding_tokens_get_nothing_from_experts_and_give_them_no_gradient() -> None:
@@ -181,7 +182,7 @@ def test_padding_tokens_get_nothing_from_experts_and_give_them_no_gradient() -> 
     layer.zero_grad(set_to_none=True)
     push = draw(STEPS, BATCH, HIDDEN, seed=3)[:3]
     alone = hidden[:3].detach().requires_grad_()
-    layer(alone, meta_of(alone)).backward(push)
+    layer(alone, make_mb(alone)).backward(push)
     FP64_REF.check(run["experts.linear_fc1.weight"], layer.experts.linear_fc1.weight.grad, "gradient of experts")
 
 

@@ -8,15 +8,16 @@ import torch
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tolerances import EXACT, FP64_REF
-from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_mb, make_router, sees_logits
 
 ALL_LOSSES = {
     "balancing": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
     "aux_loss_coeffs": (0.3, 0.2, 0.1),
     "z_loss_coeff": 0.05,
 }
-KEY = (1234, 7, 2)
+KEY = RNGKey(1234, 7, 2)
 
 
 def test_names_shapes_and_dtypes_of_what_is_saved():
@@ -38,8 +39,8 @@ def test_running_counts_and_absent_methods_leave_nothing_in_the_checkpoint():
 
 def test_token_t_is_position_s_of_sequence_b():
     router, hidden = make_router(), make_hidden(3, 2)
-    routing = router(hidden, make_meta(hidden))
-    alone = router(hidden[1:2, 0:1], make_meta(hidden[1:2, 0:1]))
+    routing = router(hidden, make_mb(hidden))
+    alone = router(hidden[1:2, 0:1], make_mb(hidden[1:2, 0:1]))
     EXACT.check(routing.ids_TK[2], alone.ids_TK[0], "ids of s = 1, b = 0")
 
 
@@ -47,14 +48,14 @@ def test_token_t_is_position_s_of_sequence_b():
 def test_equal_scores_go_to_the_lowest_ids(score_function):
     router = sees_logits(score_function=score_function, topk=3)
     hidden = logits_as_hidden([[0.0] * 8, [1, 2, 2, 0, 2, 0, 1, 0]])
-    routing = router(hidden, make_meta(hidden))
+    routing = router(hidden, make_mb(hidden))
     assert routing.ids_TK.tolist() == [[0, 1, 2], [1, 2, 4]]
 
 
 @pytest.mark.parametrize("pre_softmax", [False, True])
 def test_weights_sum_to_the_scaling_factor_unless_softmax_comes_first(pre_softmax):
     hidden = make_hidden()
-    routing = make_router(pre_softmax=pre_softmax, scaling_factor=2.5)(hidden, make_meta(hidden))
+    routing = make_router(pre_softmax=pre_softmax, scaling_factor=2.5)(hidden, make_mb(hidden))
     sums = routing.probs_TK.sum(dim=1)
     if pre_softmax:
         assert (sums < 2.5).all()
@@ -79,7 +80,7 @@ def test_gradient_of_the_weights_is_right_by_finite_differences(fields):
     router, hidden = make_router(**fields), make_hidden(3, 1)
 
     def weights(x, *_):
-        routing = router(x, make_meta(x))
+        routing = router(x, make_mb(x))
         return routing.probs_TE if routing.probs_TK is None else routing.probs_TK
 
     torch.autograd.gradcheck(weights, (hidden, *router.parameters()))
@@ -92,12 +93,12 @@ def test_gate_multiplies_in_the_router_dtype_and_returns_gradients_in_the_parame
     exact = hidden.detach().double().flatten(0, 1) @ wide.weight.detach().double().T
     errors = []
     for router in (narrow, wide):
-        routing = router(hidden, make_meta(hidden), exact.topk(2).indices)
+        routing = router(hidden, make_mb(hidden), exact.topk(2).indices)
         errors.append((routing.probs_TK.double() - exact.topk(2).values.softmax(-1)).abs().max())
         routing.probs_TK[:, 0].sum().backward()
         assert router.weight.grad.dtype == hidden.grad.dtype == torch.bfloat16
-    assert narrow(hidden, make_meta(hidden)).probs_TK.dtype == torch.bfloat16
-    assert wide(hidden, make_meta(hidden)).probs_TK.dtype == torch.float32
+    assert narrow(hidden, make_mb(hidden)).probs_TK.dtype == torch.bfloat16
+    assert wide(hidden, make_mb(hidden)).probs_TK.dtype == torch.float32
     assert errors[1] < 1e-6 < 1e-4 < errors[0]
 
 
@@ -106,25 +107,25 @@ def test_gate_keeps_the_unconverted_input_for_the_backward():
     router = make_router(ctx=_bf16(), dtype="fp32")
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        router._logits(hidden, make_meta(hidden))
+        router._logits(hidden, make_mb(hidden))
     assert {tuple(x.shape) for x in kept} == {(10, 4), (EXPERTS, 4)}
     assert all(x.dtype == torch.bfloat16 for x in kept)
 
 
 def test_jitter_is_drawn_in_training_only_and_again_the_same_for_the_same_key():
     router, hidden = make_router(input_jitter_eps=0.1), make_hidden()
-    plain = router(hidden, make_meta(hidden)).probs_TK
-    first = router(hidden, make_meta(hidden, random_key=KEY)).probs_TK
-    EXACT.check(router(hidden, make_meta(hidden, random_key=KEY)).probs_TK, first, "same key")
-    EXACT.check(router(hidden, make_meta(hidden, random_key=KEY, training=False)).probs_TK, plain, "evaluation")
-    other = router(hidden, make_meta(hidden, random_key=(1234, 7, 3))).probs_TK
+    plain = router(hidden, make_mb(hidden)).probs_TK
+    first = router(hidden, make_mb(hidden, rng=KEY)).probs_TK
+    EXACT.check(router(hidden, make_mb(hidden, rng=KEY)).probs_TK, first, "same key")
+    EXACT.check(router(hidden, make_mb(hidden, rng=KEY, training=False)).probs_TK, plain, "evaluation")
+    other = router(hidden, make_mb(hidden, rng=RNGKey(1234, 7, 3))).probs_TK
     assert not torch.equal(first, plain) and not torch.equal(first, other)
 
 
 def test_jitter_moves_every_input_by_at_most_eps():
     router = sees_logits(input_jitter_eps=0.1)
     hidden = logits_as_hidden([[1.0] * 8] * 200)
-    factor = router._logits(hidden, make_meta(hidden, random_key=KEY))
+    factor = router._logits(hidden, make_mb(hidden, rng=KEY))
     assert 0.9 <= factor.min() < 0.905 and 1.095 < factor.max() <= 1.1
 
 
@@ -132,7 +133,7 @@ def test_forced_balance_spreads_tokens_evenly_and_keeps_the_gate_in_the_backward
     router, hidden = make_router(force_balancing=True), make_hidden(500, 2)
     with torch.no_grad():
         router.weight.fill_(0)
-    routing = router(hidden, make_meta(hidden, random_key=KEY))
+    routing = router(hidden, make_mb(hidden, rng=KEY))
     assert 200 < routing.counts_E.min() and routing.counts_E.max() < 300
     routing.probs_TK[:, 0].sum().backward()
     assert router.weight.grad.abs().min() > 0
@@ -140,7 +141,7 @@ def test_forced_balance_spreads_tokens_evenly_and_keeps_the_gate_in_the_backward
 
 def test_gradient_of_forced_logits_passes_straight_to_the_gate():
     router, hidden = make_router(force_balancing=True), make_hidden()
-    noise = router._logits(hidden, make_meta(hidden, random_key=KEY))
+    noise = router._logits(hidden, make_mb(hidden, rng=KEY))
     push = torch.arange(noise.numel(), dtype=torch.float64).view_as(noise)
     noise.backward(push)
     FP64_REF.check(router.weight.grad, push.T @ hidden.detach().flatten(0, 1), "gate gradient")
@@ -149,27 +150,28 @@ def test_gradient_of_forced_logits_passes_straight_to_the_gate():
 def test_forced_noise_differs_between_microbatches_and_layers_and_repeats_without_a_key():
     hidden = make_hidden()
     router = make_router(force_balancing=True)
-    draws = [router._logits(hidden, make_meta(hidden, random_key=key)) for key in ((1, 1, 0), (1, 1, 1), (1, 2, 0))]
-    draws.append(make_router(force_balancing=True, layer=4)._logits(hidden, make_meta(hidden, random_key=(1, 1, 0))))
+    keys = RNGKey(1, 1, 0), RNGKey(1, 1, 1), RNGKey(1, 2, 0)
+    draws = [router._logits(hidden, make_mb(hidden, rng=key)) for key in keys]
+    draws.append(make_router(force_balancing=True, layer=4)._logits(hidden, make_mb(hidden, rng=RNGKey(1, 1, 0))))
     assert len({draw[0, 0].item() for draw in draws}) == 4
-    EXACT.check(router._logits(hidden, make_meta(hidden)), router._logits(hidden, make_meta(hidden)), "evaluation")
+    EXACT.check(router._logits(hidden, make_mb(hidden)), router._logits(hidden, make_mb(hidden)), "evaluation")
 
 
 def _forced_bias(router, key):
     hidden = make_hidden(3000, 1)
-    return router._logits(hidden, make_meta(hidden, random_key=key)).detach().mean(dim=0)
+    return router._logits(hidden, make_mb(hidden, rng=key)).detach().mean(dim=0)
 
 
 def test_forced_bias_is_common_to_ranks_and_new_in_every_step():
     router = make_router(force_biased=2.0)
-    first, other_rank, next_step = (_forced_bias(router, key) for key in ((1, 5, 0), (1, 5, 1), (1, 6, 0)))
+    first, other_rank, next_step = (_forced_bias(router, RNGKey(1, *key)) for key in ((5, 0), (5, 1), (6, 0)))
     assert (first - other_rank).abs().max() < 0.15 < 1 < (first - next_step).abs().max()
     assert 0.5 < first.std() < 4
 
 
 def test_negative_forced_bias_is_one_for_the_whole_run():
     router = make_router(force_biased=-2.0)
-    first, next_step = (_forced_bias(router, key) for key in ((1, 5, 0), (1, 6, 0)))
+    first, next_step = (_forced_bias(router, RNGKey(1, *key)) for key in ((5, 0), (6, 0)))
     assert (first - next_step).abs().max() < 0.15 < 1 < first.abs().max()
 
 
@@ -186,21 +188,21 @@ def test_given_ids_replay_a_routing(capacity, fields):
     router, hidden = make_router(capacity=capacity, **fields), make_hidden()
     valid = torch.ones(2, 5, dtype=torch.bool)
     valid[1, 3:] = False
-    meta = make_meta(hidden, valid_BS=valid)
-    first = router(hidden, meta)
-    again = router(hidden, meta, first.chosen_TK)
+    mb = make_mb(hidden, valid_BS=valid)
+    first = router(hidden, mb)
+    again = router(hidden, mb, first.chosen_TK)
     for name in ("ids_TK", "probs_TK", "counts_E", "chosen_TK"):
         EXACT.check(getattr(again, name), getattr(first, name), name)
     with torch.no_grad():
         router.weight.mul_(-1)
-    EXACT.check(router(hidden, meta, first.chosen_TK).chosen_TK, first.chosen_TK, "ids with other weights")
-    assert not torch.equal(router(hidden, meta).chosen_TK, first.chosen_TK)
+    EXACT.check(router(hidden, mb, first.chosen_TK).chosen_TK, first.chosen_TK, "ids with other weights")
+    assert not torch.equal(router(hidden, mb).chosen_TK, first.chosen_TK)
 
 
 def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss():
     router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
     hidden, metrics = make_hidden(), MetricAccumulator()
-    routing = router(hidden, make_meta(hidden, metrics=metrics, training=False))
+    routing = router(hidden, make_mb(hidden, metrics=metrics, training=False))
     assert not metrics.entries
     assert router.tokens_since_update.sum() == 0 and router.global_counts.sum() == 0
     (routing.probs_TK * 0).sum().backward()
@@ -214,12 +216,12 @@ def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
     once, twice, hidden = make_router(**fields), make_router(**fields), make_hidden()
     tallies, microbatches = (MetricAccumulator(), MetricAccumulator()), [make_hidden(seed=seed) for seed in range(3)]
     for microbatch in microbatches:
-        _objective(once, microbatch, make_meta(hidden, metrics=tallies[0]))
-    metas = [make_meta(hidden, random_key=(number,)) for number in range(3)]
+        _objective(once, microbatch, make_mb(hidden, metrics=tallies[0]))
+    mbs = [make_mb(hidden, rng=RNGKey(number, 0, 0)) for number in range(3)]
     with torch.no_grad():
-        firsts = [twice(x, replace(meta, metrics=tallies[1])) for x, meta in zip(microbatches, metas, strict=True)]
+        firsts = [twice(x, replace(mb, metrics=tallies[1])) for x, mb in zip(microbatches, mbs, strict=True)]
     for number in (2, 0, 1):
-        second = _objective(twice, microbatches[number], metas[number])
+        second = _objective(twice, microbatches[number], mbs[number])
         EXACT.check(second.ids_TK, firsts[number].ids_TK, "choices")
     FP64_REF.check(twice.weight.grad, once.weight.grad, "gradient")
     assert once.tokens_since_update.sum() > 0, "the counters of the test's own model"
@@ -236,23 +238,23 @@ def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
 def test_the_choice_is_the_same_without_gradients_in_training(balancing):
     router, hidden = make_router(balancing=(balancing,)), make_hidden()
     with torch.no_grad():
-        first = router(hidden, make_meta(hidden))
-    EXACT.check(router(hidden, make_meta(hidden)).ids_TK, first.ids_TK, "choices")
+        first = router(hidden, make_mb(hidden))
+    EXACT.check(router(hidden, make_mb(hidden)).ids_TK, first.ids_TK, "choices")
 
 
 def test_training_counts_and_records():
     router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
     hidden, metrics = make_hidden(), MetricAccumulator()
-    routing = router(hidden, make_meta(hidden, metrics=metrics))
+    routing = router(hidden, make_mb(hidden, metrics=metrics))
     EXACT.check(router.tokens_since_update, routing.counts_E, "counts")
     assert {"load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"} <= {
         name for name, layer in metrics.entries if layer == 3
     }
 
 
-def _objective(router, hidden, meta):
+def _objective(router, hidden, mb):
     """A number that depends on every weight, so that its backward also runs the attached losses."""
-    routing = router(hidden, meta)
+    routing = router(hidden, mb)
     push = torch.arange(1, routing.probs_TK.numel() + 1, dtype=torch.float64).view_as(routing.probs_TK)
     (routing.probs_TK * push).sum().backward()
     return routing
@@ -272,15 +274,15 @@ def test_appended_padding_changes_nothing(fields):
     router, padded_router = make_router(**fields), make_router(**fields)
     hidden = make_hidden(5, 4)
     metrics, padded_tally = MetricAccumulator(), MetricAccumulator()
-    routing = _objective(router, hidden, make_meta(hidden, metrics=metrics))
+    routing = _objective(router, hidden, make_mb(hidden, metrics=metrics))
 
     padded = torch.full((8, 5, 4), 3.0, dtype=torch.float64)
     padded[:5, :4] = hidden.detach()
     padded.requires_grad_()
     valid = torch.zeros(5, 8, dtype=torch.bool)
     valid[:4, :5] = True
-    meta = make_meta(padded, metrics=padded_tally, valid_BS=valid)
-    padded_routing = padded_router(padded, meta)
+    mb = make_mb(padded, metrics=padded_tally, valid_BS=valid)
+    padded_routing = padded_router(padded, mb)
     real_T = valid.t().reshape(-1)
     push = torch.arange(1, routing.probs_TK.numel() + 1, dtype=torch.float64).view_as(routing.probs_TK)
     (padded_routing.probs_TK[real_T] * push).sum().backward()
@@ -301,8 +303,8 @@ def test_appended_padding_changes_nothing(fields):
 def test_a_microbatch_of_padding_alone_is_finite_and_counts_nothing():
     for fields in (ALL_LOSSES, {"balancing": ("sinkhorn",)}, {"balancing": ("quantile_balancing",)}):
         router, hidden, metrics = make_router(**fields), make_hidden(), MetricAccumulator()
-        meta = make_meta(hidden, metrics=metrics, valid_BS=torch.zeros(2, 5, dtype=torch.bool))
-        _objective(router, hidden, meta)
+        mb = make_mb(hidden, metrics=metrics, valid_BS=torch.zeros(2, 5, dtype=torch.bool))
+        _objective(router, hidden, mb)
         assert router.weight.grad.abs().max() == 0
         assert all(torch.isfinite(entry.value).all() for entry in metrics.entries.values())
 

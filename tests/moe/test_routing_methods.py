@@ -21,7 +21,7 @@ from tests.helpers.tolerances import (
     FP64_REF,
 )
 from tests.moe.oracle import best
-from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_meta, make_router, sees_logits
+from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_mb, make_router, sees_logits
 
 
 def _logits(tokens: int, *, seed: int = 3, spread: float = 1.0) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_sinkhorn_matrix_and_choices_equal_the_slow_version(spread):
     shifted = logits - logits.amax(dim=1, keepdim=True)
     FP64_REF.check(sinkhorn(logits, None), _slow_sinkhorn(shifted.tolist()), "matrix")
     hidden = logits_as_hidden(logits.tolist())
-    routing = sees_logits(balancing=("sinkhorn",))(hidden, make_meta(hidden))
+    routing = sees_logits(balancing=("sinkhorn",))(hidden, make_mb(hidden))
     slow = _slow_sinkhorn(logits.tolist())
     assert routing.ids_TK.tolist() == [best(row, 2, list(range(EXPERTS))) for row in slow]
 
@@ -69,7 +69,7 @@ def test_sinkhorn_weighs_by_the_plain_scores():
     hidden = logits_as_hidden(_logits(6).tolist())
     logits = hidden.detach()[:, 0]
     for topk, weights in ((2, logits.softmax(-1)), (1, logits.sigmoid())):
-        routing = sees_logits(balancing=("sinkhorn",), topk=topk)(hidden, make_meta(hidden))
+        routing = sees_logits(balancing=("sinkhorn",), topk=topk)(hidden, make_mb(hidden))
         FP64_REF.check(routing.probs_TK, weights.gather(1, routing.ids_TK), f"weights, k = {topk}")
 
 
@@ -79,8 +79,8 @@ def test_sinkhorn_spreads_what_plain_top_k_would_pile_up():
     logits[:, :2] += 3
     hidden = logits_as_hidden(logits.tolist())
     router = sees_logits(balancing=("sinkhorn",))
-    balanced = router(hidden, make_meta(hidden)).counts_E
-    plain = router(hidden, make_meta(hidden, training=False)).counts_E
+    balanced = router(hidden, make_mb(hidden)).counts_E
+    plain = router(hidden, make_mb(hidden, training=False)).counts_E
     assert plain[:2].sum() > 120 and balanced.max() < 32
 
 
@@ -125,7 +125,7 @@ def test_quantile_thresholds_equal_the_slow_version_over_two_global_batches(ema)
         batches = [_logits(16, seed=10 * step + i).tolist() for i in range(3)]
         for batch in batches:
             hidden = logits_as_hidden(batch)
-            routing = router(hidden, make_meta(hidden))
+            routing = router(hidden, make_mb(hidden))
             chosen = [best([x - b for x, b in zip(row, old, strict=True)], 2, list(range(EXPERTS))) for row in batch]
             assert routing.ids_TK.tolist() == chosen
         expected = _slow_update(old, batches, 2, ema)
@@ -141,7 +141,7 @@ def test_quantile_balancing_evens_out_a_skewed_router():
     router = sees_logits(balancing=("quantile_balancing",))
     counts = []
     for _ in range(5):
-        counts.append(router(hidden, make_meta(hidden)).counts_E.max())
+        counts.append(router(hidden, make_mb(hidden)).counts_E.max())
         update_routers([router], router.ctx)
     assert counts[0] > 55 and counts[-1] <= 20  # 64 * 2 / 8 = 16 is even
 
@@ -150,7 +150,7 @@ def test_quantile_weights_come_from_the_ordinary_scores():
     router = sees_logits(balancing=("quantile_balancing",), score_function="sigmoid", scaling_factor=2.0)
     router.quantile_thresholds.copy_(torch.arange(8.0) / 4)
     hidden = logits_as_hidden(_logits(6).tolist())
-    routing = router(hidden, make_meta(hidden))
+    routing = router(hidden, make_mb(hidden))
     scores = hidden.detach()[:, 0].sigmoid().gather(1, routing.ids_TK)
     FP64_REF.check(routing.probs_TK, 2 * scores / scores.sum(1, keepdim=True), "weights")
 
@@ -160,7 +160,7 @@ def test_quantile_thresholds_are_the_mean_over_ranks():
 
     def rank(ctx: ParallelContext):
         router, hidden = sees_logits(balancing=("quantile_balancing",), ctx=ctx), logits_as_hidden(batches[ctx.rank])
-        router(hidden, make_meta(hidden))
+        router(hidden, make_mb(hidden))
         update_routers([router], ctx)
         return router.quantile_thresholds
 
@@ -188,7 +188,7 @@ def test_every_expert_takes_its_best_tokens(score_function, factor, capacity):
     hidden = logits_as_hidden(logits.tolist(), batch=2)
     limit = None if factor is None else CapacityConfig(factor=factor)
     router = sees_logits(balancing=("expert_choice",), capacity=limit, score_function=score_function)
-    routing = router(hidden, make_meta(hidden))
+    routing = router(hidden, make_mb(hidden))
     scores = logits.softmax(-1) if score_function == "softmax" else logits.sigmoid()
     scores = scores / scores.sum(dim=-1, keepdim=True)
     chosen = torch.tensor(_slow_expert_choice(scores.tolist(), capacity, list(range(12))))
@@ -202,18 +202,18 @@ def test_expert_choice_leaves_padding_alone():
     logits = _logits(12)
     valid = torch.tensor([[True, False] * 6])
     hidden = logits_as_hidden(logits.tolist())
-    routing = sees_logits(balancing=("expert_choice",))(hidden, make_meta(hidden, valid_BS=valid))
+    routing = sees_logits(balancing=("expert_choice",))(hidden, make_mb(hidden, valid_BS=valid))
     real = [t for t in range(12) if valid[0, t]]
     EXACT.check(routing.map_TE, torch.tensor(_slow_expert_choice(logits.softmax(-1).tolist(), 3, real)), "map")
     few = torch.tensor([[True, True] + [False] * 10])
-    routing = sees_logits(balancing=("expert_choice",))(hidden, make_meta(hidden, valid_BS=few))
+    routing = sees_logits(balancing=("expert_choice",))(hidden, make_mb(hidden, valid_BS=few))
     assert routing.counts_E.tolist() == [2] * EXPERTS and not routing.map_TE[2:].any()
 
 
 def test_expert_choice_scales_its_weights_and_has_a_z_loss():
     hidden = make_hidden()
     plain, scaled = (make_router(balancing=("expert_choice",), scaling_factor=f) for f in (None, 3.0))
-    FP64_REF.check(scaled(hidden, make_meta(hidden)).probs_TE, 3 * plain(hidden, make_meta(hidden)).probs_TE, "weights")
+    FP64_REF.check(scaled(hidden, make_mb(hidden)).probs_TE, 3 * plain(hidden, make_mb(hidden)).probs_TE, "weights")
     with_z = make_router(balancing=("expert_choice",), z_loss_coeff=0.1)
-    (with_z(hidden, make_meta(hidden)).probs_TE * 0).sum().backward()
+    (with_z(hidden, make_mb(hidden)).probs_TE * 0).sum().backward()
     assert with_z.weight.grad.abs().max() > 0

@@ -21,7 +21,7 @@ from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.upcycling import upcycle
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import FP32_MODEL, FP64_REF
-from tests.moe.routers import make_meta
+from tests.moe.routers import make_mb
 
 HIDDEN, DENSE_FFN, EXPERTS = 8, 24, 8
 SWIGLU = ActivationConfig(kind="silu", gated=True)
@@ -65,7 +65,7 @@ def _outputs(config: MoEConfig, dtype: torch.dtype = torch.float32):
     missing, unexpected = layer.load_state_dict(result.weights, strict=False)
     assert not unexpected and set(missing) <= {"router.expert_bias"}
     hidden = torch.randn(6, 3, HIDDEN, generator=torch.Generator().manual_seed(3)).to(dtype)
-    return dense(hidden), layer(hidden, make_meta(hidden)), result.inexact
+    return dense(hidden), layer(hidden, make_mb(hidden)), result.inexact
 
 
 EXACT_ROUTERS = [
@@ -137,7 +137,7 @@ def test_an_undecided_router_is_exact_whatever_its_scores(fields):
     router = {"weight": torch.zeros(EXPERTS, HIDDEN, dtype=torch.float64)}
     layer.load_state_dict(upcycle(dense.state_dict(), router, config).weights)
     hidden = torch.randn(6, 3, HIDDEN, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    FP64_REF.check(layer(hidden, make_meta(hidden)), dense(hidden), "output")
+    FP64_REF.check(layer(hidden, make_mb(hidden)), dense(hidden), "output")
 
 
 def test_virtual_groups_share_their_logits_and_hold_every_slice_once():

@@ -132,7 +132,7 @@ BALANCING = (
         name="a layer that is computed again counts its tokens again",
         file="megatron_moe/moe/router.py",
         old="if torch.is_grad_enabled():\n            self._count(",
-        new="if meta.training:\n            self._count(",
+        new="if mb.training:\n            self._count(",
         select=("tests/moe/test_router.py::test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once",),
         reason="recomputation then doubles what the expert bias sees",
     ),
@@ -163,7 +163,7 @@ BALANCING = (
     Bug(
         name="losses of the router do not shrink with the number of microbatches",
         file="megatron_moe/moe/router.py",
-        old="attach_losses(carrier, losses, coeffs, meta.aux_scale)",
+        old="attach_losses(carrier, losses, coeffs, mb.aux_loss_scale)",
         new="attach_losses(carrier, losses, coeffs, 1.0)",
         select=(PARITY + "[dp=2 accumulation=4]",),
         reason="their weight grows with gradient accumulation",

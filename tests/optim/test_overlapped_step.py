@@ -16,9 +16,9 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.optim import overlapped_step, param_gather
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
-from megatron_moe.optim.overlapped_step import SideStream
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.parallel.streams import Streams
 from tests.helpers.optim_parameters import (
     FP64,
     make_buffers,
@@ -33,7 +33,7 @@ ALONE = DataParallelConfig(bucket_size=200)
 Task = Callable[[], None]
 
 
-class SlowSide(SideStream):
+class SlowStreams(Streams):
     """As slow as can be: a bucket is stepped when it is waited for. Until then its weights are wild."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class SlowSide(SideStream):
         self._tasks: list[Task] = []
 
     @contextmanager
-    def begin(self) -> Iterator[None]:
+    def fork(self, name: str) -> Iterator[None]:
         self.inside = True
         yield
         self.inside = False
@@ -61,13 +61,13 @@ class SlowSide(SideStream):
 
         self._tasks.append(task)
 
-    def mark(self) -> list[Task]:
+    def record(self) -> list[Task]:
         tasks, self._tasks = self._tasks, []
         return tasks
 
-    def wait(self, mark: list[Task]) -> None:
+    def wait(self, event: list[Task]) -> None:
         self.num_waited += 1
-        for task in mark:
+        for task in event:
             task()
 
 
@@ -75,16 +75,16 @@ apply_now = overlapped_step.apply
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> SlowSide:
-    side = SlowSide()
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowStreams:
+    side = SlowStreams()
     monkeypatch.setattr(overlapped_step, "apply", side.put_off)
-    monkeypatch.setattr("megatron_moe.optim.distributed_optimizer.side_stream_of", lambda device: side)
+    monkeypatch.setattr("megatron_moe.optim.distributed_optimizer.make_streams", lambda device, *names: side)
     return side
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_updates_are_waited_for_before_their_weights_are_read_or_their_gradients_written(
-    name: str, slow: SlowSide
+    name: str, slow: SlowStreams
 ) -> None:
     expected = on_threads(ParallelConfig(), lambda context: train(MODELS[name], context, ALONE))
     found = on_threads(ParallelConfig(), lambda context: train(MODELS[name], context, ALONE, in_forward=True))
@@ -118,7 +118,7 @@ def num_wild(model: GPT) -> int:
     return sum(int(parameter.isnan().any()) for parameter in model.parameters())
 
 
-def test_layers_wait_for_their_own_updates_alone(slow: SlowSide) -> None:
+def test_layers_wait_for_their_own_updates_alone(slow: SlowStreams) -> None:
     model, optimizer = stepped_in_forward()
     counts = [num_wild(model)]
     for layer in model.decoder.layers.values():
@@ -140,14 +140,14 @@ def test_layers_wait_for_their_own_updates_alone(slow: SlowSide) -> None:
     ],
     ids=["state dict", "norm", "state", "from masters", "from weights"],
 )
-def test_other_readers_wait_for_all_updates(read: Callable[[GPT, Optimizer], object], slow: SlowSide) -> None:
+def test_other_readers_wait_for_all_updates(read: Callable[[GPT, Optimizer], object], slow: SlowStreams) -> None:
     model, optimizer = stepped_in_forward()
     assert num_wild(model)
     read(model, optimizer)
     assert not num_wild(model), "weights were read before they were stepped"
 
 
-def test_an_update_that_nobody_waited_for_is_over_before_the_next_one(slow: SlowSide) -> None:
+def test_an_update_that_nobody_waited_for_is_over_before_the_next_one(slow: SlowStreams) -> None:
     model, optimizer = stepped_in_forward()
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
     optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)

@@ -34,3 +34,10 @@ def test_other_keys_draw_other_masks_and_none_draws_no_mask():
     x = randn(50, 4)
     assert (rng.dropout(x, 0.5, KEY) != rng.dropout(x, 0.5, (3, "other"))).any()
     assert rng.dropout(x, 0.5, None) is x is rng.dropout(x, 0.0, KEY)
+
+
+def test_the_key_of_a_site_is_flat_and_sites_of_other_scopes_differ():
+    key = rng.RNGKey(1, 5, 3, ("cp", 1))
+    assert key.within("mtp", 0).site("embedding") == (1, 5, 3, "cp", 1, "mtp", 0, "embedding")
+    assert type(key.site()) is tuple, "seeds are hashes of the key's repr"
+    assert rng.seed_of(key.site("a")) != rng.seed_of(key.within("mtp", 0).site("a"))

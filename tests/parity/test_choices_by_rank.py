@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import Balancing, MoEConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.layout_check.oracle import record_oracle, with_experts
+from megatron_moe.layout_check.oracle import record_oracle
 from megatron_moe.layout_check.record import RankRecord, record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.layout_check.table import compare_runs

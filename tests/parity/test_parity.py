@@ -101,7 +101,7 @@ def test_a_dynamic_cell_splits_its_microbatches_in_several_ways():
 
     def degrees(context: ParallelContext) -> set[int]:
         loader = build_train_loader(plan, context, datasets)
-        return {len(batch.meta.part.of_ranks) for _ in range(NUM_STEPS) for batch in loader.next_step()}
+        return {len(batch.context.tokens.part.of_ranks) for _ in range(NUM_STEPS) for batch in loader.next_step()}
 
     assert set.union(*on_threads(plan.parallel, degrees)) == {1, 2}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
@@ -17,7 +17,7 @@ from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
-from megatron_moe.parallel.lanes import Lanes
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.graph_cut import CutTensor
 from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.overlap import (
@@ -32,8 +32,8 @@ from tests.helpers.tiny_models import (
     HIDDEN,
     UNIT_GAIN,
     layer_config,
+    make_mb,
     randn,
-    token_meta,
 )
 from tests.helpers.tolerances import EXACT
 
@@ -54,7 +54,7 @@ def two_steps() -> list[Step]:
 
 def test_what_passes_through_a_step_gets_its_gradient_from_all_that_use_it():
     x = randn(3)
-    chain = SegmentedMicrobatch(two_steps(), x, Lanes())
+    chain = SegmentedMicrobatch(two_steps(), x, Streams())
     chain.forward()
     EXACT.check(chain.output(), 2 * x * x + x, "output")
     chain.begin_backward(torch.ones_like(x))
@@ -64,7 +64,7 @@ def test_what_passes_through_a_step_gets_its_gradient_from_all_that_use_it():
 
 def test_a_chunk_without_steps_hands_both_on():
     x = randn(3)
-    chain = SegmentedMicrobatch([], x, Lanes())
+    chain = SegmentedMicrobatch([], x, Streams())
     chain.forward()
     assert chain.output() is x
     chain.begin_backward(2 * x)
@@ -97,7 +97,7 @@ def test_what_a_step_keeps_is_freed_when_its_backward_has_run_and_nothing_else_i
         Step("experts", 0, lambda x: watch(x + 1)),
         Step("post", 0, lambda x: Keeps.apply(watch(x * 1.0))),
     ]
-    chain = SegmentedMicrobatch(steps, randn(3), Lanes())
+    chain = SegmentedMicrobatch(steps, randn(3), Streams())
     chain.forward()
     chain.output()
     gc.collect()
@@ -111,14 +111,14 @@ def test_what_a_step_keeps_is_freed_when_its_backward_has_run_and_nothing_else_i
 
 def test_a_boundary_without_gradients_is_left_as_it_is():
     with torch.no_grad():
-        chain = SegmentedMicrobatch(two_steps(), randn(3), Lanes())
+        chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
         chain.forward(Slot("forward", "attention", 0))
         assert not isinstance(chain._state.first, CutTensor)
 
 
 @pytest.mark.parametrize("bad", [Slot("backward", "attention", 0), None])
 def test_a_step_goes_back_once(bad):
-    chain = SegmentedMicrobatch(two_steps(), randn(3), Lanes())
+    chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
     chain.forward()
     chain.output()
     chain.begin_backward(torch.ones(3, dtype=torch.float64))
@@ -144,7 +144,7 @@ class Mark(torch.autograd.Function):
         return grad, None
 
 
-def marked(layer: TransformerLayer, meta: TokenMeta, name: str, events: list[str]) -> list[Step]:
+def marked(layer: TransformerLayer, mb: MicrobatchContext, name: str, events: list[str]) -> list[Step]:
     """The layer's steps. Those of attention and experts tell when they run, forward and backward."""
 
     def told(step: Step) -> Step:
@@ -160,7 +160,7 @@ def marked(layer: TransformerLayer, meta: TokenMeta, name: str, events: list[str
 
         return replace(step, run=run)
 
-    steps = schedule_steps([BoundNodes(layer.nodes, meta, 0)])
+    steps = schedule_steps([BoundNodes(layer.nodes, mb, 0)])
     *between, last = [told(step) if step.node in ("attention", "experts") else step for step in steps]
     return [Step("embedding", None, lambda x: LayerState(hidden_SBH=x)), *between, tensor_out(last)]
 
@@ -176,9 +176,9 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
     config = layer_config(feed_forward=tiny.moe(dispatcher="alltoall"))
     layer = TransformerLayer(config, 0, "decoder.layers.0", context, reference.bundle())
     init_parameters(layer, 5, UNIT_GAIN)
-    meta = Rotations([config.mixer], context).attach(token_meta(2, 5))
-    behind = SegmentedMicrobatch(marked(layer, meta, "B", events), randn(5, 2, HIDDEN), Lanes())
-    ahead = SegmentedMicrobatch(marked(layer, meta, "F", events), randn(5, 2, HIDDEN), Lanes())
+    mb = Rotations([config.mixer], context).attach(make_mb(2, 5))
+    behind = SegmentedMicrobatch(marked(layer, mb, "B", events), randn(5, 2, HIDDEN), Streams())
+    ahead = SegmentedMicrobatch(marked(layer, mb, "F", events), randn(5, 2, HIDDEN), Streams())
     behind.forward()
     behind.begin_backward(torch.ones_like(behind.output()))
     events.clear()

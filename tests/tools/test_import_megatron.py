@@ -34,7 +34,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     fill,
 )
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from tests.helpers.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
 from tools.generate import load_model, newest, plan_of
@@ -96,9 +96,9 @@ def test_weights_are_megatrons_and_give_its_logits(version: str, model: str, kep
     candidate = newest(tmp_path / "ours")
     network = load_model(candidate, plan_of(candidate, "cpu", []))
     tokens_BS = truth["tokens"]
-    meta = TokenMeta(positions_BS=torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS), training=False)
+    meta = TokenMeta(positions_BS=torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))
     with torch.no_grad():
-        logits_BSV = network.logits(tokens_BS, meta).transpose(0, 1).float()
+        logits_BSV = network.logits(tokens_BS, MicrobatchContext(tokens=meta, training=False)).transpose(0, 1).float()
     errors_BS = (logits_BSV - truth["logits"]).norm(dim=-1) / truth["logits"].norm(dim=-1)
     # both in bf16, so a token here and there takes another expert: the median position tells
     assert errors_BS.median() < BF16_RUN.rtol, f"relative errors {errors_BS}"

@@ -110,7 +110,7 @@ def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
 
     def degrees(context: ParallelContext) -> set[int]:
         loader = build_train_loader(plan, context, build_data(plan, context))
-        return {len(batch.meta.part.of_ranks) for _ in range(STEPS) for batch in loader.next_step()}
+        return {len(batch.context.tokens.part.of_ranks) for _ in range(STEPS) for batch in loader.next_step()}
 
     assert on_threads(dynamic, degrees) == [{1, 2}, {1, 2}]
     check(plan, dynamic)

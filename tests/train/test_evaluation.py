@@ -10,6 +10,7 @@ from megatron_moe.build import build_data, build_eval_loaders, build_model, buil
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.train.evaluation import Evaluation, evaluate
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.train_state import TrainState
@@ -37,7 +38,7 @@ def test_evaluation_has_no_dropout_and_no_jitter():
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
     # even when the batches come with the keys of training
-    keyed = [replace(batch, meta=replace(batch.meta, random_key=(1, 2, 3))) for batch in batches]
+    keyed = [replace(batch, context=replace(batch.context, rng=RNGKey(1, 2, 3))) for batch in batches]
     FP64_REF.check(evaluated(noisy, keyed), evaluated(calm, batches), "validation loss")
 
 

@@ -76,7 +76,7 @@ def test_per_token_loss_weights_balancing_losses_by_routed_tokens_over_tokens_in
     batch, context = BatchConfig(micro=8, global_size=8), ParallelContext.single(dtype=torch.float64)
     datasets = random_datasets(tiny.plan(batch=batch), num_steps=1)
     (microbatch,) = build_train_loader(tiny.plan(batch=batch), context, datasets).next_step()
-    num_routed, num_in_loss = int(microbatch.meta.valid_BS.sum()), int(microbatch.loss_mask_BS.sum())
+    num_routed, num_in_loss = int(microbatch.context.tokens.valid_BS.sum()), int(microbatch.loss_mask_BS.sum())
     assert num_in_loss < num_routed < microbatch.tokens_BS.numel()
 
     def router_gradients(per_token, **router):

@@ -15,7 +15,7 @@ from megatron_moe.memory.cuda_graphs.layer_graphs import (
     MIB,
     MetricRecorder,
     StaticGradAccumulator,
-    plain_meta,
+    static_context,
 )
 from megatron_moe.memory.pytree import (
     Form,
@@ -47,7 +47,7 @@ class FullIterationGraph:
         self._num_steps += 1
         if self._num_steps <= self._warmup:
             return work(batches)
-        plain = tuple(replace(batch, meta=plain_meta(batch.meta)) for batch in batches)
+        plain = tuple(replace(batch, context=static_context(batch.context)) for batch in batches)
         tensors, form = flatten(plain)
         if form not in self._recorded:
             self._recorder.make_room()
@@ -102,5 +102,5 @@ class _Recorded:
 
     def _work(self, work: Work) -> list[Tensor]:
         self._notes = notes = MetricRecorder()
-        batches = [replace(batch, meta=replace(batch.meta, metrics=notes)) for batch in self._batches]
+        batches = [replace(batch, context=replace(batch.context, metrics=notes)) for batch in self._batches]
         return [work(batches), *notes.tensors]

@@ -1,11 +1,10 @@
 """Parts of a layer whose forward and backward are recorded once and replayed (CUDA graphs).
 
-A part is a function of a structure of tensors and of the token meta. Everything it reads and leaves then stands at
-fixed addresses: what comes in is copied there, unless the part before left it there; what goes out stays there until
-the backward of the same microbatch is over. So every microbatch in flight needs memory of its own, a `GraphInstance`.
-Its
-recordings share one pool: within a flight the order is always the same, forwards and then backwards, and what one
-recording has freed serves the next.
+A part is a function of a structure of tensors and of the microbatch context. Everything it reads and returns is at
+fixed addresses: inputs are copied there, unless the part before left them there; outputs stay there until the backward
+of the same microbatch has run. Every microbatch in flight therefore needs its own memory, a `GraphInstance`. Its graphs
+share one pool: their order is always the same, forwards and then backwards, so a graph reuses the memory that an
+earlier one has freed.
 
 Weight gradients go to the sinks of the parameters, at fixed addresses too, and are recorded apart from those of the
 inputs: once as they store, for the first microbatch of a step, and once as they add. What routers report is noted by
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.logs.metrics import (
     Fold,
     MetricAccumulator,
@@ -34,7 +33,7 @@ from megatron_moe.memory.pytree import (
 )
 from megatron_moe.parallel.parameter import Parameter
 
-Function = Callable[[Any, TokenMeta], Any]
+Function = Callable[[Any, MicrobatchContext], Any]
 """From what the part before left to what this part leaves."""
 MIB = 2**20
 
@@ -58,12 +57,11 @@ class CapturedModule:
     parameters: tuple[Parameter, ...]
     """All that it uses."""
 
-    def __call__(self, state: Any, meta: TokenMeta) -> Any:
+    def __call__(self, state: Any, mb: MicrobatchContext) -> Any:
         """Replays for a microbatch in flight, and records first where that was not done; else computes."""
-        if meta.flight is None or not torch.is_grad_enabled():
-            return self.function(state, meta)
-        assert isinstance(meta.flight, GraphInstance), f"{self.name} flies in a {type(meta.flight).__name__}"
-        return meta.flight.run(self, state, meta)
+        if mb.graph_instance is None or not torch.is_grad_enabled():
+            return self.function(state, mb)
+        return mb.graph_instance.run(self, state, mb)
 
 
 class GraphInstance:
@@ -76,25 +74,25 @@ class GraphInstance:
         """Memory outside of the pool, into which inputs are copied."""
         self._recorder = recorder
         self._recorded: dict[tuple[CapturedModule, Form, Form, bool], _CapturedForward] = {}
-        self._metas: dict[Form, _StaticMeta] = {}
-        self._loaded: tuple[TokenMeta, _StaticMeta] | None = None
+        self._contexts: dict[Form, _StaticContext] = {}
+        self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
         self._left: dict[int, Tensor] = {}
         """By address, what recordings leave."""
         self._landings: dict[tuple[Any, ...], Tensor] = {}
 
-    def run(self, part: CapturedModule, state: Any, meta: TokenMeta) -> Any:
+    def run(self, part: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
         """Runs a part on the microbatch of this flight."""
         tensors, form = flatten(state)
-        static = self._load(meta)
-        key = part, form, static.form, meta.metrics is not None
+        static = self._load(mb)
+        key = part, form, static.form, mb.metrics is not None
         if key not in self._recorded:
             self._recorded[key] = _CapturedForward(
-                self, part, state, tensors, static.meta, reports=meta.metrics is not None
+                self, part, state, tensors, static.context, reports=mb.metrics is not None
             )
         recorded = self._recorded[key]
         outputs = _Replay.apply(recorded, *tensors)  # type: ignore[no-untyped-call]
-        if meta.metrics is not None:
-            recorded.report(meta.metrics)
+        if mb.metrics is not None:
+            recorded.report(mb.metrics)
         return recorded.leave(tensors, outputs)
 
     def record(self, work: Callable[[], Sequence[Tensor]]) -> Capture:
@@ -122,36 +120,36 @@ class GraphInstance:
             self._landings[key] = self.place_for(like)
         return self._landings[key]
 
-    def _load(self, meta: TokenMeta) -> "_StaticMeta":
-        """The meta at fixed addresses; copied there once per microbatch."""
-        if self._loaded is None or self._loaded[0] is not meta:
-            plain = plain_meta(meta)
+    def _load(self, mb: MicrobatchContext) -> "_StaticContext":
+        """Copies the context's tensors to fixed addresses, once per microbatch."""
+        if self._loaded is None or self._loaded[0] is not mb:
+            plain = static_context(mb)
             tensors, form = flatten(plain)
-            if form not in self._metas:
+            if form not in self._contexts:
                 places = tuple(map(self.place_for, tensors))
-                self._metas[form] = _StaticMeta(unflatten(plain, tensors, places), places, form)
-            static = self._metas[form]
+                self._contexts[form] = _StaticContext(unflatten(plain, tensors, places), places, form)
+            static = self._contexts[form]
             for kept, tensor in zip(static.tensors, tensors, strict=True):
                 kept.copy_(tensor)
-            self._loaded = meta, static
+            self._loaded = mb, static
         return self._loaded[1]
 
 
 @dataclass(frozen=True)
-class _StaticMeta:
-    """A token meta at fixed addresses."""
+class _StaticContext:
+    """A microbatch context whose tensors are at fixed addresses."""
 
-    meta: TokenMeta
+    context: MicrobatchContext
     tensors: tuple[Tensor, ...]
     form: Form
 
 
-def plain_meta(meta: TokenMeta) -> TokenMeta:
-    """What a recording may know of a meta: tensors, and nothing that changes from one microbatch to the next."""
-    scale = meta.aux_scale
+def static_context(mb: MicrobatchContext) -> MicrobatchContext:
+    """The part of the context that a graph may depend on: its tensors; without RNG key, metrics and graph instance."""
+    scale = mb.aux_loss_scale
     if not isinstance(scale, Tensor):
-        scale = torch.full((), scale, dtype=torch.float64, device=meta.positions_BS.device)
-    return replace(meta, aux_scale=scale, random_key=None, metrics=None, flight=None)
+        scale = torch.full((), scale, dtype=torch.float64, device=mb.tokens.positions_BS.device)
+    return replace(mb, aux_loss_scale=scale, rng=None, metrics=None, graph_instance=None)
 
 
 class _Replay(torch.autograd.Function):
@@ -179,14 +177,14 @@ class _CapturedForward:
         part: CapturedModule,
         state: Any,
         tensors: Sequence[Tensor],
-        meta: TokenMeta,
+        mb: MicrobatchContext,
         *,
         reports: bool,
     ) -> None:
-        """`meta`: at fixed addresses. `reports`: there is a tally to tell."""
+        """`mb`: at fixed addresses. `reports`: there is a tally to tell."""
         self._flight = flight
         self._part = part
-        self._meta = meta
+        self._mb = mb
         self._reports = reports
         self._borrowed = [flight.holds(tensor) for tensor in tensors]
         self._inputs = [
@@ -237,9 +235,9 @@ class _CapturedForward:
 
     def _compute(self) -> list[Tensor]:
         self._notes = MetricRecorder()
-        meta = replace(self._meta, metrics=self._notes if self._reports else None)
+        mb = replace(self._mb, metrics=self._notes if self._reports else None)
         with torch.enable_grad():
-            self._left = self._part.function(self._state, meta)
+            self._left = self._part.function(self._state, mb)
         inputs = {id(tensor) for tensor in self._inputs}
         self._outputs = [tensor for tensor in flatten(self._left)[0] if id(tensor) not in inputs]
         return [tensor.detach() for tensor in (*self._outputs, *self._notes.tensors)]

@@ -4,6 +4,7 @@ Over ep ranks an all-to-all carries rows sorted by expert. Over etp ranks, each 
 experts, rows are gathered before the experts and their partial sums are reduced after them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,15 @@ from megatron_moe.parallel.exchange import (
     PendingExchange,
 )
 from megatron_moe.parallel.grid import expert_grid
+
+ReadRows = Callable[[Tensor, int], list[list[int]]]
+"""(rows from every rank of etp x ep to every rank of ep [P, Q], choices of this rank) -> the rows on the host."""
+
+
+def read_rows(rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
+    """The dispatcher's host read."""
+    rows: list[list[int]] = rows_PQ.tolist()
+    return rows
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class AllToAllDispatcher:
 
     def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.assumed_load = ctx.assumed_load
+        self.read_rows: ReadRows = read_rows
+        """May be replaced where no other ranks exist."""
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.num_local = num_experts // self.ep.size
         self.places_P = torch.tensor(_arrival_order(ctx), device=ctx.device)
@@ -123,7 +134,7 @@ class AllToAllDispatcher:
         # etp x ep: 8 * E bytes; no gradient flows through counts
         all_gather_flat(flat, mine_E, self.etp_ep)
         counts_PQe = flat.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_P]
-        rows_PQ = self._rows_of_ranks(counts_PQe.sum(dim=-1), len(index.token_R))
+        rows_PQ = self.read_rows(counts_PQe.sum(dim=-1), len(index.token_R))
         num_ep, here = self.ep.size, self.etp.rank * self.ep.size
         to_me = [row[self.ep.rank] for row in rows_PQ]
         send = tuple(rows_PQ[here + self.ep.rank])
@@ -135,15 +146,6 @@ class AllToAllDispatcher:
             num_held=sum(gathered),
             counts_Pe=counts_PQe[:, self.ep.rank],
         )
-
-    def _rows_of_ranks(self, counts_PQ: Tensor, num_choices: int) -> list[list[int]]:
-        """Rows from every rank to every rank of ep, on the host. Where no other rank is there, what is assumed."""
-        if self.assumed_load is None:
-            rows_PQ: list[list[int]] = counts_PQ.tolist()
-            return rows_PQ
-        counts_E = self.assumed_load.counts(self.ep.size * self.num_local, num_choices)
-        starts = range(0, len(counts_E), self.num_local)
-        return [[sum(counts_E[start : start + self.num_local]) for start in starts]] * self.etp_ep.size
 
     def _padded(self, capacity: int) -> ExchangePlan:
         """Every rank sends every expert exactly `capacity` rows."""

@@ -18,13 +18,14 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.data.batch import TokenMeta
+from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters, write_part
+from tests.helpers import tiny_models
 from tests.helpers.ranks import on_threads
 
 HIDDEN, LATENT, FFN, EXPERTS, STEPS, BATCH = 8, 6, 8, 8, 8, 2
@@ -137,9 +138,9 @@ def make_layer(config: MoEConfig, ctx: ParallelContext, change: Change = leave) 
     return layer
 
 
-def meta_of(hidden: Tensor, valid: Tensor | None, **fields: Any) -> TokenMeta:
+def make_mb(hidden: Tensor, valid: Tensor | None, **fields: Any) -> MicrobatchContext:
     steps, batch = hidden.shape[:2]
-    return TokenMeta(positions_BS=torch.arange(steps).expand(batch, steps), valid_BS=valid, **fields)
+    return tiny_models.make_mb(batch, steps, valid_BS=valid, **fields)
 
 
 def on_one_rank(
@@ -153,7 +154,7 @@ def on_one_rank(
     for d, c, t in _pieces(shape, dp):
         hidden, push, valid = data.piece(shape, d, c, t)
         hidden = hidden.clone().requires_grad_()
-        out = layer(hidden, meta_of(hidden, valid, metrics=metrics, aux_scale=1.0))
+        out = layer(hidden, make_mb(hidden, valid, metrics=metrics, aux_loss_scale=1.0))
         (out * push).sum().backward()
         outs.append(out.detach())
         grads.append(hidden.grad)
@@ -189,7 +190,7 @@ def forward_backward(
     place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
     hidden, push, _ = (part if part is None else part.to(ctx.device) for part in data.piece(parallel, *place))
     hidden = hidden.clone().requires_grad_()
-    out = layer(hidden, _meta_on_rank(hidden, ctx, data.valid[place[0]], metrics))
+    out = layer(hidden, _mb_on_rank(hidden, ctx, data.valid[place[0]], metrics))
     (out * push).sum().mul(parallel.cp).backward()
     return out, hidden, place
 
@@ -206,14 +207,14 @@ def gathered(results: list[tuple[Any, ...]], parallel: ParallelConfig) -> Result
     return Result(tensors, results[0][4], states)
 
 
-def _meta_on_rank(
+def _mb_on_rank(
     hidden: Tensor, ctx: ParallelContext, valid: Tensor | None, metrics: MetricAccumulator | None
-) -> TokenMeta:
+) -> MicrobatchContext:
     """Validity is given for all positions of the context-parallel rank; the router takes those of its tp rank."""
     cp = ctx.group("cp")
     if valid is not None:
         valid = valid.chunk(cp.size, dim=1)[cp.rank].to(ctx.device)
-    return meta_of(hidden, valid, metrics=metrics, aux_scale=float(cp.size))
+    return make_mb(hidden, valid, metrics=metrics, aux_loss_scale=float(cp.size))
 
 
 def _whole_gradient(parts: list[Any], parallel: ParallelConfig) -> Tensor:

@@ -13,11 +13,12 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.balancing import update_routers
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.moe.parallel.folded import BATCH, STEPS, Data, name_of, parallel
 from tests.moe.parallel.traffic import counted_traffic
-from tests.moe.routers import make_meta, make_router
+from tests.moe.routers import make_mb, make_router
 
 HIDDEN = 8
 LAYOUTS = pytest.mark.parametrize(
@@ -44,9 +45,9 @@ def router_on(ctx: ParallelContext, **fields: Any) -> Router:
     return make_router(ctx=ctx, hidden_size=HIDDEN, **fields)
 
 
-def pull(router: Router, hidden: Tensor, **meta: Any) -> Any:
+def pull(router: Router, hidden: Tensor, **fields: Any) -> Any:
     """Routes, and runs the backward of the attached losses alone."""
-    routing = router(hidden, make_meta(hidden, **meta))
+    routing = router(hidden, make_mb(hidden, **fields))
     (routing.probs_TK * 0).sum().backward()
     return routing
 
@@ -65,7 +66,7 @@ def on_one(data: Data, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
     router, metrics = router_on(ParallelContext.single(), **fields), MetricAccumulator()
     for hidden, valid in zip(data.hidden, data.valid, strict=True):
         scale = 1 / len(data.hidden)
-        pull(router, hidden.clone().requires_grad_(), valid_BS=valid, metrics=metrics, aux_scale=scale)
+        pull(router, hidden.clone().requires_grad_(), valid_BS=valid, metrics=metrics, aux_loss_scale=scale)
     return router, figures(metrics, router.ctx), router.weight.grad
 
 
@@ -76,7 +77,9 @@ def over(layout: ParallelConfig, data: Data, num_microbatches: int, **fields: An
         router, metrics = router_on(ctx, **fields), MetricAccumulator()
         for m in range(num_microbatches):
             hidden, valid = piece_of(data, layout, ctx, m)
-            pull(router, hidden, valid_BS=valid, metrics=metrics, aux_scale=ctx.group("cp").size / num_microbatches)
+            pull(
+                router, hidden, valid_BS=valid, metrics=metrics, aux_loss_scale=ctx.group("cp").size / num_microbatches
+            )
         shown = figures(metrics, ctx)
         update_routers([router], ctx)
         return shown, router.weight.grad, dict(router.named_buffers())
@@ -189,12 +192,12 @@ def test_drops_and_expert_choice_are_reported_as_the_sum_over_ranks(layout) -> N
             for c in range(layout.cp):
                 for t in range(layout.tp):
                     hidden = data.piece(layout, d, c, t)[0]
-                    single(hidden, make_meta(hidden, metrics=metrics))
+                    single(hidden, make_mb(hidden, metrics=metrics))
         expected = figures(metrics, single.ctx)
 
         def rank(ctx: ParallelContext, fields=fields) -> dict[str, Any]:
             metrics, hidden = MetricAccumulator(), piece_of(data, layout, ctx)[0]
-            router_on(ctx, **fields)(hidden, make_meta(hidden, metrics=metrics))
+            router_on(ctx, **fields)(hidden, make_mb(hidden, metrics=metrics))
             return figures(metrics, ctx)
 
         assert expected["moe/dropped_tokens"] > 0 or "balancing" in fields
@@ -240,12 +243,12 @@ def test_a_layer_that_is_computed_again_reports_and_counts_once_over_ranks() -> 
     def rank(ctx: ParallelContext, again: bool) -> Any:
         router, metrics = router_on(ctx, **fields), MetricAccumulator()
         hidden, _ = piece_of(data, layout, ctx)
-        meta = make_meta(hidden, metrics=metrics)
+        mb = make_mb(hidden, metrics=metrics)
         if again:
             with torch.no_grad():
-                router(hidden, meta)
-            meta = replace(meta, metrics=None)
-        (router(hidden, meta).probs_TK * 0).sum().backward()
+                router(hidden, mb)
+            mb = replace(mb, metrics=None)
+        (router(hidden, mb).probs_TK * 0).sum().backward()
         return figures(metrics, ctx), router.weight.grad, router.tokens_since_update, router.global_counts
 
     once = on_threads(layout, lambda ctx: rank(ctx, False))
@@ -261,7 +264,7 @@ def test_forced_noise_differs_between_ranks_that_share_a_microbatch() -> None:
         router = router_on(ctx, force_balancing=True)
         hidden = torch.ones(4, 1, HIDDEN, dtype=torch.float64)
         # the step gives every context-parallel rank a key of its own; tensor-parallel ranks cut one draw
-        return router(hidden, make_meta(hidden, random_key=(1, 2, 3, "cp", ctx.group("cp").rank))).ids_TK
+        return router(hidden, make_mb(hidden, rng=RNGKey(1, 2, 3, ("cp", ctx.group("cp").rank)))).ids_TK
 
     ids = on_threads(parallel(4, tp=2, cp=2), rank)
     assert all(not torch.equal(ids[a], ids[b]) for a in range(4) for b in range(a))

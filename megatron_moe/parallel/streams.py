@@ -1,0 +1,172 @@
+"""CUDA streams and asynchronous copies between device and host memory, with versions for the CPU and for meta tensors.
+
+On a CPU every operation has finished when its call returns: streams and events are no-ops and events are None.
+"""
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+Event = torch.cuda.Event | None
+"""A point in the work of a stream. None: already reached."""
+
+
+class Streams:
+    """Named streams of one device; this version, for CPU and meta tensors, does nothing."""
+
+    def on(self, name: str) -> AbstractContextManager[object]:
+        """Makes a stream the current one. "compute" is the stream that was current at construction."""
+        return nullcontext()
+
+    def fork(self, name: str) -> AbstractContextManager[object]:
+        """Like `on`; the stream first waits for the work queued so far on the stream that was current."""
+        return nullcontext()
+
+    def record(self) -> Event:
+        """Records an event on the current stream."""
+        return None
+
+    def wait(self, event: Event) -> None:
+        """Makes the current stream, not the host, wait for an event."""
+
+    def record_use(self, tensor: Tensor) -> None:
+        """Defers reuse of the tensor's memory until the current stream has finished the work queued so far."""
+
+
+class CudaStreams(Streams):
+    """Streams of a GPU: the current one as "compute", and a new one for each of the other names."""
+
+    def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
+        self._streams = {name: torch.cuda.Stream(device) for name in names}
+        self._streams["compute"] = torch.cuda.current_stream(device)
+
+    def on(self, name: str) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[name])
+
+    def fork(self, name: str) -> AbstractContextManager[object]:
+        self._streams[name].wait_stream(torch.cuda.current_stream())
+        return self.on(name)
+
+    def record(self) -> Event:
+        return torch.cuda.current_stream().record_event()
+
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def record_use(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream())
+
+
+def make_streams(device: torch.device, *names: str) -> Streams:
+    """Streams of a device: "compute" and those named here."""
+    return CudaStreams(device, names) if device.type == "cuda" else Streams()
+
+
+class HostCopies(Streams):
+    """Copies between a device and host memory; this version copies synchronously, from CPU to CPU.
+
+    Copies are flat tensors of equal size and dtype. `record` and `wait` are those of the device's current stream.
+    """
+
+    has_data = True
+    """Whether host buffers hold data that the host can read."""
+
+    def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
+        """[size] in host memory, zeros if `exact`.
+
+        Args:
+            pinned: page-locked, so that copies run without the host.
+            exact: takes `size` elements; otherwise memory comes from torch's allocator of pinned memory, which is
+                faster but rounds up to a power of two.
+        """
+        return torch.zeros(size, dtype=dtype)
+
+    def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
+        """Copies to the host after the work queued so far on the current stream and after the events.
+
+        `free_source`: the caller may free `source` before it has waited for the returned event.
+        """
+        into.copy_(source)
+        return None
+
+    def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
+        """Copies to the device after the events only. `source` must not change until the returned event is reached.
+
+        `free_into`: the caller may free `into` before it has waited for the returned event.
+        """
+        into.copy_(source)
+        return None
+
+    def synchronize(self, event: Event) -> None:
+        """Blocks the host until an event is reached."""
+
+    def synchronize_all(self) -> None:
+        """Blocks the host until all copies have finished."""
+
+
+class CudaHostCopies(HostCopies, CudaStreams):
+    """Copies of a GPU, on one stream per direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, ("to_host", "to_device"))
+        self._registered: list[Tensor] = []
+        weakref.finalize(self, _unregister, self._registered)
+
+    def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
+        if pinned and not exact:
+            return torch.empty(size, dtype=dtype, pin_memory=True)
+        memory = torch.zeros(size, dtype=dtype)
+        if pinned and size:
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+            if int(status) == 0:
+                self._registered.append(memory)
+        return memory
+
+    def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
+        with self.fork("to_host"):
+            return self._copy(into, source, after, source if free_source else None)
+
+    def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
+        with self.on("to_device"):
+            return self._copy(into, source, after, into if free_into else None)
+
+    def synchronize(self, event: Event) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def synchronize_all(self) -> None:
+        for name in ("to_host", "to_device"):
+            self._streams[name].synchronize()
+
+    def _copy(self, into: Tensor, source: Tensor, after: tuple[Event, ...], freed: Tensor | None) -> Event:
+        for event in after:
+            self.wait(event)
+        into.copy_(source, non_blocking=True)
+        if freed is not None:
+            self.record_use(freed)
+        return self.record()
+
+
+def _unregister(memory: list[Tensor]) -> None:
+    for each in memory:
+        torch.cuda.cudart().cudaHostUnregister(each.data_ptr())  # type: ignore[no-untyped-call]
+    memory.clear()
+
+
+class MetaHostCopies(HostCopies):
+    """Copies of meta tensors; host buffers have no data either."""
+
+    has_data = False
+
+    def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device="meta")
+
+
+def make_host_copies(device: torch.device) -> HostCopies:
+    """Copies between a device and host memory."""
+    if device.type == "meta":
+        return MetaHostCopies()
+    return CudaHostCopies(device) if device.type == "cuda" else HostCopies()
