@@ -1,22 +1,20 @@
-"""The optimizer's update, bucket by bucket, beside the forward that follows it.
+"""Overlap of the optimizer step with the next forward, bucket by bucket on a side stream.
 
-An update moves memory and computes little; a forward computes. On a GPU the update is a stream of its own, in the
-order in which the forward needs the weights, and the forward waits for each bucket where it first reads it. Nothing but
-the order of work changes: all numbers are those of an update in one go. A backward writes gradients of a layer whose
-forward has waited for the update that reads them.
+The update is bound by memory bandwidth, the forward mostly by compute. Buckets are stepped in the order in which the
+forward reads the weights, and each node of the forward acquires its own unit (`ParamStore.acquire`). Numbers equal
+those of an update in one go. A backward writes gradients only of parameters whose forward has waited for the update
+that reads them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.optim.cpu_offload import Update, apply
-from megatron_moe.optim.param_gather import WeightGather
-from megatron_moe.optim.state import AdamState
+from megatron_moe.optim.state import OptimizerState, UpdateOperands
+from megatron_moe.optim.update_rule import StepScalars, UpdateRule
 
 Mark = Any
 """A point in the work of the side stream."""
@@ -59,76 +57,41 @@ def side_stream_of(device: torch.device) -> SideStream:
     return CudaSideStream(device) if device.type == "cuda" else SideStream()
 
 
-class UpdatePiece(NamedTuple):
-    """A stretch of a state that lies in one bucket, in elements of the state."""
-
-    state: AdamState
-    start: int
-    end: int
-
-
 class OverlappedOptimizerStep:
-    """Updates under way (`sharded.Arrivals`).
+    """Steps all buckets on the side stream.
 
     Args:
-        buckets: what this rank steps of every bucket, in forward order.
-        gather: takes the new weights of a bucket to the other ranks when it is stepped; None: there are no others.
+        buckets: this rank's ranges of every bucket, in forward order.
+        write_back: `ParamStore.write_back`.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Sequence[UpdatePiece]],
-        config: OptimizerConfig,
+        buckets: Sequence[Sequence[UpdateOperands]],
+        rule: UpdateRule,
         kernels: Kernels,
         side: SideStream,
-        gather: WeightGather | None,
+        write_back: Callable[[int, SideStream], None],
     ) -> None:
         self._buckets = tuple(tuple(bucket) for bucket in buckets)
-        self._config = config
+        self._rule = rule
         self._kernels = kernels
         self._side = side
-        self._gather = gather
-        self._update: Update | None = None
-        """Its scalars are read on the side until all marks are passed."""
-        self._marks: dict[int, Mark] = {}
+        self._write_back = write_back
+        self._scalars: StepScalars | None = None
+        """Kept alive while the side stream may read them."""
 
-    def start(self, update: Update) -> None:
-        """Launches the update of all buckets."""
-        assert not self._marks, f"{len(self._marks)} buckets of the last update were never waited for"
-        self._update = update
+    def start(self, scalars: StepScalars) -> None:
+        """Launches the update of all buckets. Those of the last update have been acquired."""
+        self._scalars = scalars
         with self._side.begin():
             for number, bucket in enumerate(self._buckets):
-                for piece in bucket:
-                    self._apply(update, piece)
-                if self._gather is not None:
-                    self._gather.start_bucket(number)
-                self._marks[number] = self._side.mark()
-
-    def acquire(self, buckets: Iterable[int]) -> None:
-        """See `Arrivals`."""
-        if not self._marks:
-            return
-        for number in buckets:
-            if number in self._marks:
-                self._side.wait(self._marks.pop(number))
-                if self._gather is not None:
-                    self._gather.acquire((number,))
-        if not self._marks:
-            self._update = None
-
-    def finish(self) -> None:
-        """See `Arrivals`."""
-        self.acquire(range(len(self._buckets)))
-
-    def _apply(self, update: Update, piece: UpdatePiece) -> None:
-        state, start, end = piece
-        kept, weights, grads = state.kept.part(start, end), state.weights[start:end], state.grads[start:end]
-        apply(update, self._config, self._kernels, state, kept, weights, grads, state.start + start)
+                for operands in bucket:
+                    self._rule.step(scalars, operands, self._kernels)
+                self._write_back(number, self._side)
 
 
-def pieces_of(states: Iterable[AdamState], start: int, end: int) -> list[UpdatePiece]:
-    """What states of one buffer hold of its elements `start` to `end`."""
+def operands_of(states: Iterable[OptimizerState], start: int, end: int) -> list[UpdateOperands]:
+    """The parts of states of one buffer inside its elements `start` to `end`."""
     inside = [(state, max(start, state.start), min(end, state.end)) for state in states]
-    return [
-        UpdatePiece(state, first - state.start, last - state.start) for state, first, last in inside if first < last
-    ]
+    return [state.operands(first - state.start, last - state.start) for state, first, last in inside if first < last]

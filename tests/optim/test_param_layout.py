@@ -19,7 +19,7 @@ from megatron_moe.parallel.param_meta import ParamMeta
 
 
 def parameter(name: str, *shape: int, **meta: object) -> ParamShape:
-    return ParamShape(name=name, shape=shape, dtype="fp32", meta=ParamMeta(**{"role": "matrix", **meta}))
+    return ParamShape(name=name, shape=shape, storage="fp32", meta=ParamMeta(**{"role": "matrix", **meta}))
 
 
 def place(parameters: list[ParamShape], num_ranks: int = 1, bucket_size: int | None = None, **changes) -> ParamLayout:
@@ -143,11 +143,11 @@ def test_a_number_of_buckets_gives_their_size_and_padding_is_on_request() -> Non
 def test_copies_over_ranks_stages_and_parts_of_gradients_are_kept_apart() -> None:
     meta = {"role": "norm", "partial_over_tp": True}
     kinds = (
-        ParamShape(name="a", shape=(4,), dtype="fp32", meta=ParamMeta(**meta), replicated=True),
-        ParamShape(name="b", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm"), replicated=True),
-        ParamShape(name="c", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm"), shared_stages=True),
-        ParamShape(name="d", shape=(4,), dtype="fp32", meta=ParamMeta(**meta)),
-        ParamShape(name="e", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm")),
+        ParamShape(name="a", shape=(4,), storage="fp32", meta=ParamMeta(**meta), replicated=True),
+        ParamShape(name="b", shape=(4,), storage="fp32", meta=ParamMeta(role="norm"), replicated=True),
+        ParamShape(name="c", shape=(4,), storage="fp32", meta=ParamMeta(role="norm"), shared_stages=True),
+        ParamShape(name="d", shape=(4,), storage="fp32", meta=ParamMeta(**meta)),
+        ParamShape(name="e", shape=(4,), storage="fp32", meta=ParamMeta(role="norm")),
     )
     found = {tuple(spot.name for spot in buffer.places): buffer.key for buffer in place(list(kinds)).buffers}
     assert set(found) == {("a",), ("b",), ("c",), ("e", "d")}, "alone on its axis a part of a gradient is all of it"
