@@ -145,11 +145,12 @@ def test_a_state_dict_waits_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(tensor.isfinite().all() for tensor in state.values()), f"rank {rank} would save stale weights"
 
 
-def test_a_tied_head_acquires_the_embedding_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last stage holds a copy that no embedding node reads."""
+@pytest.mark.parametrize("name", ["tied", "mtp"])
+def test_the_last_stage_acquires_its_copy_of_the_embedding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied head or multi-token prediction reads it, but no embedding node of the main model."""
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
-    config = MODELS["tied"]
-    chunk = even_layout(len(config.layers), pp=2).stages[1]
+    config = MODELS[name]
+    chunk = even_layout(len(config.layers), pp=2, num_mtp=config.mtp.num_layers if config.mtp else 0).stages[1]
 
     def losses(context: ParallelContext, data_parallel: DataParallelConfig) -> Tensor:
         model = GPT(config, context, reference.bundle(), chunks=[chunk])
@@ -160,8 +161,10 @@ def test_a_tied_head_acquires_the_embedding_of_its_stage(monkeypatch: pytest.Mon
             optimizer.gather_in_forward(model)
         one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
         optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
-        hidden_SBH = torch.ones(microbatch().tokens_BS.T.shape + (config.hidden_size,), dtype=torch.float64)
-        return model(microbatch(), hidden_SBH).loss_BS.detach()
+        batch = microbatch(training=True)
+        hidden_SBH = torch.ones(batch.tokens_BS.T.shape + (config.hidden_size,), dtype=torch.float64)
+        output = model(batch, hidden_SBH)
+        return torch.stack([output.loss_BS, *(loss_BS for loss_BS, *_ in output.mtp_losses)]).detach()
 
     alone = losses(ParallelContext.single(dtype=torch.float64), ZERO)
     for found in on_threads(ParallelConfig(world_size=2), lambda c: losses(c, replace(OVERLAPPED, bucket_size=1))):

@@ -1,21 +1,31 @@
 """Overlapped reduction: buckets start when they are complete, never before, and in one order; the bits are the same."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.memory import RecomputeConfig
+from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.autograd import linear
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.model.gpt import GPT, LossOutput, objective
+from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.lanes import Lanes
 from megatron_moe.parallel.param_meta import ParamMeta
-from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.parameter import Parameter, named_parameters, new_parameter
+from megatron_moe.pipeline.segment import SegmentedMicrobatch
 from tests.helpers.optim_parameters import FP64, main_grads
 from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import microbatch, model_config
 from tests.helpers.tolerances import EXACT
+from tests.optim.test_gather_in_forward import DENSE, MODELS, MOE
 
 DEPTH, WIDTH = 4, 8
 KERNELS = reference.bundle()
@@ -59,8 +69,8 @@ class Chain:
     def step(self, step: int, num_microbatches: int = 2, **changes: bool) -> dict[str, Tensor]:
         self.started.clear()
         self.buffers.begin_step(num_microbatches)
-        for microbatch in range(num_microbatches):
-            self.loss(step, microbatch, **changes).backward()
+        for index in range(num_microbatches):
+            self.loss(step, index, **changes).backward()
             self.buffers.collect()
         finish_grads(self.buffers, self.context)
         return main_grads(self.buffers)
@@ -107,8 +117,8 @@ def test_a_matrix_with_two_uses_waits_for_both_gradients() -> None:
         chain.step(0, twice=True)
         return list(chain.started)
 
-    on_chain = lambda context: run(Chain(context, OVERLAPPED, uses={f"layers.{DEPTH - 1}.weight": 2}))  # noqa: E731
-    for found in on_threads(ParallelConfig(world_size=2), on_chain):
+    uses = {f"layers.{DEPTH - 1}.weight": 2}
+    for found in on_threads(ParallelConfig(world_size=2), lambda context: run(Chain(context, OVERLAPPED, uses))):
         assert found == [0, 3]
 
 
@@ -169,3 +179,46 @@ def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early(sharded
     found = torch.cat(on_threads(ParallelConfig(world_size=2), run))
     assert len(found) == (1 if sharded else 2) * WIDTH * WIDTH
     assert not found.any(), "left-overs of another step count"
+
+
+REPEATED = MTPConfig(num_layers=2, repeated_layer=True)
+MTP_MODELS = {
+    "mtp tied": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
+    "mtp repeated": model_config(DENSE, MOE, mtp=REPEATED),
+    "mtp detached": model_config(DENSE, MOE, mtp=replace(REPEATED, detach_heads=True), tied_embeddings=True),
+    "mtp positions": model_config(DENSE, mtp=REPEATED, position_embedding="learned_absolute", max_positions=64),
+}
+
+
+@pytest.mark.parametrize("by_node", [False, True])
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(granularity="full")])
+@pytest.mark.parametrize("name", [*MODELS, *MTP_MODELS])
+def test_the_first_step_brings_the_gradients_that_the_model_counts(
+    name: str, recompute: RecomputeConfig, by_node: bool
+) -> None:
+    """All reductions have started when the last backward is over."""
+    config, context = (MODELS | MTP_MODELS)[name], ParallelContext.single(dtype=torch.float64)
+    model = GPT(config, context, KERNELS, saved_tensors=SavedTensorPolicy(recompute))
+    init_parameters(model, 7, config.init)
+    buffers = GradBuffers(named_parameters(model), FP64, context, KERNELS, data_parallel=OVERLAPPED)
+    buffers.begin_step(2)
+    for seed in range(2):
+        batch = microbatch(seed=seed, training=True)
+        if by_node:
+            *steps, last = model.steps(batch)
+            loss = replace(last, run=lambda state, last=last, batch=batch: scalar_loss(config, last.run(state), batch))
+            segments = SegmentedMicrobatch([*steps, loss], None, Lanes())
+            segments.forward()
+            segments.output()
+            segments.begin_backward(None)
+            segments.backward()
+        else:
+            scalar_loss(config, model(batch), batch).backward()
+        buffers.collect()
+    missing = {s.name: (s._num_arrived, s._num_expected) for s in buffers.slots if s._num_arrived != s._num_expected}
+    assert not missing, f"gradients that arrived, and expected: {missing}"
+    assert buffers.reducer.num_started == len(buffers.reducer.buckets)
+
+
+def scalar_loss(config: ModelConfig, output: LossOutput, batch: MicroBatch) -> Tensor:
+    return objective(output, batch, mtp=config.mtp, per_token=False)[0]
