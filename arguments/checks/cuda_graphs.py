@@ -208,12 +208,12 @@ def captured_work_waits_for_nothing(
     delay_wgrad_compute: bool,
     moe_shared_expert_overlap: bool,
 ) -> Violation:
-    """A captured graph cannot wait for other work, and no other work can run between its kernels. Overlap of expert
-    exchanges is work between captured modules, but inside a captured iteration."""
+    """A captured graph cannot wait for other work, and no other work can run between its kernels. Captured modules wait
+    for weights before their replay, and expert exchanges run between them; both are inside a captured iteration."""
     whole = cuda_graph_impl == "full_iteration"
     others = {
-        "--overlap-param-gather": overlap_param_gather and data_parallel_size > 1,
-        "--overlap-optimizer-step": overlap_optimizer_step,
+        "--overlap-param-gather": whole and overlap_param_gather and data_parallel_size > 1,
+        "--overlap-optimizer-step": whole and overlap_optimizer_step,
         "--overlap-moe-expert-parallel-comm": whole and overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": delay_wgrad_compute,
         "--moe-shared-expert-overlap": whole and moe_shared_expert_overlap,

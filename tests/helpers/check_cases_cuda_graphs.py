@@ -105,16 +105,16 @@ GRAPH_CASES = (
     ),
     Case(
         "captured_work_waits_for_nothing",
-        f"{GRAPHS} {OVERLAPPED} --global-batch-size 32",
+        f"{WHOLE} {OVERLAPPED} --global-batch-size 32",
         "with --overlap-param-gather",
-        f"{GRAPHS} --use-distributed-optimizer --overlap-grad-reduce --global-batch-size 32",
+        f"{GRAPHS} {OVERLAPPED} --global-batch-size 32",
         environ=EIGHT_RANKS,
     ),
     Case(
         "captured_work_waits_for_nothing",
-        f"{GRAPHS} --overlap-optimizer-step",
+        f"{WHOLE} --overlap-optimizer-step",
         "with --overlap-optimizer-step",
-        "--overlap-optimizer-step",
+        f"{GRAPHS} --overlap-optimizer-step",
     ),
     Case(
         "captured_work_waits_for_nothing",
