@@ -33,10 +33,9 @@ from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
-from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
-from megatron_moe.optim.ownership import check_coverage
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies

@@ -224,12 +224,12 @@ def captured_work_has_no_overlap(
     delay_wgrad_compute: bool,
     moe_shared_expert_overlap: bool,
 ) -> Violation:
-    """A captured graph cannot wait for other streams, and no other work can run between its kernels. Overlap of expert
-    communication runs between captured modules, but not inside a captured iteration."""
+    """A captured graph cannot wait for other work, and no other work can run between its kernels. Captured modules wait
+    for weights before their replay, and expert exchanges run between them; both are inside a captured iteration."""
     full_iteration = cuda_graph_impl == "full_iteration"
     others = {
-        "--overlap-param-gather": overlap_param_gather and data_parallel_size > 1,
-        "--overlap-optimizer-step": overlap_optimizer_step,
+        "--overlap-param-gather": full_iteration and overlap_param_gather and data_parallel_size > 1,
+        "--overlap-optimizer-step": full_iteration and overlap_optimizer_step,
         "--overlap-moe-expert-parallel-comm": full_iteration and overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": delay_wgrad_compute,
         "--moe-shared-expert-overlap": full_iteration and moe_shared_expert_overlap,

@@ -90,7 +90,7 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
         tracker.is_state(buffer.grads, "gradients")
     for state in trainer.optimizer.states:
         kept = state.kept
-        named = [("moments", kept.exp_avg), ("moments", kept.exp_avg_sq)]
+        named = [("moments", moment) for moment in kept.moments.values()]
         if kept.master is not None:
             named.append(("master weights", kept.master))
         for kind, packed in named:

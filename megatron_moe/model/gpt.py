@@ -4,9 +4,10 @@ A rank holds one or more pipeline stages (model chunks) in one module, so that p
 every layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
     Node,
+    UnitStore,
+    acquire_nodes,
     capture_nodes,
     module_node,
     norm_node,
@@ -35,6 +38,7 @@ from megatron_moe.moe.node_chain import (
     schedule_steps,
 )
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.tensor_parallel import gather_from
 from megatron_moe.pipeline.layout import StageLayout, even_layout
 from megatron_moe.pipeline.overlap import Step
@@ -86,6 +90,12 @@ class Decoder(nn.Module):
             bound[-1] = bound[-1]._replace(nodes=(*bound[-1].nodes, *final))
         return bound
 
+    def acquire_from(self, store: UnitStore) -> None:
+        """Makes the nodes acquire the units of their parameters."""
+        for layer in self.by_index.values():
+            layer.nodes = acquire_nodes(layer.nodes, store)
+        self._final_nodes = acquire_nodes(self._final_nodes, store)
+
     def _whole_layers(self, stage: StageLayout, saved_tensors: SavedTensorPolicy) -> list[Node]:
         layers, nodes = iter(stage.layers), []
         for number, twice in saved_tensors.layers(len(stage.layers)):
@@ -131,6 +141,8 @@ class GPT(nn.Module):
         self.output_layer = Head(config, ctx, kernels) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([config.layers[-1].mixer] if has_mtp else []), ctx)
+        self._store: UnitStore | None = None
+        self._count_uses()
 
     def forward(self, batch: MicroBatch, received: Tensor | None = None, *, chunk: int = 0) -> LossOutput | Tensor:
         """One stage: the losses of a microbatch; before the last stage the tensor that the next one receives.
@@ -149,10 +161,20 @@ class GPT(nn.Module):
 
     def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
-        chain = self._hidden_states(tokens_BS, self.rotations.attach(mb), len(self.chunks) - 1, by_node=False)
-        logits_SBV = self._head(run_chain(chain, hidden_SBH).hidden_SBH, self._tied_VH)
+        mb = self.rotations.attach(mb)
+        chain = self._hidden_states(tokens_BS, mb, len(self.chunks) - 1, by_node=False)
+        head = self._head_node(lambda state, mb: self._head(state.hidden_SBH, self._tied_VH))
+        logits_SBV = run_chain([*chain, BoundNodes(head, mb)], hidden_SBH)
         # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
+
+    def acquire_from(self, store: UnitStore) -> None:
+        """Makes all nodes acquire the units of their parameters from `store`, and `state_dict` all units."""
+        self._store = store
+        self.decoder.acquire_from(store)
+        if self.mtp is not None:
+            self.mtp.acquire_from(store)
+        self.register_state_dict_pre_hook(lambda *_: store.acquire_all())
 
     def capture(self, modules: Iterable[str]) -> None:
         """Replaces the nodes of these modules (`CAPTURED_NODES`) in the layers of the decoder by captured ones. Layers
@@ -185,11 +207,14 @@ class GPT(nn.Module):
             assert self.mtp is not None, "a stage of multi-token prediction without its layers"
             chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
         if stage.loss:
-            tied = self.embedding.word_embeddings if self.config.tied_embeddings else None
-            last = Node("head", "head", partial(self._losses, batch), parameters_of(self.output_layer, tied))
+            last = self._head_node(partial(self._losses, batch))
         else:
-            last = Node("send", "head", _sent)
-        return [*chain, BoundNodes((last,), mb)]
+            last = (Node("send", "head", _sent),)
+        return [*chain, BoundNodes(last, mb)]
+
+    def _head_node(self, run: Callable[[LayerState, MicrobatchContext], Any]) -> tuple[Node, ...]:
+        tied = self.embedding.word_embeddings if self.config.tied_embeddings else None
+        return acquire_nodes([Node("head", "head", run, parameters_of(self.output_layer, tied))], self._store)
 
     def _hidden_states(
         self, tokens_BS: Tensor, mb: MicrobatchContext, chunk: int, *, by_node: bool
@@ -197,8 +222,9 @@ class GPT(nn.Module):
         """Nodes from the input of the stage to the hidden state after its layers."""
         assert mb.tokens.cu_seqlens is None or mb.tokens.segments_BS is not None, "packed sequences need segments_BS"
         parameters = parameters_of(self.embedding if self.chunks[chunk].embedding else None)
-        first = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
-        return [BoundNodes((first,), mb), *self.decoder.chain(chunk, mb, by_node=by_node)]
+        embed = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
+        first = acquire_nodes([embed], self._store)
+        return [BoundNodes(first, mb), *self.decoder.chain(chunk, mb, by_node=by_node)]
 
     def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, mb: MicrobatchContext) -> LayerState:
         """The embedded tokens, or the hidden states of all depths that an earlier stage sent as one tensor."""
@@ -220,6 +246,20 @@ class GPT(nn.Module):
         for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(ahead, targets(batch, len(ahead)), strict=True):
             mtp_losses.append((self._loss(hidden_SBH, labels_BS, detach=detach), weights_BS, num_tokens))
         return LossOutput(loss_BS, tuple(mtp_losses))
+
+    def _count_uses(self) -> None:
+        """Sets `Parameter.uses` of embedding and head, which multi-token prediction reads too."""
+        mtp = self.config.mtp
+        depths = mtp.num_layers if mtp is not None and not mtp.detach_heads else 0
+        num_products = 1 + depths if self.output_layer is not None else 0
+        if self.output_layer is not None and self.output_layer.weight is not None:
+            self.output_layer.weight.uses = num_products
+        if hasattr(self, "embedding"):
+            num_lookups = sum(chunk.embedding + (depths if chunk.num_mtp else 0) for chunk in self.chunks)
+            for _, parameter in named_parameters(self.embedding):
+                parameter.uses = num_lookups
+            if self.config.tied_embeddings:
+                self.embedding.word_embeddings.weight.uses += num_products
 
     @property
     def _tied_VH(self) -> Tensor | None:

@@ -29,6 +29,8 @@ from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
     Node,
+    UnitStore,
+    acquire_nodes,
     module_node,
     norm_node,
     parameters_of,
@@ -37,6 +39,7 @@ from megatron_moe.moe.node_chain import (
 )
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.tensor_parallel import columns_to_residual
 
 
@@ -96,11 +99,22 @@ class MTP(nn.Module):
             str(d): MTPLayer(config, d, f"mtp.layers.{d}", ctx, kernels, saved_tensors) for d in range(self.num_layers)
         }
         self.layers = nn.ModuleDict(layers)
+        if config.mtp.repeated_layer:
+            for _, parameter in named_parameters(self):
+                parameter.uses = config.mtp.num_layers
+        self._store: UnitStore | None = None
         inputs, ((_, twice),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
         whole = [(module_node(layer, inputs),) for layer in layers.values()]
         self._layer_nodes = [
             (recompute_nodes(n, saved_tensors, "chunk", inputs=inputs),) if twice else n for n in whole
         ]
+
+    def acquire_from(self, store: UnitStore) -> None:
+        """Makes the nodes acquire the units of their parameters."""
+        self._store = store
+        for layer in self.layers.values():
+            assert isinstance(layer, MTPLayer), f"a {type(layer).__name__} among the depths"
+            layer.nodes = acquire_nodes(layer.nodes, store)
 
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
         """Nodes of every depth; `first` is the position of the first depth among the layers of the chunk.
@@ -111,7 +125,7 @@ class MTP(nn.Module):
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
             nodes = depth.layer.nodes if by_node else self._layer_nodes[number % self.num_layers]
-            yield BoundNodes([embed, *nodes], depth.mb, first + number)
+            yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
     def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, mb: MicrobatchContext) -> LayerState:
         hidden_SBH, embedded_SBH = state.hidden_SBH, embedding(depth.tokens_BS, depth.positions_BS, mb)

@@ -1,17 +1,18 @@
 """Node chains: the computation of a layer as a sequence of nodes, and the functions that run them.
 
 A node maps one `LayerState` to the next. Plain execution (`run_nodes`), recompute (`recompute_nodes`), CUDA-graph
-capture (`capture_nodes`) and a schedule that interleaves two microbatches (`schedule_steps`) are functions over the
-same nodes, so they compose. `moe` is the lowest package that knows all types in a `LayerState`.
+capture (`capture_nodes`), waiting for new weights (`acquire_nodes`) and a schedule that interleaves two microbatches
+(`schedule_steps`) are functions over the same nodes, so they compose. `moe` is the lowest package that knows all types
+in a `LayerState`.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -80,6 +81,26 @@ EMPTY_STATE = LayerState()
 """`EMPTY_STATE.evolve(...)` takes a third of the host time of `LayerState(...)`."""
 
 
+class UnitStore(Protocol):
+    """Owner of the weights (`optim.param_store.ParamStore`)."""
+
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """Units that these parameters belong to."""
+        ...
+
+    def acquire(self, unit: str) -> None:
+        """Makes the current stream wait for new weights of the unit."""
+        ...
+
+    def acquire_all(self) -> None:
+        """Acquires all units."""
+        ...
+
+    def release(self, unit: str) -> None:
+        """Ends a use of the unit's weights."""
+        ...
+
+
 @dataclass(frozen=True)
 class Node:
     """One part of a chain."""
@@ -91,6 +112,9 @@ class Node:
     """`run(state, mb) -> state`. The first and the last node of a pipeline stage receive and return other types."""
     parameters: tuple[nn.Parameter, ...] = ()
     """All parameters that `run` reads."""
+    store: UnitStore | None = None
+    """Store from which `units` are acquired for `run`; None: the weights are never pending."""
+    units: tuple[str, ...] = ()
 
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
@@ -102,8 +126,22 @@ def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Paramet
 def run_nodes(nodes: Iterable[Node], state: Any, mb: MicrobatchContext) -> Any:
     """Runs the nodes in order."""
     for node in nodes:
+        if node.store is None:
+            state = node.run(state, mb)
+            continue
+        for unit in node.units:
+            node.store.acquire(unit)
         state = node.run(state, mb)
+        for unit in node.units:
+            node.store.release(unit)
     return state
+
+
+def acquire_nodes(nodes: Iterable[Node], store: UnitStore | None) -> tuple[Node, ...]:
+    """Nodes that acquire the units of their parameters before they run; None: the nodes as they are."""
+    if store is None:
+        return tuple(nodes)
+    return tuple(replace(node, store=store, units=store.units_of(node.parameters)) for node in nodes)
 
 
 def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> Node:
@@ -177,12 +215,15 @@ def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> t
         first, last = CAPTURED_NODES[module]
         if first in names and last in names:
             span = slice(names.index(first), names.index(last) + 1)
-            group = tuple(chain[span])
+            store = chain[span.start].store
+            # The captured node acquires for all of them: a graph does not contain waits for other streams.
+            group = tuple(replace(node, store=None) for node in chain[span])
             parameters = _all_parameters(group)
             part = CapturedModule(
                 f"{module} of {site}", partial(run_nodes, group), cast(tuple[Parameter, ...], parameters)
             )
-            chain[span] = [Node(module, group[0].slot, partial(_run_captured, part), parameters)]
+            captured = Node(module, group[0].slot, partial(_run_captured, part), parameters)
+            chain[span] = acquire_nodes([captured], store)
     return tuple(chain)
 
 

@@ -6,61 +6,21 @@ the verdict left of it; the host is not asked.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
+from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels.low_precision_state import PackedState
-from megatron_moe.kernels.ops import AdamWStep, Kernels
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.optim.state import AdamState, StoredState
+from megatron_moe.optim.state import OptimizerState, StoredState
+from megatron_moe.optim.update_rule import StepScalars, UpdateRule
 from megatron_moe.parallel.streams import Event, HostCopies
 
 _HOST_CHUNK = 1 << 20
 """Elements that travel and are stepped at a time: few enough for the host's caches."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """The numbers of one step. Tensors are scalars where the state is stepped."""
-
-    lr: float
-    decoupled_lr: float | None
-    weight_decay: float
-    step: Tensor
-    """Number of the update, int64."""
-    grad_scale: Tensor
-    proceed: Tensor
-    nonfinite: Tensor
-    """See `AdamWStep`."""
-
-
-def apply(
-    update: Update, config: OptimizerConfig, kernels: Kernels, state: AdamState, kept: StoredState,
-    weights: Tensor, grads: Tensor, first: int,
-) -> None:  # fmt: skip
-    """Steps a stretch of a state: `kept`, `weights` and `grads` are of the elements from `first` of the buffer on."""
-    key = state.buffer.key
-    move = AdamWStep(
-        lr=update.decoupled_lr if key.decoupled_lr and update.decoupled_lr is not None else update.lr,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        eps=config.eps,
-        weight_decay=update.weight_decay if key.decay else 0.0,
-        step=update.step,
-        grad_scale=update.grad_scale,
-        proceed=update.proceed,
-        nonfinite=update.nonfinite,
-    )
-    follow = None if kept.master is None else weights
-    master, exp_avg, exp_avg_sq = kept.master or PackedState("plain", weights), kept.exp_avg, kept.exp_avg_sq
-    if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
-        kernels.adamw_(master.data, grads, exp_avg.data, exp_avg_sq.data, move, follow)
-    else:
-        kernels.adamw_packed_(master, grads, exp_avg, exp_avg_sq, move, follow, first)
 
 
 class CPUStep:
@@ -72,34 +32,39 @@ class CPUStep:
     """
 
     def __init__(
-        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, copies: HostCopies
+        self,
+        states: Sequence[OptimizerState],
+        rule: UpdateRule,
+        config: OptimizerOffloadConfig,
+        kernels: Kernels,
+        copies: HostCopies,
     ) -> None:
         """`kernels`: of the device; where that is the CPU, they step host states too."""
         self._states = tuple(states)
+        self._rule = rule
         self._config = config
         self._copies = copies
-        self._kernels = _host_kernels(config.offload, kernels, self._states) if states else kernels
+        self._kernels = _host_kernels(config, kernels, self._states) if states else kernels
         self._grads: list[Tensor] = []
         self._weights: list[Tensor] = []
         if states:
             size = min(_HOST_CHUNK, max(state.size for state in states))
             grads = max((state.grads.dtype for state in states), key=_width)
             weights = max((state.weights.dtype for state in states), key=_width)
-            offload = config.offload
-            self._grads = [copies.host_buffer(size, grads, pinned=offload.pin_grads) for _ in range(2)]
-            self._weights = [copies.host_buffer(size, weights, pinned=offload.pin_params) for _ in range(2)]
+            self._grads = [copies.host_buffer(size, grads, pinned=config.pin_grads) for _ in range(2)]
+            self._weights = [copies.host_buffer(size, weights, pinned=config.pin_params) for _ in range(2)]
             self._scalars = copies.host_buffer(4, torch.float64)
 
-    def run(self, update: Update) -> None:
+    def run(self, scalars: StepScalars) -> None:
         """Steps everything. When it returns new weights are on their way, and the device waits for them."""
         if not self._states or not self._copies.has_data:
             return
         chunks = list(self._chunks())
         begin = self._copies.record()
-        here = self._on_host(update)
+        here = self._on_host(scalars)
         if not here.proceed:
             return
-        ahead = self._config.offload.overlap
+        ahead = self._config.overlap
         coming = [self._bring(0, chunks)]
         going: list[Event] = []
         for number, (state, start, end) in enumerate(chunks):
@@ -117,28 +82,28 @@ class CPUStep:
                 coming.append(self._bring(number + 1, chunks))
         self._copies.wait(going[-1])
         if here.nonfinite:
-            update.nonfinite.fill_(True)
+            scalars.nonfinite.fill_(True)
 
-    def _chunks(self) -> Iterator[tuple[AdamState, int, int]]:
+    def _chunks(self) -> Iterator[tuple[OptimizerState, int, int]]:
         for state in self._states:
             for start, end in state.chunks(_HOST_CHUNK):
                 yield state, start, end
 
-    def _on_host(self, update: Update) -> Update:
-        """Waits for the step's scalars. The clip factor keeps its dtype."""
-        step_scalars = (update.step, update.grad_scale, update.proceed, update.nonfinite)
-        scalars = torch.stack([each.double() for each in step_scalars])
-        self._copies.synchronize(self._copies.to_host(self._scalars, scalars))
+    def _on_host(self, scalars: StepScalars) -> StepScalars:
+        """Copies the step's scalars and blocks the host until they have arrived. The clip factor keeps its dtype."""
+        on_device = (scalars.step, scalars.grad_scale, scalars.proceed, scalars.nonfinite)
+        stacked = torch.stack([each.double() for each in on_device])
+        self._copies.synchronize(self._copies.to_host(self._scalars, stacked))
         step, scale, proceed, nonfinite = self._scalars.unbind()
         return replace(
-            update,
+            scalars,
             step=step.to(torch.int64),
-            grad_scale=scale.to(update.grad_scale.dtype),
+            grad_scale=scale.to(scalars.grad_scale.dtype),
             proceed=proceed.to(torch.bool),
             nonfinite=nonfinite.to(torch.bool),
         )
 
-    def _bring(self, number: int, chunks: Sequence[tuple[AdamState, int, int]]) -> Event:
+    def _bring(self, number: int, chunks: Sequence[tuple[OptimizerState, int, int]]) -> Event:
         """Gradients of a chunk."""
         if number >= len(chunks):
             return None
@@ -146,11 +111,11 @@ class CPUStep:
         grads = state.grads[start:end]
         return self._copies.to_host(_view(self._grads[number % 2], grads), grads)
 
-    def _step(self, update: Update, state: AdamState, start: int, end: int, slot: int) -> None:
+    def _step(self, scalars: StepScalars, state: OptimizerState, start: int, end: int, slot: int) -> None:
         weights = _view(self._weights[slot], state.weights[start:end])
         grads = _view(self._grads[slot], state.grads[start:end])
-        kept = state.kept.part(start, end)
-        apply(update, self._config, self._kernels, state, kept, weights, grads, state.start + start)
+        operands = state.operands(start, end)._replace(weights=weights, grads=grads)
+        self._rule.step(scalars, operands, self._kernels)
 
 
 class StreamedStep:
@@ -158,14 +123,20 @@ class StreamedStep:
     goes down."""
 
     def __init__(
-        self, states: Sequence[AdamState], config: OptimizerConfig, kernels: Kernels, copies: HostCopies
+        self,
+        states: Sequence[OptimizerState],
+        rule: UpdateRule,
+        config: OptimizerOffloadConfig,
+        kernels: Kernels,
+        copies: HostCopies,
     ) -> None:
         self._states = tuple(states)
+        self._rule = rule
         self._config = config
         self._kernels = kernels
         self._copies = copies
 
-    def run(self, update: Update) -> None:
+    def run(self, scalars: StepScalars) -> None:
         """Launches everything; the device's own stream goes on when all state has left."""
         chunks = list(self._chunks())
         rooms: dict[int, tuple[StoredState, Event]] = {}
@@ -177,19 +148,19 @@ class StreamedStep:
             if number < len(chunks):
                 rooms[number] = self._bring(*chunks[number])
             if number > 0:
-                gone.append(self._step(update, *chunks[number - 1], *rooms[number - 1]))
+                gone.append(self._step(scalars, *chunks[number - 1], *rooms[number - 1]))
         if gone:
             self._copies.wait(gone[-1])
 
-    def _chunks(self) -> Iterator[tuple[AdamState, int, int]]:
+    def _chunks(self) -> Iterator[tuple[OptimizerState, int, int]]:
         for state in self._states:
             size = state.size
-            if self._config.offload.chunk_bytes:
-                size = self._config.offload.chunk_bytes * state.size // sum(each.num_bytes for each in state.kept.all)
+            if self._config.chunk_bytes:
+                size = self._config.chunk_bytes * state.size // sum(each.num_bytes for each in state.kept.all)
             for start, end in state.chunks(size):
                 yield state, start, end
 
-    def _bring(self, state: AdamState, start: int, end: int) -> tuple[StoredState, Event]:
+    def _bring(self, state: OptimizerState, start: int, end: int) -> tuple[StoredState, Event]:
         home = state.kept.part(start, end)
         room = home.like(state.weights.device)
         after = self._copies.record()
@@ -198,17 +169,18 @@ class StreamedStep:
             mark = self._copies.to_device(into, source, after)
         return room, mark
 
-    def _step(self, update: Update, state: AdamState, start: int, end: int, room: StoredState, here: Event) -> Event:
+    def _step(
+        self, scalars: StepScalars, state: OptimizerState, start: int, end: int, room: StoredState, here: Event
+    ) -> Event:
         self._copies.wait(here)
-        weights, grads = state.weights[start:end], state.grads[start:end]
-        apply(update, self._config, self._kernels, state, room, weights, grads, state.start + start)
+        self._rule.step(scalars, state.operands(start, end)._replace(stored=room), self._kernels)
         mark = None
         for into, source in zip(state.kept.part(start, end).tensors, room.tensors, strict=True):
             mark = self._copies.to_host(into, source)
         return mark
 
 
-def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequence[AdamState]) -> Kernels:
+def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequence[OptimizerState]) -> Kernels:
     device = states[0].weights.device
     if device.type == "cpu" and not config.torch_kernel:
         return kernels

@@ -1,39 +1,35 @@
-"""AdamW over flat buffers, with master weights (Loshchilov and Hutter, arXiv 1711.05101)."""
+"""Optimizer over flat buffers: steps the ranges that this rank owns with an update rule (ZeRO-0 and ZeRO-1)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.clip_grads import counted, over_the_world
-from megatron_moe.optim.cpu_offload import (
-    CPUStep,
-    StreamedStep,
-    Update,
-    apply,
-)
+from megatron_moe.optim.cpu_offload import CPUStep, StreamedStep
 from megatron_moe.optim.grad_buffers import GradBuffers
-from megatron_moe.optim.overlapped_step import (
-    OverlappedOptimizerStep,
-    pieces_of,
-)
-from megatron_moe.optim.param_gather import WeightGather, gather_in_forward_hooks
-from megatron_moe.optim.param_layout import reduction_order
-from megatron_moe.optim.state import AdamState, StateKind, new_states
+from megatron_moe.optim.overlapped_step import OverlappedOptimizerStep, operands_of
+from megatron_moe.optim.param_layout import forward_order
+from megatron_moe.optim.param_store import AcquiringModel, ParamStore
+from megatron_moe.optim.state import OptimizerState, new_states
+from megatron_moe.optim.update_rule import StepScalars, UpdateRule
+from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.streams import make_host_copies, make_streams
 
 
 @dataclass(frozen=True)
 class StateRange:
-    """What this rank owns of one kind of state of one parameter."""
+    """The elements of one kind of state of one parameter that this rank owns."""
 
     name: str
     """Global name of the parameter."""
-    kind: StateKind
+    kind: str
     parameter: Parameter
     start: int
     """First element in this rank's part of the parameter, in row-major order."""
@@ -48,64 +44,70 @@ class StateRange:
 
 
 class Optimizer:
-    """Steps what this rank owns of the buffers. Master weights start as the weights at construction.
+    """Steps the ranges of the buffers that this rank owns. Master weights start as the weights at construction.
 
     Args:
-        precision: formats of master weights and moments. Where they are is in the buffers' `OptimizerConfig`.
+        precision: formats of master weights and moments. Their memory is chosen by the buffers' `OptimizerConfig`.
+        rule: None: AdamW.
     """
 
-    def __init__(self, buffers: GradBuffers, precision: PrecisionConfig) -> None:
+    def __init__(self, buffers: GradBuffers, precision: PrecisionConfig, rule: UpdateRule | None = None) -> None:
         self.buffers = buffers
         self.config = buffers.optimizer
+        self.rule = rule or AdamW(self.config, precision)
         self._host_copies = make_host_copies(buffers.device)
         self.step_count = torch.zeros((), dtype=torch.int64, device=buffers.device)
         """Updates applied so far, on the device."""
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=buffers.device)
         """True once an update has stored a weight or moment that is not finite, on this rank. Never reset."""
+        offload = self.config.offload
         self.states = tuple(
             state
             for buffer in buffers.buffers
-            for state in new_states(buffer, precision, self.config.offload, self._host_copies)
+            for state in new_states(buffer, self.rule.moments, precision, offload, self._host_copies)
         )
-        self._copies: list[tuple[AdamState, StateKind, Tensor]] = []
-        """What `named_state` last gave of state in other formats."""
-        around = (self.config, buffers.kernels, self._host_copies)
-        self._visits = StreamedStep([state for state in self.states if state.home == "parked"], *around)
-        self._host_steps = CPUStep([state for state in self.states if state.home == "host"], *around)
-        self._gather = _weight_gather(buffers) if buffers.data_parallel.sharded_optimizer else None
+        in_place = all(state.home == "device" for state in self.states)
+        assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
+        assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
+        self._copies: list[tuple[OptimizerState, str, Tensor]] = []
+        """State in other formats that `named_state` last returned."""
+        around = (self.rule, offload, buffers.kernels, self._host_copies)
+        self._streamed_step = StreamedStep([state for state in self.states if state.home == "parked"], *around)
+        self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *around)
+        self.store = ParamStore(buffers)
         self._gather_in_forward = False
-        self._beside: OverlappedOptimizerStep | None = None
+        self._overlapped_step: OverlappedOptimizerStep | None = None
 
-    def step_in_forward(self, model: nn.Module) -> None:
-        """From now on `step` returns while updates are under way, and the layers of `model` wait for their own weights.
+    def step_in_forward(self, model: AcquiringModel) -> None:
+        """From now on `step` returns while updates are pending, and nodes of `model` acquire their parameters.
 
-        Who reads weights or state in another way, or writes gradients, calls `finish_gather` first.
+        Other readers of weights or state, and other writers of gradients, call `finish_gather` first.
         """
-        assert all(state.home == "device" for state in self.states), "state in host memory is stepped by other means"
+        assert all(state.home == "device" for state in self.states), "state in host memory is not stepped on a stream"
         buckets = []
-        for number, index in _forward_order(self.buffers):
+        for number, index in forward_order(self.buffers.layout):
             buffer = self.buffers.buffers[number]
-            mine = [state for state in self.states if state.buffer is buffer]
-            buckets.append(pieces_of(mine, *buffer.layout.buckets[index]))
+            owned = [state for state in self.states if state.buffer is buffer]
+            buckets.append(operands_of(owned, *buffer.layout.buckets[index]))
         streams = make_streams(self.buffers.device, "optimizer")
-        self._beside = OverlappedOptimizerStep(buckets, self.config, self.buffers.kernels, streams, self._gather)
-        gather_in_forward_hooks(model, self._beside, self._bucket_of())
+        self._overlapped_step = OverlappedOptimizerStep(
+            buckets, self.rule, self.buffers.kernels, streams, self.store.write_back
+        )
+        model.acquire_from(self.store)
 
-    def gather_in_forward(self, model: nn.Module) -> None:
-        """From now on `step` returns while new weights travel, and the layers of `model` wait for their own.
+    def gather_in_forward(self, model: AcquiringModel) -> None:
+        """From now on `step` returns while weights are being gathered, and nodes of `model` acquire their parameters.
 
-        Who reads weights in another way calls `finish_gather` first.
+        Other readers of weights call `finish_gather` first.
         """
-        assert self._gather is not None, "only a sharded optimizer gathers weights"
-        if self._gather.travels:  # else hooks of all modules would wait for nothing
-            gather_in_forward_hooks(model, self._gather, self._bucket_of())
+        assert self.buffers.data_parallel.sharded_optimizer, "only a sharded optimizer gathers weights"
+        if self.store.gathers:  # otherwise nodes would acquire units that are never pending
+            model.acquire_from(self.store)
         self._gather_in_forward = True
 
     def finish_gather(self) -> None:
-        """Waits until the last step is over and its weights are here."""
-        for arrivals in (self._beside, self._gather):
-            if arrivals is not None:
-                arrivals.finish()
+        """Waits until all updates and gathers of the last step are over."""
+        self.store.acquire_all()
 
     @torch.no_grad()
     def step(
@@ -131,17 +133,16 @@ class Optimizer:
         self._copies = []
         # a refused first step must not divide by 1 - beta^0
         number = self.step_count.clamp(min=1)
-        update = Update(lr, decoupled_lr, weight_decay, number, grad_scale, proceed, self.nonfinite)
-        if self._beside is not None:
-            self._beside.start(update)
+        scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, proceed, self.nonfinite)
+        if self._overlapped_step is not None:
+            self._overlapped_step.start(scalars)
             return
         for state in self.states:
             if state.home == "device":
-                kernels = self.buffers.kernels
-                apply(update, self.config, kernels, state, state.kept, state.weights, state.grads, state.start)
-        self._visits.run(update)
-        self._host_steps.run(update)
-        self._start_gather()
+                self.rule.step(scalars, state.operands(), self.buffers.kernels)
+        self._streamed_step.run(scalars)
+        self._cpu_step.run(scalars)
+        self.store.write_back_all()
         if not self._gather_in_forward:
             self.finish_gather()
 
@@ -155,7 +156,7 @@ class Optimizer:
         self._copies = []
         for state in self.states:
             state.weights_from_master()
-        self._start_gather()
+        self.store.write_back_all()
         self.finish_gather()
 
     def masters_from_weights(self) -> None:
@@ -183,7 +184,7 @@ class Optimizer:
                         data = flat[start - state.start : end - state.start]
                         yield StateRange(place.name, kind, slot.parameter, start - place.start, data)
 
-    def _numbers(self, state: AdamState, kind: StateKind) -> Tensor:
+    def _numbers(self, state: OptimizerState, kind: str) -> Tensor:
         packed = state.kinds[kind]
         if packed.format == "plain" and packed.data.dtype in (torch.float32, torch.float64):
             return packed.data
@@ -205,29 +206,27 @@ class Optimizer:
         # world: 4 or 8 bytes
         return over_the_world(total, self.buffers, self.buffers.context).sqrt()
 
-    def _bucket_of(self) -> dict[int, int]:
-        """Place of a parameter's bucket in forward order, by `id` of the parameter."""
-        order = {at: index for index, at in enumerate(_forward_order(self.buffers))}
-        return {
-            id(slot.parameter): order[number, place.bucket]
-            for number, buffer in enumerate(self.buffers.buffers)
-            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True)
-        }
 
-    def _start_gather(self) -> None:
-        if self._gather is not None:
-            self._gather.start()
+def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
+    """Checks that the ranks together own every element of the model once.
 
+    All ranks call it together. Norms and checkpoints contain the elements that ranks count, and the optimizer steps
+    those they own. `elements`: number of elements of the model on each grid.
 
-def _forward_order(buffers: GradBuffers) -> list[tuple[int, int]]:
-    """(buffer, bucket) in the order in which a forward pass needs the weights."""
-    return list(reversed(reduction_order(buffers.layout)))
-
-
-def _weight_gather(buffers: GradBuffers) -> WeightGather:
-    buckets = []
-    for number, index in _forward_order(buffers):
-        buffer = buffers.buffers[number]
-        start, end = buffer.layout.buckets[index]
-        buckets.append((buffer.weights[start:end], buffer.group))
-    return WeightGather(buckets)
+    Raises:
+        RunError: an element is owned twice or by no rank.
+    """
+    owned = dict.fromkeys(elements, 0)
+    for buffer in counted(buffers):
+        owned[buffer.key.grid] += sum(buffer.layout.elements(start, end) for start, end in buffer.owned)
+    sums = torch.tensor(list(owned.values()), dtype=torch.int64, device=buffers.device)
+    # world: 16 bytes
+    found = over_the_world(sums, buffers, buffers.context).tolist()
+    for (grid, expected), number in zip(elements.items(), found, strict=True):
+        if number != expected:
+            what = "the experts" if grid == "expert" else "everything but the experts"
+            raise RunError(
+                f"the ranks together own {number:,} elements of {what}, the model has {expected:,}: with the layout "
+                f"{buffers.context.config} some would be stepped and counted twice or never; this is an error of the "
+                f"program and not of the command line, and another layout may be free of it"
+            )

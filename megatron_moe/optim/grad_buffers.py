@@ -1,10 +1,9 @@
-"""Flat buffers: parameters and their gradients, each kind in one contiguous stretch of memory.
+"""Flat buffers of parameters and gradients.
 
-Every parameter becomes a view of a flat tensor, and so does its gradient, which is accumulated over microbatches in the
-accumulation dtype. Gradients arrive on two paths. Matrices compute their weight gradient straight into the buffer
-through `parameter.sink`; what autograd returns in `.grad` is swept in by `collect` after every backward. The first
-gradient of a step is stored, later ones are added, and a parameter that received none has gradient zero. Every arrival
-is told to whoever listens, so that a bucket's reduction can start when it is complete.
+Every parameter is a view of a flat tensor, and so is its gradient, which is accumulated over microbatches in the
+accumulation dtype. Matrix products write or add their weight gradient directly to the buffer through `parameter.sink`;
+gradients that autograd leaves in `.grad` are moved by `collect` after every backward. The first gradient of a step is
+stored, later ones are added, and a parameter without one has gradient zero.
 """
 
 from collections import deque
@@ -19,27 +18,24 @@ from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import FloatName, PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
-from megatron_moe.optim.param_gather import (
-    is_first_owner,
-    owned_ranges,
-    replica_group,
-    tensor_group,
-)
 from megatron_moe.optim.param_layout import (
     BufferKey,
     BufferLayout,
+    OwnerAlignment,
     ParamShape,
     place_parameters,
     reduction_order,
 )
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter
 
 
 class WeightGradQueue:
-    """Weight gradients that wait to be computed. By default none waits.
+    """Queue of weight-gradient computations; runs them at once unless `deferred` is set.
 
-    With `deferred` set, a schedule decides when they run: nothing else needs them before the gradients are finished.
+    With `deferred` a schedule calls `run`: nothing else needs weight gradients before the gradients are finished.
     """
 
     def __init__(self) -> None:
@@ -50,7 +46,7 @@ class WeightGradQueue:
         return len(self._tasks)
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs the task, or keeps it when deferred."""
+        """Runs the task, or appends it if deferred."""
         if self.deferred:
             self._tasks.append(task)
         else:
@@ -58,16 +54,16 @@ class WeightGradQueue:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Runs everything that waits, in the order of submission."""
+        """Runs all deferred tasks in the order of submission."""
         while self._tasks:
             self._tasks.popleft()()
 
 
 class MainGrad:
-    """Where the gradient of one parameter is accumulated. It is the parameter's `sink`.
+    """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `sink`.
 
-    Gradients that can be computed in one go wait until there are `interval` of them, or until every microbatch of the
-    step has brought one. Then memory is read and written once for all of them.
+    A `BatchedWeightGrad` is deferred until there are `interval` of them, or until every microbatch of the step has
+    brought one, so that the buffer is read and written once for all of them.
     """
 
     def __init__(
@@ -78,53 +74,58 @@ class MainGrad:
         self.main_grad = main_grad
         """View of the flat gradient buffer in the parameter's shape."""
         self.filled = False
-        """Holds a gradient of this step; what it held before counts for nothing."""
-        self.on_arrival: Callable[[], None] = _nobody_listens
-        """Called once for every gradient, when it is in the buffer."""
+        """True once the first gradient of this step was stored; later ones are added."""
+        self.on_arrival: Callable[[int], None] = _ignore
+        """Called with the number of gradients that have just been added."""
         self._queue = queue
         self._interval = interval
-        self._waiting: BatchedWeightGrad | None = None
-        self._num_left: int | None = None
-        """Microbatches of this step that have not brought a gradient of parts; None: not known."""
+        self._batched: BatchedWeightGrad | None = None
+        self._batches_left: int | None = None
+        """Microbatches of this step that have not brought a `BatchedWeightGrad`; None: unknown."""
+        self._num_arrived = 0
+        self._num_expected: int | None = None
+        self._in_autograd = False
+        """Autograd has added gradients of this backward that are not counted yet."""
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """See `GradBuffers.begin_step`."""
-        assert self._waiting is None, f"{self.name}: a weight gradient of the last step was never computed"
+        assert self._batched is None, f"{self.name}: a weight gradient of the last step was never computed"
         self.filled = False
-        self._num_left = num_microbatches
+        self._batches_left = num_microbatches
+        self._num_arrived = 0
+        self._num_expected = None if num_microbatches is None else num_microbatches * self.parameter.uses
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Implements `GradAccumulator`."""
         self._queue.submit(partial(self._take, compute))
 
-    def compute_waiting(self) -> None:
-        """Computes the gradients that wait for others."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._compute(waiting, len(waiting.parts))
+    def compute_batched(self) -> None:
+        """Computes the deferred `BatchedWeightGrad`."""
+        batched, self._batched = self._batched, None
+        if batched is not None:
+            self._compute(batched, len(batched.parts))
 
     def _take(self, compute: Callable[[Tensor, bool], None]) -> None:
         if not isinstance(compute, BatchedWeightGrad):
             self._compute(compute, 1)
             return
-        self._waiting = compute if self._waiting is None else self._waiting.with_later(compute)
-        if self._num_left is not None:
-            self._num_left -= 1
-        is_last = self._num_left is not None and self._num_left <= 0
-        if is_last or len(self._waiting.parts) >= self._interval:
-            self.compute_waiting()
+        self._batched = compute if self._batched is None else self._batched.with_later(compute)
+        if self._batches_left is not None:
+            self._batches_left -= 1
+        is_last = self._batches_left is not None and self._batches_left <= 0
+        if is_last or len(self._batched.parts) >= self._interval:
+            self.compute_batched()
 
     @torch.no_grad()
     def _compute(self, compute: Callable[[Tensor, bool], None], num_gradients: int) -> None:
         compute(self.main_grad, self.filled)
         self.filled = True
-        for _ in range(num_gradients):
-            self.on_arrival()
+        self._count(num_gradients)
 
     def accept(self) -> None:
-        """Moves what autograd left in `.grad` here; nothing where the gradient came through the sink.
+        """Moves the gradient that autograd left in `.grad` to the buffer.
 
-        For every parameter and microbatch, so it opens no scope of its own: neither tensor has a graph.
+        Called for every parameter and microbatch, so it opens no `no_grad` scope: neither tensor has a graph.
         """
         grad = self.parameter.grad
         if grad is None:
@@ -135,7 +136,24 @@ class MainGrad:
             self.main_grad.copy_(grad)
         self.filled = True
         self.parameter.grad = None
-        self.on_arrival()
+        if self.parameter.uses == 1:
+            self._count(1)
+        else:
+            self._in_autograd = True
+
+    def end_backward(self) -> None:
+        """Counts gradients of a parameter with several uses, which autograd adds up in a varying number of calls."""
+        if self._in_autograd:
+            self._in_autograd = False
+            self._count(self.parameter.uses)
+
+    def _count(self, number: int) -> None:
+        self._num_arrived += number
+        assert self._num_expected is None or self._num_arrived <= self._num_expected, (
+            f"{self.name}: {self._num_arrived} gradients in a step that brings {self._num_expected}, "
+            f"{self.parameter.uses} per microbatch"
+        )
+        self.on_arrival(number)
 
     def zero_if_empty(self) -> None:
         if not self.filled:
@@ -144,7 +162,7 @@ class MainGrad:
 
 
 class FlatBuffer:
-    """One flat tensor of parameters, one of gradients, and the slots in them."""
+    """Flat tensors of parameters and of gradients with the same layout."""
 
     def __init__(
         self, layout: BufferLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
@@ -153,12 +171,12 @@ class FlatBuffer:
         self.layout = layout
         self.group = context.group(replica_group(layout.key.grid))
         """Ranks that hold copies of the parameters and see different tokens."""
-        self.owned = owned_ranges(layout, self.group, sharded=sharded)
-        """What this rank steps, as ranges of the flat tensors."""
-        self.counts = is_first_owner(layout.key, context, sharded=sharded)
-        """This rank is the one in the world that counts what it owns."""
-        self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.dtype), device=device)
-        """Params dtype; the parameters are views of it."""
+        self.owned = layout.owner_ranges(self.group.size)[self.group.rank] if sharded else ((0, layout.size),)
+        """Ranges that this rank steps: its shard of every bucket, or the whole buffer."""
+        self.counts = _is_first_owner(layout.key, context, sharded=sharded)
+        """True on the one rank in the world that counts these ranges in norms and checkpoints."""
+        self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
+        """In the storage format; the parameters are views of it."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
         """Accumulation dtype; padding stays zero."""
         self.slots: tuple[MainGrad, ...] = ()
@@ -168,15 +186,16 @@ class FlatBuffer:
         return self.layout.key
 
     def owned_parts(self, flat: Tensor) -> list[Tensor]:
-        """Views of what this rank owns of a flat tensor of this buffer's size."""
+        """Views of the ranges that this rank owns of a flat tensor of this buffer's size."""
         return [flat[start:end] for start, end in self.owned]
 
     def bucket(self, index: int) -> GradBucket:
-        """What the reduction needs to know of a bucket. From now on its slots tell it of every gradient."""
+        """The bucket for reduction, which from now on counts the gradients of its parameters."""
         start, end = self.layout.buckets[index]
         places = zip(self.layout.places, self.slots, strict=True)
         slots = [slot for place, slot in places if place.bucket == index]
-        bucket = GradBucket(self.grads[start:end], self.group, [slot.zero_if_empty for slot in slots])
+        uses = sum(place.parameter.uses for place in self.layout.places if place.bucket == index)
+        bucket = GradBucket(self.grads[start:end], self.group, uses, [slot.zero_if_empty for slot in slots])
         for slot in slots:
             slot.on_arrival = bucket.arrived
         return bucket
@@ -187,7 +206,7 @@ class FlatBuffer:
             yield place.name, flat[place.start : place.end].view(place.shape)
 
     def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int) -> None:
-        """Moves the parameters into this buffer, keeping their values, and gives them their sinks."""
+        """Moves the parameters with their values into this buffer and sets their sinks."""
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
@@ -199,16 +218,35 @@ class FlatBuffer:
         self.slots = tuple(slots)
 
 
+def replica_group(grid: Grid) -> str:
+    """Group of the ranks that hold copies of a parameter of this grid and see different tokens."""
+    return "edp" if grid == "expert" else "dp_cp"
+
+
+def tensor_group(grid: Grid) -> str:
+    """Group of the ranks over which tensor parallelism shards or replicates a parameter of this grid."""
+    return "etp" if grid == "expert" else "tp"
+
+
+def _is_first_owner(key: BufferKey, context: ParallelContext, *, sharded: bool) -> bool:
+    """True on the first of the ranks that own the same elements of a buffer."""
+    copies = [] if sharded else [replica_group(key.grid)]
+    copies += [tensor_group(key.grid)] if key.replicated else []
+    copies += ["embedding"] if key.shared_stages else []
+    return all(context.group(name).rank == 0 for name in copies)
+
+
 class GradBuffers:
     """All flat buffers of one rank. Makes every trainable parameter a view of them.
 
     Args:
         named_parameters: (global name, parameter) in the order of registration.
         precision: the dtype in which gradients are accumulated and reduced.
-        kernels: the bundle that norms and optimizer use on these buffers.
-        optimizer: decides what shares a buffer: weight decay and learning rate.
+        kernels: kernels of norms and optimizer on these buffers.
+        optimizer: parameters with equal weight decay and learning rate share a buffer.
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
-        expert_interval: weight gradients of experts are computed once for so many microbatches.
+        expert_interval: number of microbatches whose expert weight gradients are computed together.
+        alignment: of the ranges that ranks own (`UpdateRule.alignment`).
     """
 
     def __init__(
@@ -221,8 +259,10 @@ class GradBuffers:
         optimizer: OptimizerConfig | None = None,
         data_parallel: DataParallelConfig | None = None,
         expert_interval: int = 1,
+        alignment: OwnerAlignment = "element",
     ) -> None:
         self.data_parallel = data_parallel or DataParallelConfig()
+        self.alignment = alignment
         self.context = context
         self.kernels = kernels
         self.device = context.device
@@ -231,21 +271,23 @@ class GradBuffers:
         self.queue = WeightGradQueue()
         parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         self.layout = place_parameters(
-            [_param_shape(name, parameter, context) for name, parameter in parameters.items()],
+            [_param_shape(name, parameter, context, alignment) for name, parameter in parameters.items()],
             self.optimizer,
             num_shards={"attention": context.group("dp_cp").size, "expert": context.group("edp").size},
             config=self.data_parallel,
         )
         sharded = self.data_parallel.sharded_optimizer
+        assert alignment == "element" or not sharded, f"collectives exchange equal shards, not whole {alignment}"
         self.buffers = tuple(
             FlatBuffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
         )
         for buffer in self.buffers:
             buffer.adopt(parameters, self.queue, expert_interval)
         if self.data_parallel.overlap_grad_reduce:
-            # So that a bucket is complete before the whole backward is over. Where no hook fires `collect` sweeps.
+            # Buckets complete during the backward. Gradients for which no hook fires are left to `collect`.
             for slot in self.slots:
-                slot.parameter.register_post_accumulate_grad_hook(_tell_its_slot)
+                slot.parameter.register_post_accumulate_grad_hook(_accept)
+        self._several_uses = [slot for slot in self.slots if slot.parameter.uses != 1]
         order = reduction_order(self.layout)
         self.reducer = GradReducer([self.buffers[buffer].bucket(index) for buffer, index in order], self.data_parallel)
 
@@ -266,10 +308,9 @@ class GradBuffers:
             yield from buffer.slots
 
     def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
-        """Forgets the gradients of the last step: the next one of every parameter is stored, not added.
+        """Discards the gradients of the last step: the next one of every parameter is stored, not added.
 
-        `num_microbatches`: how many backward passes every parameter will see; None: not known. `early`: reductions may
-        start before all gradients are finished, if it is known.
+        `num_microbatches`: None: unknown. `early`: if it is known, reductions start before `finish_grads`.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
@@ -277,21 +318,59 @@ class GradBuffers:
         self.reducer.begin_step(num_microbatches if early else None)
 
     def collect(self) -> None:
-        """Sweeps every `.grad` that the last backward left into the buffers and frees it."""
+        """Moves every `.grad` that the last backward left to the buffers."""
         for slot in self.slots:
             slot.accept()
+        for slot in self._several_uses:
+            slot.end_backward()
 
     def complete(self) -> None:
-        """Computes what still waits and zeroes what received nothing. Afterwards the buffers hold this step's sums."""
+        """Computes deferred weight gradients and zeroes parameters without one. Afterwards the buffers hold this rank's
+        sums over the step."""
         self.queue.run()
         for slot in self.slots:
-            slot.compute_waiting()
+            slot.compute_batched()
             slot.zero_if_empty()
 
 
-def _tell_its_slot(parameter: Tensor) -> None:
-    """As a hook. A hook that held the slot would close a circle which Python's garbage collection does not see, and no
-    buffer would ever be freed."""
+def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:
+    """Completes, reduces and scales all gradients in place; with a sharded optimizer, the ranges this rank owns.
+
+    The result is the derivative of the loss over the global batch. Dense parameters are replicated over dp x cp ranks
+    and experts over edp ranks, but gradients of both contain tokens of all dp x cp ranks (those of experts came through
+    dispatch), so both are divided by dp x cp.
+
+    Without `token_count` the ranks' losses are means and the gradient is the mean over ranks. With it (per-token loss)
+    they are sums over tokens: gradients are summed and divided by `token_count`, a device scalar with the tokens of the
+    global batch. Without any token the gradient is zero.
+    """
+    in_collective = buffers.data_parallel.average_in_collective
+    assert token_count is None or not in_collective, "a mean over ranks of gradients that are sums over tokens"
+    buffers.complete()
+    buffers.reducer.finish()
+    num_ranks = context.group("dp_cp").size
+    for buffer in buffers.buffers:
+        share = (buffer.group.size if in_collective else 1) / num_ranks
+        for grads in buffer.owned_parts(buffer.grads):
+            _sum_parts(grads, buffer, context)
+            if token_count is not None:
+                grads.div_(token_count.clamp(min=1).to(grads.dtype))
+            elif share != 1.0:
+                grads.mul_(share)
+
+
+def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> None:
+    """Sums the parts of a gradient that ranks of one data-parallel index computed. They own the same ranges."""
+    if buffer.key.partial:
+        # tp or etp: norms, gates and biases, a few H-wide vectors and E * H per layer
+        all_reduce_(grads, context.group(tensor_group(buffer.key.grid)))
+    if buffer.key.shared_stages:
+        # embedding: the word embedding, V * H elements over its shards
+        all_reduce_(grads, context.group("embedding"))
+
+
+def _accept(parameter: Tensor) -> None:
+    """Hook of a parameter. It must not refer to the `MainGrad`: Python does not collect such a cycle."""
     assert isinstance(parameter, Parameter) and isinstance(parameter.sink, MainGrad), "a parameter without a slot"
     parameter.sink.accept()
 
@@ -306,17 +385,19 @@ def _float_name(dtype: torch.dtype) -> FloatName:
     return names[dtype]
 
 
-def _param_shape(name: str, parameter: Parameter, context: ParallelContext) -> ParamShape:
+def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alignment: OwnerAlignment) -> ParamShape:
     meta = parameter.meta
     return ParamShape(
         name=name,
         shape=tuple(parameter.shape),
-        dtype=_float_name(parameter.dtype),
+        storage=_float_name(parameter.dtype),
         meta=meta,
         replicated=meta.tp_dim is None and context.group(tensor_group(meta.grid)).size > 1,
         shared_stages=meta.shared_stages and context.group("embedding").size > 1,
+        uses=parameter.uses,
+        alignment=alignment,
     )
 
 
-def _nobody_listens() -> None:
-    """For slots outside of buckets."""
+def _ignore(number: int) -> None:
+    """`on_arrival` without a bucket."""

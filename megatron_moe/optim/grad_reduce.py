@@ -1,9 +1,8 @@
-"""When gradients are summed over data-parallel ranks: each bucket as soon as it is complete, or all at the end.
+"""Reduction of gradients over data-parallel ranks, one collective per bucket.
 
-A bucket is complete when every gradient of the step has arrived. How many that are is learned: a backward pass that
-brought n gradients to a bucket in one step brings n in the next, so the count to wait for is n times the microbatches.
-Until it is known, and wherever it is not a whole number, the bucket waits for the end of the step. Buckets start in one
-order that all ranks agree on, whatever order their gradients arrive in, so that no two ranks wait for each other.
+With overlap, the reduction of a bucket starts in the backward pass, as soon as all gradients that its parameters get in
+the step have been added (`ParamShape.uses` times the microbatches). Buckets start in one order on all ranks, whatever
+the order of their gradients, so the collectives of two ranks always match.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,30 +19,31 @@ from megatron_moe.parallel.context import ProcessGroup
 
 
 class GradBucket:
-    """A stretch of a flat gradient buffer, the unit of a collective."""
+    """A range of a flat gradient buffer that is reduced in one collective."""
 
-    def __init__(self, grads: Tensor, group: ProcessGroup, fill_gaps: Sequence[Callable[[], None]]) -> None:
-        """`fill_gaps`: zero what has received no gradient."""
+    def __init__(
+        self, grads: Tensor, group: ProcessGroup, num_per_microbatch: int, fill_gaps: Sequence[Callable[[], None]]
+    ) -> None:
+        """`num_per_microbatch`: gradients that one microbatch adds. `fill_gaps`: zero parameters without a gradient."""
         self.grads = grads
         self.group = group
+        self.num_per_microbatch = num_per_microbatch
         self.num_arrived = 0
-        """Gradients of this step so far."""
-        self.per_microbatch: int | None = None
-        """Gradients that one microbatch brings; None: not known."""
+        """Gradients added in this step."""
         self.pending: PendingCollective | None = None
         """The reduction, once it has started."""
         self.on_arrival: Callable[[], None] | None = None
         self._fill_gaps = fill_gaps
 
-    def arrived(self) -> None:
-        """A gradient has been added."""
+    def arrived(self, number: int) -> None:
+        """Counts gradients that have been added."""
         assert self.pending is None, f"a gradient after the reduction of its bucket began ({self.num_arrived} before)"
-        self.num_arrived += 1
+        self.num_arrived += number
         if self.on_arrival is not None:
             self.on_arrival()
 
     def start(self, config: DataParallelConfig) -> None:
-        """Begins the reduction. Nothing may be added from now on."""
+        """Starts the reduction. No gradient may be added from now on."""
         for fill in self._fill_gaps:
             fill()
         # dp_cp or edp: one bucket, by default 40 million elements
@@ -53,15 +53,9 @@ class GradBucket:
         else:
             self.pending = start_all_reduce_(self.grads, self.group, mean=config.average_in_collective)
 
-    def learn(self, num_microbatches: int | None) -> None:
-        """Remembers what a step of so many microbatches brought."""
-        self.per_microbatch = None
-        if num_microbatches and self.num_arrived % num_microbatches == 0:
-            self.per_microbatch = self.num_arrived // num_microbatches
-
 
 class GradReducer:
-    """Starts the reduction of buckets in their order, and waits for all of them.
+    """Starts the reductions of all buckets in order, and waits for them.
 
     Args:
         buckets: in the order in which a backward pass completes them.
@@ -70,14 +64,14 @@ class GradReducer:
     def __init__(self, buckets: Sequence[GradBucket], config: DataParallelConfig) -> None:
         self.buckets = tuple(buckets)
         self.num_started = 0
-        """Buckets of this step whose reduction has begun."""
+        """Buckets of this step whose reduction has started."""
         self._config = config
         self._num_microbatches: int | None = None
         for bucket in self.buckets:
             bucket.on_arrival = self._start_complete if config.overlap_grad_reduce else None
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        """Forgets the last step, but not what it taught."""
+        """Resets the counts. None: no reduction starts before `finish`."""
         self._num_microbatches = num_microbatches
         self.num_started = 0
         for bucket in self.buckets:
@@ -85,23 +79,23 @@ class GradReducer:
             bucket.pending = None
 
     def finish(self) -> None:
-        """Starts what has not started, and waits for everything."""
+        """Starts the remaining reductions and waits for all of them."""
         while self.num_started < len(self.buckets):
             self._start_next()
         for bucket in self.buckets:
             assert bucket.pending is not None, "a bucket without its reduction"
             bucket.pending.wait()
             bucket.pending = PendingCollective()
-            bucket.learn(self._num_microbatches)
 
     def _start_complete(self) -> None:
         while self.num_started < len(self.buckets) and self._complete(self.buckets[self.num_started]):
             self._start_next()
 
     def _complete(self, bucket: GradBucket) -> bool:
-        if bucket.per_microbatch is None or self._num_microbatches is None:
+        # A bucket without gradients is left to `finish`: no forward has waited for the update that may still read it.
+        if self._num_microbatches is None or bucket.num_per_microbatch == 0:
             return False
-        return bucket.num_arrived == bucket.per_microbatch * self._num_microbatches
+        return bucket.num_arrived == bucket.num_per_microbatch * self._num_microbatches
 
     def _start_next(self) -> None:
         self.buckets[self.num_started].start(self._config)

@@ -1,92 +1,54 @@
-"""The optimizer's update, bucket by bucket, beside the forward that follows it.
+"""Overlap of the optimizer step with the next forward, bucket by bucket on a side stream.
 
-An update moves memory and computes little; a forward computes. On a GPU the update is a stream of its own, in the
-order in which the forward needs the weights, and the forward waits for each bucket where it first reads it. Nothing but
-the order of work changes: all numbers are those of an update in one go. A backward writes gradients of a layer whose
-forward has waited for the update that reads them.
+The update is bound by memory bandwidth, the forward mostly by compute. Buckets are stepped in the order in which the
+forward reads the weights, and each node of the forward acquires its own unit (`ParamStore.acquire`). Numbers equal
+those of an update in one go. A backward writes gradients only of parameters whose forward has waited for the update
+that reads them.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
-from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.optim.cpu_offload import Update, apply
-from megatron_moe.optim.param_gather import WeightGather
-from megatron_moe.optim.state import AdamState
-from megatron_moe.parallel.streams import Event, Streams
-
-
-class UpdatePiece(NamedTuple):
-    """A stretch of a state that lies in one bucket, in elements of the state."""
-
-    state: AdamState
-    start: int
-    end: int
+from megatron_moe.optim.state import OptimizerState, UpdateOperands
+from megatron_moe.optim.update_rule import StepScalars, UpdateRule
+from megatron_moe.parallel.streams import Streams
 
 
 class OverlappedOptimizerStep:
-    """Updates under way (`sharded.Arrivals`).
+    """Steps all buckets on the side stream.
 
     Args:
-        buckets: what this rank steps of every bucket, in forward order.
-        gather: takes the new weights of a bucket to the other ranks when it is stepped; None: there are no others.
+        buckets: this rank's ranges of every bucket, in forward order.
+        write_back: `ParamStore.write_back`.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Sequence[UpdatePiece]],
-        config: OptimizerConfig,
+        buckets: Sequence[Sequence[UpdateOperands]],
+        rule: UpdateRule,
         kernels: Kernels,
         streams: Streams,
-        gather: WeightGather | None,
+        write_back: Callable[[int, Streams], None],
     ) -> None:
         self._buckets = tuple(tuple(bucket) for bucket in buckets)
-        self._config = config
+        self._rule = rule
         self._kernels = kernels
         self._streams = streams
-        self._gather = gather
-        self._update: Update | None = None
-        """Kept until all events are reached, because the optimizer's stream reads its scalars."""
-        self._events: dict[int, Event] = {}
+        self._write_back = write_back
+        self._scalars: StepScalars | None = None
+        """Kept alive while the optimizer stream may read them."""
 
-    def start(self, update: Update) -> None:
-        """Launches the update of all buckets."""
-        assert not self._events, f"{len(self._events)} buckets of the last update were never waited for"
-        self._update = update
+    def start(self, scalars: StepScalars) -> None:
+        """Launches the update of all buckets. Those of the last update have been acquired."""
+        self._scalars = scalars
         with self._streams.fork("optimizer"):
             for number, bucket in enumerate(self._buckets):
-                for piece in bucket:
-                    self._apply(update, piece)
-                if self._gather is not None:
-                    self._gather.start_bucket(number)
-                self._events[number] = self._streams.record()
-
-    def acquire(self, buckets: Iterable[int]) -> None:
-        """See `Arrivals`."""
-        if not self._events:
-            return
-        for number in buckets:
-            if number in self._events:
-                self._streams.wait(self._events.pop(number))
-                if self._gather is not None:
-                    self._gather.acquire((number,))
-        if not self._events:
-            self._update = None
-
-    def finish(self) -> None:
-        """See `Arrivals`."""
-        self.acquire(range(len(self._buckets)))
-
-    def _apply(self, update: Update, piece: UpdatePiece) -> None:
-        state, start, end = piece
-        kept, weights, grads = state.kept.part(start, end), state.weights[start:end], state.grads[start:end]
-        apply(update, self._config, self._kernels, state, kept, weights, grads, state.start + start)
+                for operands in bucket:
+                    self._rule.step(scalars, operands, self._kernels)
+                self._write_back(number, self._streams)
 
 
-def pieces_of(states: Iterable[AdamState], start: int, end: int) -> list[UpdatePiece]:
-    """What states of one buffer hold of its elements `start` to `end`."""
+def operands_of(states: Iterable[OptimizerState], start: int, end: int) -> list[UpdateOperands]:
+    """The parts of states of one buffer inside its elements `start` to `end`."""
     inside = [(state, max(start, state.start), min(end, state.end)) for state in states]
-    return [
-        UpdatePiece(state, first - state.start, last - state.start) for state, first, last in inside if first < last
-    ]
+    return [state.operands(first - state.start, last - state.start) for state, first, last in inside if first < last]

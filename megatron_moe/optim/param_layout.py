@@ -1,15 +1,18 @@
-"""Where every parameter lives in the flat buffers. Pure maths, no torch.
+"""Layout of parameters in flat buffers: offsets, buckets, units and owner ranges. No torch.
 
-Parameters that are reduced over the same ranks and stepped with the same hyperparameters share a flat buffer, so that
-the norm, the reduction and the optimizer step are one kernel per buffer. Inside a buffer they stand in reverse order of
-registration, which is about the order in which a backward pass finishes them, and are cut into buckets: the unit of a
-collective. Starts and bucket ends are aligned so that a bucket divides into equal shards for its data-parallel ranks.
-What holds for a buffer holds for every shard of it, so that a rank can treat the shards that it owns as a whole buffer.
+Parameters that are reduced over the same ranks and stepped with the same hyperparameters share a flat buffer, so the
+norm, the reduction and the optimizer step are one kernel per buffer. Inside a buffer, parameters are in reverse order
+of registration, which is about the order in which a backward pass finishes them. Buckets are the ranges of a buffer
+that one collective covers. Under ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) the data-parallel ranks own consecutive
+ranges of every bucket, whose edges respect the owner alignment of the parameters.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import lcm, prod
+from typing import Literal
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
@@ -22,6 +25,13 @@ BUCKET_ALIGN = 128
 """Every shard of a bucket starts at a multiple of this many elements."""
 _HIGH_BANDWIDTH_ALIGN = 1 << 16
 
+Range = tuple[int, int]
+"""(start, end) in elements of a flat buffer."""
+StorageFormat = FloatName
+"""Format in which a parameter is stored between steps."""
+OwnerAlignment = Literal["element", "block_1x32", "block_128x128", "matrix"]
+"""Smallest part of a matrix that has a single owner: an element, the elements that share a scale, or the matrix."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
@@ -30,24 +40,63 @@ class ParamShape:
     name: str
     """Global name."""
     shape: tuple[int, ...]
-    dtype: FloatName
+    storage: StorageFormat
     meta: ParamMeta
     replicated: bool = False
     """Other tensor-parallel ranks of the parameter's grid hold the same elements."""
     shared_stages: bool = False
-    """Other pipeline stages do."""
+    """Other pipeline stages hold them."""
+    uses: int = 1
+    """Gradients that the backward passes of one microbatch add on this rank."""
+    alignment: OwnerAlignment = "element"
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def unit(self) -> str:
+        """Unit that acquires the parameter: `embedding`, `layers.N`, `layers.N.experts`, `mtp.N`, `mtp.N.experts` or
+        `head` (final norm and output layer)."""
+        layer = re.match(r"(?:decoder\.(layers)|(mtp)\.layers)\.(\d+)\.", self.name)
+        if layer is None:
+            first = self.name.partition(".")[0]
+            return "head" if first in ("decoder", "output_layer") else first
+        unit = f"{layer[1] or layer[2]}.{layer[3]}"
+        return f"{unit}.experts" if self.meta.grid == "expert" else unit
+
+    def owner_edges(self) -> Iterator[int]:
+        """Elements at which the next owner may start; only for an alignment other than `element`."""
+        shape = self.shape if self.meta.num_experts is None else self.shape[1:]
+        rows, columns = (1, *shape)[-2:]
+        for start in range(0, self.numel, rows * columns):
+            yield from (start + edge for edge in self._edges_in_matrix(rows, columns))
+
+    def _edges_in_matrix(self, rows: int, columns: int) -> Iterable[int]:
+        if self.alignment == "matrix":
+            return (row * columns for row in self._split_rows(rows))
+        if self.alignment == "block_128x128":
+            return range(0, rows * columns, 128 * columns)
+        return range(0, rows * columns, 32 if columns % 32 == 0 else columns)
+
+    def _split_rows(self, rows: int) -> list[int]:
+        """First rows of the matrices that are concatenated along the rows: gate and up; q, k and v of every group."""
+        splits = self.meta.splits if self.meta.tp_dim == 0 else ()
+        total = sum(splits)
+        if not total:
+            return [0]
+        if rows % total:  # this rank's parts of `splits`
+            splits, total = tuple(split * rows // total for split in splits), rows
+        starts = list(accumulate(splits[:-1], initial=0))
+        return [group + start for group in range(0, rows, total) for start in starts]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferKey:
-    """What parameters of one buffer have in common."""
+    """Properties that all parameters of a buffer share."""
 
     grid: Grid
-    dtype: FloatName
+    storage: StorageFormat
     router: bool
     """Gate matrices, whose gradient norm is reported apart."""
     decay: bool
@@ -64,35 +113,63 @@ class BufferKey:
 class Place:
     """One parameter in a buffer, in elements."""
 
-    name: str
-    shape: tuple[int, ...]
+    parameter: ParamShape
     start: int
     bucket: int
     registered: int
     """Index in the order of registration."""
 
     @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter.shape
+
+    @property
     def end(self) -> int:
-        return self.start + prod(self.shape)
+        return self.start + self.parameter.numel
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLayout:
-    """One flat buffer, in elements. What lies between the places is padding and stays zero."""
+    """One flat buffer, in elements. Elements between the places are padding and stay zero."""
 
     key: BufferKey
     size: int
     places: tuple[Place, ...]
-    buckets: tuple[tuple[int, int], ...]
-    """(start, end) of every bucket; together they cover the buffer."""
+    buckets: tuple[Range, ...]
+    """Together they cover the buffer."""
 
     @property
     def padding(self) -> int:
         return self.size - self.elements(0, self.size)
 
     def elements(self, start: int, end: int) -> int:
-        """How many places between start and end belong to parameters."""
+        """Elements of parameters between start and end."""
         return sum(max(0, min(place.end, end) - max(place.start, start)) for place in self.places)
+
+    def owner_ranges(self, num_owners: int) -> tuple[tuple[Range, ...], ...]:
+        """[owner][bucket] ranges that together cover the buffer.
+
+        Shards are equal where all parameters are aligned to elements. Otherwise an edge that would divide a block or
+        matrix moves back to its start, so ranges differ in size and can be empty.
+        """
+        by_bucket = []
+        for index, (start, end) in enumerate(self.buckets):
+            size, rest = divmod(end - start, num_owners)
+            assert rest == 0, f"a bucket of {end - start} elements for {num_owners} ranks"
+            places = [place for place in self.places if place.bucket == index]
+            edges = [self._owner_edge(places, start + owner * size) for owner in range(num_owners)]
+            by_bucket.append(list(pairwise([*edges, end])))
+        return tuple(tuple(ranges) for ranges in zip(*by_bucket, strict=True)) if by_bucket else ((),) * num_owners
+
+    def _owner_edge(self, places: Iterable[Place], edge: int) -> int:
+        inside = next((place for place in places if place.start < edge < place.end), None)
+        if inside is None or inside.parameter.alignment == "element":
+            return edge
+        return max(inside.start + each for each in inside.parameter.owner_edges() if inside.start + each <= edge)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +177,15 @@ class ParamLayout:
     """All buffers of one rank."""
 
     buffers: tuple[BufferLayout, ...]
+
+    def buckets_of_units(self) -> dict[str, tuple[int, ...]]:
+        """Indices in `forward_order` of the buckets that hold parameters of a unit, in ascending order."""
+        index = {at: number for number, at in enumerate(forward_order(self))}
+        found: dict[str, set[int]] = {}
+        for number, buffer in enumerate(self.buffers):
+            for place in buffer.places:
+                found.setdefault(place.parameter.unit, set()).add(index[number, place.bucket])
+        return {unit: tuple(sorted(buckets)) for unit, buckets in found.items()}
 
 
 def place_parameters(
@@ -111,8 +197,8 @@ def place_parameters(
 ) -> ParamLayout:
     """Places parameters given in the order of registration.
 
-    `num_shards` is the data-parallel size of each grid. A bucket closes with the parameter that fills it to the bucket
-    size or more. Without a wish in `spec` that is Megatron's, max(40 million, 1 million per rank).
+    `num_shards` is the data-parallel size of each grid. A bucket ends with the parameter that fills it to the bucket
+    size or more. The default is Megatron's size, max(40 million, 1 million per rank).
     """
     config = config or DataParallelConfig()
     size = config.bucket_size
@@ -141,6 +227,11 @@ def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(first, key=lambda at: -first[at]))
 
 
+def forward_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
+    """(buffer, bucket) in the order in which a forward pass reads them."""
+    return reduction_order(layout)[::-1]
+
+
 def default_bucket_size(num_ranks: int) -> int:
     """Elements: large enough that a collective over `num_ranks` is bound by bandwidth."""
     return max(40_000_000, 1_000_000 * num_ranks)
@@ -150,7 +241,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig) -> BufferKey:
     meta = parameter.meta
     return BufferKey(
         grid=meta.grid,
-        dtype=parameter.dtype,
+        storage=parameter.storage,
         router=meta.role == "router",
         decay=decays(parameter, decay_qk_norm=optimizer.decay_qk_norm),
         decoupled_lr=optimizer.decoupled_lr is not None and meta.role in ("embedding", "head"),
@@ -171,13 +262,11 @@ def _place_buffer(
     key: BufferKey, members: Iterable[tuple[int, ParamShape]], bucket_align: int, bucket_size: int
 ) -> BufferLayout:
     places: list[Place] = []
-    buckets: list[tuple[int, int]] = []
+    buckets: list[Range] = []
     bucket_start = end = 0
     for index, parameter in members:
         start = _round_up(end, ELEMENT_ALIGN)
-        places.append(
-            Place(name=parameter.name, shape=parameter.shape, start=start, bucket=len(buckets), registered=index)
-        )
+        places.append(Place(parameter=parameter, start=start, bucket=len(buckets), registered=index))
         end = start + parameter.numel
         if end - bucket_start >= bucket_size:
             end = _round_up(end, bucket_align)

@@ -1,6 +1,6 @@
-"""Master weights and moments of what a rank owns: in what formats, and where they are between steps."""
+"""Optimizer state of the ranges that a rank owns: formats, and memory between steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,28 +19,37 @@ from megatron_moe.kernels.low_precision_state import (
 )
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_buffers import FlatBuffer
-from megatron_moe.optim.param_gather import Range
+from megatron_moe.optim.param_layout import BufferKey, Range
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
 
-StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 Home = Literal["device", "host", "parked"]
-"""Stepped where it is, on the device or by the host; or parked in host memory, and stepped on the device."""
+"""device: device memory; host: host memory, stepped on the CPU; parked: host memory, stepped on the device."""
 _CHUNK = 1 << 22
 """Elements that are converted at a time, outside of steps."""
 
 
+class MomentSpec(NamedTuple):
+    """One kind of state that an update rule keeps in addition to the master weights."""
+
+    kind: str
+    """Name in checkpoints."""
+    format: StateName
+    root: bool = False
+    """Narrow formats store the square root."""
+
+
 class StoredState(NamedTuple):
-    """The state of a stretch of elements."""
+    """Master weights and moments of consecutive elements."""
 
     master: PackedState | None
     """None: the parameters themselves are the masters."""
-    exp_avg: PackedState
-    exp_avg_sq: PackedState
+    moments: Mapping[str, PackedState]
+    """By kind, in the order in which the update rule declares them."""
 
     @property
     def all(self) -> tuple[PackedState, ...]:
-        return tuple(each for each in self if each is not None)
+        return (*(() if self.master is None else (self.master,)), *self.moments.values())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -48,26 +57,37 @@ class StoredState(NamedTuple):
 
     def part(self, start: int, end: int) -> "StoredState":
         """Views of elements `start` to `end`; `start` begins a block."""
-        first, second = self.exp_avg.part(start, end), self.exp_avg_sq.part(start, end)
-        return StoredState(None if self.master is None else self.master.part(start, end), first, second)
+        moments = {kind: moment.part(start, end) for kind, moment in self.moments.items()}
+        return StoredState(None if self.master is None else self.master.part(start, end), moments)
 
     def like(self, device: torch.device) -> "StoredState":
-        """Room for the same on another device."""
-        first, second = self.exp_avg.like(device), self.exp_avg_sq.like(device)
-        return StoredState(None if self.master is None else self.master.like(device), first, second)
+        """Uninitialised memory for the same state on another device."""
+        moments = {kind: moment.like(device) for kind, moment in self.moments.items()}
+        return StoredState(None if self.master is None else self.master.like(device), moments)
+
+
+class UpdateOperands(NamedTuple):
+    """Consecutive elements of a flat buffer with all tensors that an update reads and writes."""
+
+    key: BufferKey
+    start: int
+    """First element in the buffer."""
+    weights: Tensor
+    grads: Tensor
+    stored: StoredState
 
 
 @dataclass(frozen=True)
-class AdamState:
-    """State of a stretch of a flat buffer that this rank owns."""
+class OptimizerState:
+    """State of a range of a flat buffer that this rank owns."""
 
     buffer: FlatBuffer
     start: int
     """First element in the buffer."""
     weights: Tensor
-    """The buffer's own."""
+    """View of the buffer."""
     grads: Tensor
-    """The buffer's own."""
+    """View of the buffer."""
     kept: StoredState
     home: Home
     saves_master: bool
@@ -82,10 +102,18 @@ class AdamState:
         return self.start + self.size
 
     @property
-    def kinds(self) -> dict[StateKind, PackedState]:
-        """What a checkpoint holds of it, besides the weights."""
-        moments: dict[StateKind, PackedState] = {"exp_avg": self.kept.exp_avg, "exp_avg_sq": self.kept.exp_avg_sq}
+    def kinds(self) -> dict[str, PackedState]:
+        """State that a checkpoint holds, by kind; "master" are the master weights."""
+        moments = dict(self.kept.moments)
         return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
+
+    def operands(self, start: int = 0, end: int | None = None) -> UpdateOperands:
+        """Views of elements `start` to `end` of this state; `start` begins a block."""
+        end = self.size if end is None else end
+        stored = self.kept.part(start, end)
+        return UpdateOperands(
+            self.buffer.key, self.start + start, self.weights[start:end], self.grads[start:end], stored
+        )
 
     def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
         """(start, end) of stretches of whole blocks."""
@@ -93,7 +121,7 @@ class AdamState:
         for start in range(0, self.size, size):
             yield start, min(start + size, self.size)
 
-    def read(self, kind: StateKind) -> Tensor:
+    def read(self, kind: str) -> Tensor:
         """The numbers in host memory, in fp32 (fp64 of fp64)."""
         state = self.kinds[kind]
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
@@ -108,7 +136,7 @@ class AdamState:
         beside = part.format == "remainder"
         return unpack(part, self.weights[start:end].to(part.data.device) if beside else None)
 
-    def write(self, kind: StateKind, numbers: Tensor) -> None:
+    def write(self, kind: str, numbers: Tensor) -> None:
         """What `read` gave. Remainders bring their weights with them."""
         state = self.kinds[kind]
         for start, end in self.chunks():
@@ -158,36 +186,45 @@ def _copy(into: PackedState, source: PackedState) -> None:
 
 
 def new_states(
-    buffer: FlatBuffer, precision: PrecisionConfig, config: OptimizerOffloadConfig, copies: HostCopies
-) -> Iterator[AdamState]:
-    """State of all that this rank owns of a buffer: masters are the weights, moments are zero.
+    buffer: FlatBuffer,
+    moments: Sequence[MomentSpec],
+    precision: PrecisionConfig,
+    config: OptimizerOffloadConfig,
+    copies: HostCopies,
+) -> Iterator[OptimizerState]:
+    """State of all ranges of a buffer that this rank owns: masters equal the weights, moments are zero.
 
-    The first elements, as many whole blocks as make up the fraction, live in host memory.
+    The first elements are in host memory: the configured fraction, in whole blocks.
     """
     away = int(config.fraction * sum(end - start for start, end in buffer.owned))
     for start, end in buffer.owned:
         middle = min(start + -(-away // BLOCK) * BLOCK, end) if away > 0 else start
         if start < middle:
             home: Home = "host" if config.host_steps else "parked"
-            yield _new_state(buffer, (start, middle), precision, home, copies)
+            yield _new_state(buffer, (start, middle), moments, precision, home, copies)
         if middle < end:
-            yield _new_state(buffer, (middle, end), precision, "device", copies)
+            yield _new_state(buffer, (middle, end), moments, precision, "device", copies)
         away -= middle - start
 
 
 def _new_state(
-    buffer: FlatBuffer, owned: Range, precision: PrecisionConfig, home: Home, copies: HostCopies
-) -> AdamState:
+    buffer: FlatBuffer,
+    owned: Range,
+    moments: Sequence[MomentSpec],
+    precision: PrecisionConfig,
+    home: Home,
+    copies: HostCopies,
+) -> OptimizerState:
     start, end = owned
     weights, grads = buffer.weights[start:end], buffer.grads[start:end]
     # in a run in fp64 all state is
     exact = precision.master == "fp64"
     saves_master = weights.dtype != torch_dtype(precision.master)
 
-    def moment(name: StateName, *, root: bool) -> PackedState:
-        plain = torch.float64 if exact else torch.bfloat16 if name == "bf16" else torch.float32
-        narrow: Format = name if name in ("fp16", "fp8") and not exact else "plain"
-        return _zeros(end - start, narrow, plain, root=root and narrow != "plain")
+    def moment(spec: MomentSpec) -> PackedState:
+        plain = torch.float64 if exact else torch.bfloat16 if spec.format == "bf16" else torch.float32
+        narrow: Format = spec.format if spec.format in ("fp16", "fp8") and not exact else "plain"
+        return _zeros(end - start, narrow, plain, root=spec.root and narrow != "plain")
 
     def _zeros(size: int, name: Format, plain: torch.dtype, *, root: bool) -> PackedState:
         state = PackedState.zeros(
@@ -203,7 +240,7 @@ def _new_state(
         remainders = precision.remainders and weights.dtype is torch.bfloat16 and home != "host"
         name: Format = "remainder" if remainders else "fp16" if precision.master == "fp16" else "plain"
         master = _zeros(end - start, name, torch.float64 if exact else torch.float32, root=False)
-    kept = StoredState(master, moment(precision.exp_avg, root=False), moment(precision.exp_avg_sq, root=True))
-    state = AdamState(buffer, start, weights, grads, kept, home, saves_master)
+    kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
+    state = OptimizerState(buffer, start, weights, grads, kept, home, saves_master)
     state.master_from_weights()
     return state

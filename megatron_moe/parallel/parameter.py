@@ -1,4 +1,4 @@
-"""Parameters that know what they are, and where their gradient goes."""
+"""Parameters with metadata, and the interface that accumulates their gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,27 +18,27 @@ from megatron_moe.parallel.param_meta import (
 
 
 class GradAccumulator(Protocol):
-    """Where a weight gradient is accumulated, and when it is computed.
+    """Accumulates a weight gradient and decides when it is computed.
 
-    A parameter without a sink gets its gradient from autograd as usual, so that modules can be tested alone. The
-    optimizer's buffers give every matrix a sink: its weight gradient then goes straight into the flat buffer.
+    The optimizer's buffers set it as the `sink` of every parameter, so weight gradients are computed directly into the
+    flat buffer. A parameter without a sink gets its gradient from autograd, so modules can be tested alone.
     """
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Runs `compute(out, accumulate)` now or later. It must write (or add, if `accumulate`) the gradient to `out`,
-        which has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may wait for others."""
+        which has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be joined with others."""
         ...
 
 
 @dataclass(frozen=True)
 class BatchedWeightGrad:
-    """A weight gradient that can be computed in one go with later ones of the same parameter. Whoever does not know
-    that calls it, and has it alone."""
+    """A weight gradient that can be computed together with later ones of the same parameter. Callers that do not batch
+    can simply call it."""
 
     product: Callable[[Sequence[Any], Tensor, bool], None]
     """Writes or adds the sum over parts."""
     parts: tuple[Any, ...]
-    """What the product reads. Nobody else may write there."""
+    """Operands of the product; they must not be modified until it has run."""
 
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.product(self.parts, out, accumulate)
@@ -48,13 +48,16 @@ class BatchedWeightGrad:
 
 
 class Parameter(nn.Parameter):
-    """`nn.Parameter` that knows what it is: this rank's part of a tensor of `global_shape`."""
+    """This rank's part of a tensor of `global_shape`."""
 
     meta: ParamMeta
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
-    """Where the part stands in the whole; the boxes follow each other along the sharded dim."""
+    """Place of the part in the whole tensor, concatenated along the sharded dim."""
     sink: GradAccumulator | None
+    uses: int = 1
+    """Gradients that the backward passes of one microbatch add on this rank: one per matrix product or embedding
+    lookup, or per use in a layer that runs several times."""
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:

@@ -27,8 +27,7 @@ from megatron_moe.optim.clip_grads import (
     gradient_norms,
 )
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.rng import Key, RNGKey

@@ -15,7 +15,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.optim_parameters import (
     BF16,

@@ -159,7 +159,7 @@ def test_weights_gradients_and_optimizer_are_those_of_the_tensors_that_are_made(
             "weights": sum(buffer.weights.nbytes for buffer in buffers.buffers),
             "gradients": sum(buffer.grads.nbytes for buffer in buffers.buffers),
             "master": sum(state.kept.master.num_bytes for state in states),
-            "moments": sum(state.kept.exp_avg.num_bytes + state.kept.exp_avg_sq.num_bytes for state in states),
+            "moments": sum(each.num_bytes for state in states for each in state.kept.moments.values()),
         }
         for kind, size in made.items():
             CLOSED_FORM.check(getattr(expected, kind), float(size), f"{kind} of rank {rank}")

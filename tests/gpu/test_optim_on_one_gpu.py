@@ -18,7 +18,7 @@ from megatron_moe.optim.clip_grads import (
     gradient_norms,
 )
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.finish_grads import finish_grads
+from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.kernel_comparison import (
     OVERFLOWS,

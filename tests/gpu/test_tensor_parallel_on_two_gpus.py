@@ -15,8 +15,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.clip_grads import gradient_norms
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.optim_parameters import BF16

@@ -116,16 +116,16 @@ CASES = (
     ),
     Case(
         "captured_work_has_no_overlap",
-        f"{GRAPHS} {OVERLAP} --global-batch-size 32",
+        f"{FULL_ITERATION} {OVERLAP} --global-batch-size 32",
         "with --overlap-param-gather",
-        f"{GRAPHS} --use-distributed-optimizer --overlap-grad-reduce --global-batch-size 32",
+        f"{GRAPHS} {OVERLAP} --global-batch-size 32",
         environ=EIGHT_RANKS,
     ),
     Case(
         "captured_work_has_no_overlap",
-        f"{GRAPHS} --overlap-optimizer-step",
+        f"{FULL_ITERATION} --overlap-optimizer-step",
         "with --overlap-optimizer-step",
-        "--overlap-optimizer-step",
+        f"{GRAPHS} --overlap-optimizer-step",
     ),
     Case(
         "captured_work_has_no_overlap",

@@ -17,8 +17,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels import reference
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, local_part, new_parameter, write_part

@@ -14,8 +14,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamBox, ParamMeta

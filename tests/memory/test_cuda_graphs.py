@@ -4,6 +4,7 @@ import gc
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import local
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from megatron_moe.memory.cuda_graphs.capture import (
 )
 from megatron_moe.memory.output_discard import DiscardedOutput
 from megatron_moe.memory.pytree import flatten, unflatten
+from megatron_moe.optim import param_store
+from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.pipeline.actions import Action, parts
 from megatron_moe.pipeline.schedule import build_schedule
@@ -40,6 +43,7 @@ from tests.helpers.pipelines import (
 )
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
+from tests.optim.test_gather_in_forward import gather_when_waited_for
 
 KERNELS = reference.bundle()
 WHOLE = CudaGraphConfig(full_iteration=True, warmup_steps=1)
@@ -213,6 +217,54 @@ def test_gradients_of_replays_start_reductions():
 
     for found, expected in zip(train(ALL), train(CudaGraphConfig()), strict=True):
         EXACT.check_all(found, expected, "overlapped reductions")
+
+
+class StrictRecorder(EagerRecorder):
+    """A graph cannot contain waits: fails if captured work acquires parameters."""
+
+    def __init__(self, monkeypatch):
+        acquire, self.rank = ParamStore.acquire, local()
+
+        def checked(store, unit):
+            assert not getattr(self.rank, "captures", False), f"a graph contains the wait for {unit}"
+            acquire(store, unit)
+
+        monkeypatch.setattr(ParamStore, "acquire", checked)
+
+    def record(self, work, pool):
+        def run():
+            self.rank.captures = True
+            try:
+                return work()
+            finally:
+                self.rank.captures = False
+
+        return super().record(run, pool)
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, monkeypatch):
+    early = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+    parallel = ParallelConfig(world_size=2)
+
+    def train(plan, recorder):
+        def on_rank(context):
+            trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
+            record_steps(trainer, recorder)
+            return run_steps(plan, trainer, TrainState(), 4)
+
+        return on_threads(parallel, on_rank)
+
+    plan = the_plan(data_parallel=early, parallel=parallel, graphs=ALL)
+    expected = train(plan, EagerRecorder())
+    monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
+    overlapped = replace(
+        plan,
+        data_parallel=replace(early, overlap_param_gather=True),
+        optimizer=replace(plan.optimizer, in_forward=in_forward),
+    )
+    for found, reference_run in zip(train(overlapped, StrictRecorder(monkeypatch)), expected, strict=True):
+        EXACT.check_all(found, reference_run, "weights gathered in the forward")
 
 
 def test_nothing_moves_and_nothing_is_recorded_twice():

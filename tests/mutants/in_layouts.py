@@ -7,7 +7,7 @@ PARITY = "tests/parity/test_parity.py::test_one_feature_equals_one_rank"
 GRADIENTS = (
     Bug(
         name="expert gradients are divided by their own data-parallel size",
-        file="megatron_moe/optim/finish_grads.py",
+        file="megatron_moe/optim/grad_buffers.py",
         old="if in_collective else 1) / num_ranks",
         new="if in_collective else 1) / buffer.group.size",
         select=(PARITY + "[dp=2 ep=2 dispatcher=alltoall]",),
@@ -15,7 +15,7 @@ GRADIENTS = (
     ),
     Bug(
         name="the gradient norm counts replicated parameters once per tensor-parallel rank",
-        file="megatron_moe/optim/param_gather.py",
+        file="megatron_moe/optim/grad_buffers.py",
         old="copies += [tensor_group(key.grid)] if key.replicated else []",
         new="copies += []",
         select=("tests/optim/test_norms_over_ranks.py::test_norms_in_every_fold_of_four_ranks_are_those_of_one",),
@@ -23,7 +23,7 @@ GRADIENTS = (
     ),
     Bug(
         name="the gradient norm misses the experts of other ranks",
-        file="megatron_moe/optim/param_gather.py",
+        file="megatron_moe/optim/grad_buffers.py",
         old="copies = [] if sharded else [replica_group(key.grid)]",
         new='copies = [] if sharded else ["dp_cp"]',
         select=("tests/optim/test_norms_over_ranks.py::test_norms_in_every_fold_of_four_ranks_are_those_of_one",),
@@ -71,7 +71,7 @@ GRADIENTS = (
     ),
     Bug(
         name="tied embeddings are not summed between the first and the last stage",
-        file="megatron_moe/optim/finish_grads.py",
+        file="megatron_moe/optim/grad_buffers.py",
         old='all_reduce_(grads, context.group("embedding"))',
         new="pass",
         select=(PARITY + "[pp=2 accumulation=4 head=tied]",),

@@ -4,26 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
-from megatron_moe.optim import param_gather
+from megatron_moe.optim import param_store
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.collectives import (
     PendingCollective,
     part_of,
     start_all_gather_,
 )
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.param_meta import ParamMeta
-from megatron_moe.parallel.parameter import named_parameters, new_parameter
+from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.pipeline.layout import even_layout
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import (
@@ -92,14 +91,14 @@ def train(
 def test_every_weight_is_waited_for_before_it_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ParallelConfig(world_size=2, ep=2 if "moe" in name else 1)
     expected = on_threads(ranks, lambda context: train(MODELS[name], context, ZERO))
-    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
     found = on_threads(ranks, lambda context: train(MODELS[name], context, OVERLAPPED))
     for rank in range(2):
         EXACT.check_all(found[rank], expected[rank], f"rank {rank}")
 
 
 def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
 
     def missing(context: ParallelContext) -> list[int]:
         model = GPT(MODELS["dense"], context, reference.bundle())
@@ -127,59 +126,46 @@ def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch
         assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4] == 0, f"weights on the way: {counts}"
 
 
-def test_where_nothing_travels_no_module_has_a_hook() -> None:
-    """Hooks of all modules cost the host time in every microbatch."""
-
-    def hooks(context: ParallelContext) -> int:
+def test_nodes_acquire_only_where_weights_are_gathered() -> None:
+    def num_acquiring(context: ParallelContext) -> int:
         model = GPT(MODELS["dense"], context, reference.bundle())
         buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=OVERLAPPED)
         Optimizer(buffers, FP64).gather_in_forward(model)
-        return sum(len(module._forward_pre_hooks) for module in model.modules())
+        return sum(node.store is not None for layer in model.decoder.by_index.values() for node in layer.nodes)
 
-    assert hooks(ParallelContext.single(dtype=torch.float64)) == 0
-    assert all(on_threads(ParallelConfig(world_size=2), hooks))
+    assert num_acquiring(ParallelContext.single(dtype=torch.float64)) == 0
+    assert all(on_threads(ParallelConfig(world_size=2), num_acquiring))
 
 
 def test_a_state_dict_waits_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
     for rank, state in enumerate(
         on_threads(ParallelConfig(world_size=2), lambda c: train(MODELS["tied"], c, OVERLAPPED))
     ):
         assert all(tensor.isfinite().all() for tensor in state.values()), f"rank {rank} would save stale weights"
 
 
-class LastStage(nn.Module):
-    """Layers and a head that is tied to an embedding nobody calls."""
+@pytest.mark.parametrize("name", ["tied", "mtp"])
+def test_the_last_stage_acquires_its_copy_of_the_embedding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied head or multi-token prediction reads it, but no embedding node of the main model."""
+    monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
+    config = MODELS[name]
+    chunk = even_layout(len(config.layers), pp=2, num_mtp=config.mtp.num_layers if config.mtp else 0).stages[1]
 
-    def __init__(self, context: ParallelContext) -> None:
-        super().__init__()
-        self.embedding = self._holder("embedding", context)
-        self.layers = nn.ModuleDict({"7": self._holder("matrix", context)})
-
-    @staticmethod
-    def _holder(role: str, context: ParallelContext) -> nn.Module:
-        module = nn.Linear(1, 1, bias=False)
-        module.weight = new_parameter((8, 8), ParamMeta(role=role), context)
-        module.weight.data.fill_(0.5)
-        return module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers["7"](x) @ self.embedding.weight
-
-
-def test_an_embedding_that_another_module_reads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
-
-    def out(context: ParallelContext) -> Tensor:
-        model = LastStage(context)
-        buffers = GradBuffers(
-            named_parameters(model), FP64, context, reference.bundle(), data_parallel=replace(OVERLAPPED, bucket_size=1)
-        )
+    def losses(context: ParallelContext, data_parallel: DataParallelConfig) -> Tensor:
+        model = GPT(config, context, reference.bundle(), chunks=[chunk])
+        init_parameters(model, 7, config.init)
+        buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=data_parallel)
         optimizer = Optimizer(buffers, FP64)
-        optimizer.gather_in_forward(model)
+        if data_parallel.overlap_param_gather:
+            optimizer.gather_in_forward(model)
         one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
         optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
-        return model(torch.ones(8, dtype=torch.float64)).detach()
+        batch = microbatch(training=True)
+        hidden_SBH = torch.ones(batch.tokens_BS.T.shape + (config.hidden_size,), dtype=torch.float64)
+        output = model(batch, hidden_SBH)
+        return torch.stack([output.loss_BS, *(loss_BS for loss_BS, *_ in output.mtp_losses)]).detach()
 
-    for found in on_threads(ParallelConfig(world_size=2), out):
-        EXACT.check(found, torch.full((8,), 16.0, dtype=torch.float64), "output of the tied head")
+    alone = losses(ParallelContext.single(dtype=torch.float64), ZERO)
+    for found in on_threads(ParallelConfig(world_size=2), lambda c: losses(c, replace(OVERLAPPED, bucket_size=1))):
+        EXACT.check(found, alone, "losses of the tied head")

@@ -98,7 +98,7 @@ def test_gradients_of_experts_wait_for_others_and_are_told_when_they_are_there(
     buffers = make_buffers(parameters, expert_interval=interval)
     (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
     seen: list[bool] = []
-    slot.on_arrival = lambda: seen.append(slot.filled)
+    slot.on_arrival = lambda number: seen.extend([slot.filled] * number)
     for _ in range(2):
         seen.clear()
         buffers.begin_step(3 if known else None)
@@ -123,8 +123,8 @@ def test_a_gradient_that_waits_does_not_keep_the_graph_that_its_rows_came_from()
     buffers.begin_step(2)
     toy_loss(parameters, tokens(0)).backward()
     (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
-    assert slot._waiting is not None
-    (part,) = slot._waiting.parts
+    assert slot._batched is not None
+    (part,) = slot._batched.parts
     assert part.rows.data.grad_fn is None and part.grad.data.grad_fn is None
 
 

@@ -1,22 +1,31 @@
 """Overlapped reduction: buckets start when they are complete, never before, and in one order; the bits are the same."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.memory import RecomputeConfig
+from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.autograd import linear
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.model.gpt import GPT, LossOutput, objective
+from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.lanes import Lanes
 from megatron_moe.parallel.param_meta import ParamMeta
-from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.parameter import Parameter, named_parameters, new_parameter
+from megatron_moe.pipeline.segment import SegmentedMicrobatch
 from tests.helpers.optim_parameters import FP64, main_grads
 from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import microbatch, model_config
 from tests.helpers.tolerances import EXACT
+from tests.optim.test_gather_in_forward import DENSE, MODELS, MOE
 
 DEPTH, WIDTH = 4, 8
 KERNELS = reference.bundle()
@@ -30,6 +39,7 @@ class Chain:
 
     context: ParallelContext
     config: DataParallelConfig
+    uses: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     started: list[int] = field(default_factory=list)
     """Buckets under way when the backward of a microbatch has passed the second layer."""
@@ -40,6 +50,7 @@ class Chain:
         for name, (shape, meta) in {**kinds, NORM: ((WIDTH,), ParamMeta(role="norm"))}.items():
             self.parameters[name] = new_parameter(shape, meta, self.context)
             self.parameters[name].data.copy_(torch.randn(shape, generator=source))
+            self.parameters[name].uses = self.uses.get(name, 1)
         self.buffers = GradBuffers(self.parameters.items(), FP64, self.context, KERNELS, data_parallel=self.config)
 
     def loss(self, step: int, microbatch: int, *, twice: bool = False) -> Tensor:
@@ -58,8 +69,8 @@ class Chain:
     def step(self, step: int, num_microbatches: int = 2, **changes: bool) -> dict[str, Tensor]:
         self.started.clear()
         self.buffers.begin_step(num_microbatches)
-        for microbatch in range(num_microbatches):
-            self.loss(step, microbatch, **changes).backward()
+        for index in range(num_microbatches):
+            self.loss(step, index, **changes).backward()
             self.buffers.collect()
         finish_grads(self.buffers, self.context)
         return main_grads(self.buffers)
@@ -69,7 +80,7 @@ def on_two(function, config: DataParallelConfig = OVERLAPPED) -> list:
     return on_threads(ParallelConfig(world_size=2), lambda context: function(Chain(context, config)))
 
 
-def test_buckets_start_during_the_last_backward_once_their_gradients_are_counted() -> None:
+def test_buckets_start_during_the_last_backward_of_every_step() -> None:
     def starts(chain: Chain) -> list[list[int]]:
         found = []
         for step, num_microbatches in enumerate((2, 2, 3, 1)):
@@ -78,9 +89,9 @@ def test_buckets_start_during_the_last_backward_once_their_gradients_are_counted
             assert chain.buffers.reducer.num_started == DEPTH + 1
         return found
 
-    # the first step counts; then the buckets of the norm and of the last two matrices start before the backward is over
+    # in every step, the buckets of the norm and of the last two matrices start before the last backward is over
     for found in on_two(starts):
-        assert found == [[0, 0], [0, 3], [0, 0, 3], [3]]
+        assert found == [[0, 3], [0, 3], [0, 0, 3], [3]]
     for found in on_two(starts, DataParallelConfig(bucket_size=1)):
         assert found == [[0, 0], [0, 0], [0, 0, 0], [0]]
 
@@ -88,7 +99,7 @@ def test_buckets_start_during_the_last_backward_once_their_gradients_are_counted
 @pytest.mark.parametrize("sharded", [False, True])
 def test_overlap_changes_no_bit(sharded: bool) -> None:
     def grads(chain: Chain) -> dict[str, Tensor]:
-        for step in range(3):
+        for step in range(2):
             chain.step(step)
         buffers = chain.buffers.buffers
         return {
@@ -101,34 +112,23 @@ def test_overlap_changes_no_bit(sharded: bool) -> None:
         EXACT.check_all(found, expected, "gradients")
 
 
-def test_gradients_that_do_not_come_equally_often_wait_for_the_end() -> None:
+def test_a_matrix_with_two_uses_waits_for_both_gradients() -> None:
     def run(chain: Chain) -> list[int]:
-        for step in range(3):
-            chain.started.clear()
-            chain.buffers.begin_step(2)
-            for microbatch in range(2):
-                chain.loss(step, microbatch, twice=microbatch == 1).backward()
-                chain.buffers.collect()
-            finish_grads(chain.buffers, chain.context)
+        chain.step(0, twice=True)
         return list(chain.started)
 
-    for found in on_two(run):
-        assert found == [0, 1], "the norm may start, the matrix that is used two times in one of two microbatches not"
+    uses = {f"layers.{DEPTH - 1}.weight": 2}
+    for found in on_threads(ParallelConfig(world_size=2), lambda context: run(Chain(context, OVERLAPPED, uses))):
+        assert found == [0, 3]
 
 
-def test_a_gradient_that_comes_after_its_bucket_began_is_not_lost_in_silence() -> None:
-    def run(chain: Chain) -> None:
-        chain.step(0, 1)
-        chain.step(1, 1, twice=True)
-
-    with pytest.raises(AssertionError, match="a gradient after the reduction of its bucket began"):
-        on_two(run)
+def test_a_gradient_that_contradicts_the_count_is_reported() -> None:
+    with pytest.raises(AssertionError, match="layers.3.weight: 3 gradients in a step that brings 2, 1 per microbatch"):
+        on_two(lambda chain: chain.step(0, twice=True))
 
 
 def test_a_step_of_unknown_length_waits_for_the_end() -> None:
     def run(chain: Chain) -> list[int]:
-        chain.step(0)
-        chain.started.clear()
         chain.buffers.begin_step()
         chain.loss(1, 0).backward()
         chain.buffers.collect()
@@ -155,8 +155,9 @@ def test_a_deferred_weight_gradient_counts_when_it_is_computed() -> None:
 def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early(sharded: bool) -> None:
     config = DataParallelConfig(overlap_grad_reduce=True, bucket_size=10**6, sharded_optimizer=sharded)
 
-    def run(chain: Chain) -> Tensor:
-        for step in range(3):
+    def run(context: ParallelContext) -> Tensor:
+        chain = Chain(context, config, uses={f"layers.{DEPTH - 1}.weight": 0})
+        for _ in range(2):
             for buffer in chain.buffers.buffers:
                 buffer.grads.fill_(7.0)
             chain.buffers.begin_step(1)
@@ -165,7 +166,7 @@ def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early(sharded
                 x = linear(KERNELS, x, chain.parameters[f"layers.{i}.weight"]).tanh()
             (x * chain.parameters[NORM]).sum().backward()
             chain.buffers.collect()
-            assert chain.buffers.reducer.num_started == (0 if step == 0 else 2)
+            assert chain.buffers.reducer.num_started == 2
             finish_grads(chain.buffers, chain.context)
         found = []
         for buffer in chain.buffers.buffers:
@@ -175,6 +176,49 @@ def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early(sharded
             found += [grads[where] for grads, where in parts]
         return torch.cat(found)
 
-    found = torch.cat(on_two(run, config))
+    found = torch.cat(on_threads(ParallelConfig(world_size=2), run))
     assert len(found) == (1 if sharded else 2) * WIDTH * WIDTH
     assert not found.any(), "left-overs of another step count"
+
+
+REPEATED = MTPConfig(num_layers=2, repeated_layer=True)
+MTP_MODELS = {
+    "mtp tied": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
+    "mtp repeated": model_config(DENSE, MOE, mtp=REPEATED),
+    "mtp detached": model_config(DENSE, MOE, mtp=replace(REPEATED, detach_heads=True), tied_embeddings=True),
+    "mtp positions": model_config(DENSE, mtp=REPEATED, position_embedding="learned_absolute", max_positions=64),
+}
+
+
+@pytest.mark.parametrize("by_node", [False, True])
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(granularity="full")])
+@pytest.mark.parametrize("name", [*MODELS, *MTP_MODELS])
+def test_the_first_step_brings_the_gradients_that_the_model_counts(
+    name: str, recompute: RecomputeConfig, by_node: bool
+) -> None:
+    """All reductions have started when the last backward is over."""
+    config, context = (MODELS | MTP_MODELS)[name], ParallelContext.single(dtype=torch.float64)
+    model = GPT(config, context, KERNELS, saved_tensors=SavedTensorPolicy(recompute))
+    init_parameters(model, 7, config.init)
+    buffers = GradBuffers(named_parameters(model), FP64, context, KERNELS, data_parallel=OVERLAPPED)
+    buffers.begin_step(2)
+    for seed in range(2):
+        batch = microbatch(seed=seed, training=True)
+        if by_node:
+            *steps, last = model.steps(batch)
+            loss = replace(last, run=lambda state, last=last, batch=batch: scalar_loss(config, last.run(state), batch))
+            segments = SegmentedMicrobatch([*steps, loss], None, Lanes())
+            segments.forward()
+            segments.output()
+            segments.begin_backward(None)
+            segments.backward()
+        else:
+            scalar_loss(config, model(batch), batch).backward()
+        buffers.collect()
+    missing = {s.name: (s._num_arrived, s._num_expected) for s in buffers.slots if s._num_arrived != s._num_expected}
+    assert not missing, f"gradients that arrived, and expected: {missing}"
+    assert buffers.reducer.num_started == len(buffers.reducer.buckets)
+
+
+def scalar_loss(config: ModelConfig, output: LossOutput, batch: MicroBatch) -> Tensor:
+    return objective(output, batch, mtp=config.mtp, per_token=False)[0]

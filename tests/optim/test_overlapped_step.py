@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
-from megatron_moe.optim import overlapped_step, param_gather
+from megatron_moe.optim import param_store
+from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.state import UpdateOperands
+from megatron_moe.optim.update_rule import StepScalars
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import Streams
@@ -47,17 +49,14 @@ class SlowStreams(Streams):
         yield
         self.inside = False
 
-    def put_off(
-        self, update: Any, config: Any, kernels: Any, state: Any, kept: Any, weights: Tensor, *rest: Any, **how: Any
-    ) -> None:
-        """Stands for `offload.apply`."""
-        assert self.inside, "an update outside of the side"
-        old = weights.clone()
+    def put_off(self, rule: AdamW, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
+        """Replaces `AdamW.step`."""
+        weights, old = operands.weights, operands.weights.clone()
         weights.fill_(torch.nan)
 
         def task() -> None:
             weights.copy_(old)
-            apply_now(update, config, kernels, state, kept, weights, *rest, **how)
+            step_now(rule, scalars, operands, kernels)
 
         self._tasks.append(task)
 
@@ -71,13 +70,13 @@ class SlowStreams(Streams):
             task()
 
 
-apply_now = overlapped_step.apply
+step_now = AdamW.step
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowStreams:
     side = SlowStreams()
-    monkeypatch.setattr(overlapped_step, "apply", side.put_off)
+    monkeypatch.setattr(AdamW, "step", lambda *how: side.put_off(*how) if side.inside else step_now(*how))
     monkeypatch.setattr("megatron_moe.optim.distributed_optimizer.make_streams", lambda device, *names: side)
     return side
 
@@ -95,7 +94,7 @@ def test_updates_are_waited_for_before_their_weights_are_read_or_their_gradients
 def test_weights_of_shards_travel_as_soon_as_they_are_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ParallelConfig(world_size=2, ep=2)
     expected = on_threads(ranks, lambda context: train(MODELS["mla-moe"], context, ZERO))
-    monkeypatch.setattr(param_gather, "start_all_gather_", gather_when_waited_for)
+    monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
     found = on_threads(ranks, lambda context: train(MODELS["mla-moe"], context, OVERLAPPED, in_forward=True))
     for rank in range(2):
         EXACT.check_all(found[rank], expected[rank], f"rank {rank}")

@@ -1,5 +1,7 @@
 """Placement of parameters in flat buffers: alignment, order, buckets, and what shares a buffer."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,10 +10,12 @@ from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.optim.param_layout import (
     BUCKET_ALIGN,
     ELEMENT_ALIGN,
+    OwnerAlignment,
     ParamLayout,
     ParamShape,
     decays,
     default_bucket_size,
+    forward_order,
     place_parameters,
     reduction_order,
 )
@@ -19,7 +23,7 @@ from megatron_moe.parallel.param_meta import ParamMeta
 
 
 def parameter(name: str, *shape: int, **meta: object) -> ParamShape:
-    return ParamShape(name=name, shape=shape, dtype="fp32", meta=ParamMeta(**{"role": "matrix", **meta}))
+    return ParamShape(name=name, shape=shape, storage="fp32", meta=ParamMeta(**{"role": "matrix", **meta}))
 
 
 def place(parameters: list[ParamShape], num_ranks: int = 1, bucket_size: int | None = None, **changes) -> ParamLayout:
@@ -143,12 +147,100 @@ def test_a_number_of_buckets_gives_their_size_and_padding_is_on_request() -> Non
 def test_copies_over_ranks_stages_and_parts_of_gradients_are_kept_apart() -> None:
     meta = {"role": "norm", "partial_over_tp": True}
     kinds = (
-        ParamShape(name="a", shape=(4,), dtype="fp32", meta=ParamMeta(**meta), replicated=True),
-        ParamShape(name="b", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm"), replicated=True),
-        ParamShape(name="c", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm"), shared_stages=True),
-        ParamShape(name="d", shape=(4,), dtype="fp32", meta=ParamMeta(**meta)),
-        ParamShape(name="e", shape=(4,), dtype="fp32", meta=ParamMeta(role="norm")),
+        ParamShape(name="a", shape=(4,), storage="fp32", meta=ParamMeta(**meta), replicated=True),
+        ParamShape(name="b", shape=(4,), storage="fp32", meta=ParamMeta(role="norm"), replicated=True),
+        ParamShape(name="c", shape=(4,), storage="fp32", meta=ParamMeta(role="norm"), shared_stages=True),
+        ParamShape(name="d", shape=(4,), storage="fp32", meta=ParamMeta(**meta)),
+        ParamShape(name="e", shape=(4,), storage="fp32", meta=ParamMeta(role="norm")),
     )
     found = {tuple(spot.name for spot in buffer.places): buffer.key for buffer in place(list(kinds)).buffers}
     assert set(found) == {("a",), ("b",), ("c",), ("e", "d")}, "alone on its axis a part of a gradient is all of it"
     assert found["a",].partial and not found["b",].partial
+
+
+STACKS = st.tuples(st.integers(1, 4), st.integers(1, 30), st.integers(1, 80))
+SHAPES = st.one_of(
+    st.integers(1, 400).map(lambda size: (size, {"role": "bias"})),
+    st.tuples(st.integers(1, 300), st.integers(1, 80)).map(lambda shape: (*shape, {})),
+    STACKS.map(lambda shape: (*shape, {"grid": "expert", "num_experts": shape[0]})),
+    STACKS.map(lambda shape: (shape[0], 5 * shape[2], {"grid": "expert", "num_experts": shape[0], "role": "bias"})),
+    st.integers(1, 3).map(lambda groups: (groups * 8, 50, {"tp_dim": 0, "splits": (4, 2, 2)})),
+    st.just((6, 90, {"tp_dim": 0, "splits": (6, 6)})),
+)
+
+
+def indivisible(shape: ParamShape) -> list[tuple[int, int]]:
+    """(start, end) in elements of all blocks or matrices of a parameter, by definition."""
+    stack, (rows, columns) = shape.numel, (1, *shape.shape[1 if shape.meta.num_experts else 0 :])[-2:]
+    stack //= rows * columns
+    if shape.alignment == "element":
+        heights, width = [1] * rows, 1
+    elif shape.alignment == "block_1x32":
+        heights, width = [1] * rows, 32 if columns % 32 == 0 else columns
+    elif shape.alignment == "block_128x128":
+        heights, width = [min(128, rows - row) for row in range(0, rows, 128)], columns
+    else:
+        splits = {8: (4, 2, 2), 16: (4, 2, 2) * 2, 24: (4, 2, 2) * 3, 6: (3, 3)} if shape.meta.splits else {}
+        heights, width = list(splits.get(rows, (rows,))), columns
+    ranges, start = [], 0
+    for height in heights * stack:
+        for _ in range(columns // width):
+            ranges.append((start, start + height * width))
+            start += height * width
+    return ranges
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    shapes=st.lists(SHAPES, min_size=1, max_size=6),
+    num_owners=st.integers(1, 5),
+    bucket_size=st.integers(1, 30_000),
+    alignment=st.sampled_from(["element", "block_1x32", "block_128x128", "matrix"]),
+)
+def test_every_element_has_one_owner_and_no_block_or_matrix_has_two(
+    shapes: list[tuple], num_owners: int, bucket_size: int, alignment: OwnerAlignment
+) -> None:
+    parameters = [
+        replace(parameter(f"p{i}", *shape, **meta), alignment=alignment) for i, (*shape, meta) in enumerate(shapes)
+    ]
+    for buffer in place(parameters, num_owners, bucket_size).buffers:
+        owner = [-1] * buffer.size
+        starts = {
+            spot.start + start: spot.start + end for spot in buffer.places for start, end in indivisible(spot.parameter)
+        }
+        for number, ranges in enumerate(buffer.owner_ranges(num_owners)):
+            assert len(ranges) == len(buffer.buckets)
+            for (start, end), (first, last) in zip(ranges, buffer.buckets, strict=True):
+                assert first <= start <= end <= last and owner[start:end] == [-1] * (end - start)
+                owner[start:end] = [number] * (end - start)
+                equal = first + number * (last - first) // num_owners
+                assert start == equal or start < equal < starts[start], "an edge moved further than needed"
+        assert -1 not in owner
+        for start, end in starts.items():
+            assert len(set(owner[start:end])) == 1, f"{start}..{end} has several owners"
+        assert sum(end - start for start, end in starts.items()) == buffer.size - buffer.padding
+
+
+def test_units_are_the_dense_part_and_the_experts_of_each_layer() -> None:
+    units = {
+        "embedding.word_embeddings.weight": "embedding",
+        "decoder.layers.12.self_attention.linear_qkv.weight": "layers.12",
+        "decoder.layers.12.mlp.router.weight": "layers.12",
+        "decoder.layers.12.mlp.experts.linear_fc1.weight": "layers.12.experts",
+        "decoder.final_layernorm.weight": "head",
+        "output_layer.weight": "head",
+        "mtp.layers.0.eh_proj.weight": "mtp.0",
+        "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight": "mtp.0.experts",
+    }
+    shapes = [parameter(name, 4, 4, grid="expert" if ".experts." in name else "attention") for name in units]
+    assert [shape.unit for shape in shapes] == list(units.values())
+    layout = place(shapes, bucket_size=1)
+    order = forward_order(layout)
+    for unit, buckets in layout.buckets_of_units().items():
+        held = {
+            spot.parameter.unit
+            for number, index in (order[bucket] for bucket in buckets)
+            for spot in layout.buffers[number].places
+            if spot.bucket == index
+        }
+        assert held == {unit} and list(buckets) == sorted(buckets)

@@ -6,8 +6,8 @@ import torch
 from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.optim.clip_grads import gradient_norms
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.ownership import check_coverage
+from megatron_moe.optim.distributed_optimizer import check_coverage
+from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part
 from tests.helpers.optim_parameters import BF16

@@ -103,6 +103,13 @@ CASES = {
     "gradients reduced early": replace(
         plan(model(), micro=2), data_parallel=DataParallelConfig(overlap_grad_reduce=True, sharded_optimizer=True)
     ),
+    "weights gathered late": replace(
+        plan(model(), micro=2),
+        data_parallel=DataParallelConfig(
+            overlap_grad_reduce=True, sharded_optimizer=True, overlap_param_gather=True, bucket_size=500
+        ),
+        optimizer=replace(tiny.plan().optimizer, in_forward=True),
+    ),
 }  # fmt: skip
 
 
@@ -178,6 +185,7 @@ def test_pairs_over_processes_train_the_same_weights(case):
         ("dropped and padded, bias", "pairs", ("moe_router",)),
         ("two chunks on each of two stages", "pairs", ("attn", "mlp", "moe_router")),
         ("gradients reduced early", "pairs", ("attn", "moe_router")),
+        ("weights gathered late", "pairs", ("attn", "mlp")),
     ],
 )
 def test_pairs_replay_captured_modules(case, order, modules):

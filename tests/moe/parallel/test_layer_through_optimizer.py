@@ -8,8 +8,7 @@ from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.optim.clip_grads import gradient_norms
-from megatron_moe.optim.finish_grads import finish_grads
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters, write_part
 from tests.helpers.ranks import on_processes, on_threads

@@ -1,0 +1,108 @@
+"""Parameters of one rank by unit: readers acquire a unit before they use its weights.
+
+The optimizer publishes new weights bucket by bucket (`write_back`), and each bucket stays pending until a reader
+acquires a unit with parameters in it. Under ZeRO-0 and ZeRO-1 weights and gradients of all units are resident, so
+`release` frees nothing and `grads` returns views.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.param_layout import forward_order
+from megatron_moe.parallel.collectives import PendingCollective, start_all_gather_
+from megatron_moe.parallel.streams import Event, Streams
+
+
+class AcquiringModel(Protocol):
+    """A model whose nodes acquire their parameters."""
+
+    def acquire_from(self, store: "ParamStore") -> None:
+        """Makes all nodes acquire the units of their parameters from `store`."""
+        ...
+
+
+class _PendingBucket(NamedTuple):
+    """New weights of a bucket that no reader has acquired."""
+
+    streams: Streams | None
+    """Streams of an update that runs on the optimizer stream; None: it ran on the reader's stream."""
+    stepped: Event
+    """End of the update on the optimizer stream."""
+    gather: PendingCollective | None
+
+
+class ParamStore:
+    """Weights and gradients by unit (`ParamShape.unit`), pending by bucket in forward order."""
+
+    def __init__(self, buffers: GradBuffers) -> None:
+        places = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
+        self._buckets = [(buffer.weights[slice(*buffer.layout.buckets[i])], buffer.group) for buffer, i in places]
+        self._sharded = buffers.data_parallel.sharded_optimizer
+        self._units = buffers.layout.buckets_of_units()
+        self._slots: dict[str, list[tuple[str, Tensor]]] = {unit: [] for unit in self._units}
+        self._unit_of: dict[int, str] = {}
+        for buffer in buffers.buffers:
+            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True):
+                self._slots[place.parameter.unit].append((slot.name, slot.main_grad))
+                self._unit_of[id(slot.parameter)] = place.parameter.unit
+        self._pending: dict[int, _PendingBucket] = {}
+
+    @property
+    def gathers(self) -> bool:
+        """True if weights come from other ranks."""
+        return self._sharded and any(group.size > 1 for _, group in self._buckets)
+
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """Units of these parameters. Frozen parameters have none."""
+        found = (self._unit_of.get(id(parameter)) for parameter in parameters)
+        return tuple(dict.fromkeys(unit for unit in found if unit is not None))
+
+    def acquire(self, unit: str) -> None:
+        """Makes the current stream wait for the unit's pending buckets."""
+        if self._pending:
+            self._wait(self._units[unit])
+
+    def acquire_all(self) -> None:
+        """Makes the current stream wait for all pending buckets."""
+        self._wait(range(len(self._buckets)))
+
+    def release(self, unit: str) -> None:
+        """Ends a use of the unit's weights. They stay resident; raises if the unit was not acquired."""
+        if self._pending:
+            missing = [index for index in self._units[unit] if index in self._pending]
+            assert not missing, f"{unit} was read while its buckets {missing} were pending"
+
+    def grads(self, unit: str) -> dict[str, Tensor]:
+        """Accumulated gradients of the unit's parameters by global name, views of the flat buffers."""
+        return dict(self._slots[unit])
+
+    def write_back(self, bucket: int, streams: Streams | None = None) -> None:
+        """Publishes the new weights of a bucket that this rank's owned ranges hold.
+
+        `streams`: the weights are stepped on another stream than the reader's, which is the current one; None: on the
+        reader's stream.
+        """
+        assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
+        weights, group = self._buckets[bucket]
+        # dp_cp or edp: one bucket of weights, by default 40 million elements
+        gather = start_all_gather_(weights, group) if self._sharded else None
+        if streams is not None or gather is not None:
+            self._pending[bucket] = _PendingBucket(streams, streams.record() if streams else None, gather)
+
+    def write_back_all(self) -> None:
+        """Publishes all buckets in forward order."""
+        for bucket in range(len(self._buckets)):
+            self.write_back(bucket)
+
+    def _wait(self, buckets: Iterable[int]) -> None:
+        for index in buckets:
+            pending = self._pending.pop(index, None)
+            if pending is None:
+                continue
+            if pending.streams is not None:
+                pending.streams.wait(pending.stepped)
+            if pending.gather is not None:
+                pending.gather.wait()

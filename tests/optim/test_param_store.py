@@ -1,0 +1,131 @@
+"""ParamStore and update rules: units, pending buckets, and an optimizer other than AdamW."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
+from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.overlapped_step import SideStream
+from megatron_moe.optim.param_layout import OwnerAlignment
+from megatron_moe.optim.param_store import ParamStore
+from megatron_moe.optim.state import MomentSpec, UpdateOperands
+from megatron_moe.optim.update_rule import StepScalars
+from tests.helpers.optim_parameters import BF16, FP64, give, main_grads, make_buffers, make_gradients, make_parameters
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+
+EXPERTS, HEAD = "decoder.layers.0.mlp.experts.linear_fc1.weight", "output_layer.weight"
+
+
+@dataclass
+class Momentum:
+    """Gradient descent with momentum 0.5, as an `UpdateRule` with one kind of state."""
+
+    alignment: OwnerAlignment = "matrix"
+    moments: tuple[MomentSpec, ...] = (MomentSpec("velocity", "fp32"),)
+
+    def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
+        velocity, master = operands.stored.moments["velocity"].data, operands.stored.master
+        velocity.mul_(0.5).add_(operands.grads.to(velocity.dtype) * scalars.grad_scale)
+        weights = operands.weights if master is None else master.data
+        weights.sub_(scalars.lr * velocity)
+        operands.weights.copy_(weights)
+
+
+def stepped(rule: Momentum, precision=FP64, num_steps: int = 3, **settings) -> Optimizer:
+    dtype = torch.bfloat16 if precision is BF16 else torch.float64
+    buffers = make_buffers(make_parameters(dtype), precision, alignment=rule.alignment, **settings)
+    optimizer = Optimizer(buffers, precision, rule)
+    one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
+    for step in range(num_steps):
+        give(buffers, make_gradients(step))
+        optimizer.step(lr=0.1, weight_decay=0.0, grad_scale=one, proceed=yes)
+    return optimizer
+
+
+def test_another_update_rule_steps_every_parameter_and_names_its_state() -> None:
+    optimizer = stepped(Momentum())
+    weights, velocity = make_parameters(), {name: torch.zeros_like(p) for name, p in make_parameters().items()}
+    for step in range(3):
+        for name, grad in make_gradients(step).items():
+            velocity[name] = 0.5 * velocity[name] + grad
+            weights[name].data.sub_(0.1 * velocity[name])
+    found = {slot.name: slot.parameter.detach() for slot in optimizer.buffers.slots}
+    FP64_LAYOUT.check_all(found, {name: p.detach() for name, p in weights.items()}, "weights")
+    FP64_LAYOUT.check_all({each.name: each.whole for each in optimizer.named_state()}, velocity, "velocity")
+    assert {each.kind for each in optimizer.named_state()} == {"velocity"}
+
+
+@pytest.mark.parametrize("host_steps", [False, True])
+def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: bool) -> None:
+    offload = OptimizerOffloadConfig(fraction=1.0, host_steps=host_steps)
+    rule = Momentum("element")
+    found = stepped(rule, BF16, optimizer=OptimizerConfig(offload=offload))
+    assert {state.home for state in found.states} == {"host" if host_steps else "parked"}
+    expected = {(each.kind, each.name): each.whole.clone() for each in stepped(rule, BF16).named_state()}
+    assert {kind for kind, _ in expected} == {"master", "velocity"}
+    EXACT.check_all({(each.kind, each.name): each.whole for each in found.named_state()}, expected, "state")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data_parallel": DataParallelConfig(sharded_optimizer=True)}, "equal shards"),
+        ({"optimizer": OptimizerConfig(offload=OptimizerOffloadConfig(fraction=0.5))}, "chunks of elements"),
+    ],
+    ids=["sharded", "host memory"],
+)
+def test_whole_matrices_are_rejected_where_ranges_are_cut(settings: dict, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        stepped(Momentum(), **settings)
+
+
+class RecordingSide(SideStream):
+    """Records which updates were waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self._num_marks = 0
+
+    def mark(self) -> int:
+        self._num_marks += 1
+        return self._num_marks - 1
+
+    def wait(self, mark: int) -> None:
+        self.waited.append(mark)
+
+
+def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
+    parameters = make_parameters()
+    parameters[HEAD].requires_grad_(False)
+    buffers = make_buffers(parameters, data_parallel=DataParallelConfig(bucket_size=1))
+    store, side = ParamStore(buffers), RecordingSide()
+    buckets = buffers.layout.buckets_of_units()
+    assert store.units_of([parameters[EXPERTS], parameters[HEAD]]) == ("layers.0.experts",)
+    store.acquire("embedding")  # nothing is pending
+    for bucket in range(sum(len(buffer.buckets) for buffer in buffers.layout.buffers)):
+        store.write_back(bucket, side)
+    with pytest.raises(AssertionError, match="new weights of bucket 0 were never acquired"):
+        store.write_back(0, side)
+    with pytest.raises(AssertionError, match="layers.0.experts was read while its buckets"):
+        store.release("layers.0.experts")
+    for _ in range(2):
+        store.acquire("layers.0.experts")
+    store.release("layers.0.experts")
+    assert side.waited == list(buckets["layers.0.experts"])
+    store.acquire_all()
+    assert sorted(side.waited) == list(range(max(map(max, buckets.values())) + 1))
+
+
+def test_gradients_of_units_are_views_of_all_gradients() -> None:
+    buffers = make_buffers(make_parameters())
+    give(buffers, make_gradients(0))
+    store = ParamStore(buffers)
+    found = {name: grad for unit in buffers.layout.buckets_of_units() for name, grad in store.grads(unit).items()}
+    EXACT.check_all(found, main_grads(buffers), "gradients")
+    assert set(store.grads("layers.0.experts")) == {EXPERTS, EXPERTS.replace("weight", "bias")}
+    found[EXPERTS].zero_()
+    assert not main_grads(buffers)[EXPERTS].any()
