@@ -60,7 +60,6 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         from megatron_moe.parallel.agreement import check_agreement
         from megatron_moe.resilience.peer_failure import PeerFailures
         from megatron_moe.train.checkpointing import Checkpointing
-        from megatron_moe.train.evaluation import Evaluation
         from megatron_moe.train.exit_conditions import ExitConditions
         from megatron_moe.train.training_log import TrainingLog
         from megatron_moe.train.warmup import warm_up_kernels
@@ -88,7 +87,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     loader = build.build_train_loader(plan, context, datasets)
     if loader:
         stack.callback(loader.close)
-    evaluation = Evaluation(plan, trainer.pipeline, build.build_eval_loaders(plan, context, datasets), reporter)
+    evaluation = build.build_evaluation(plan, trainer.pipeline, datasets, reporter)
     build.introduce(plan, context, kernels, model, datasets, reporter)
     reporter.note(compiled)
 
@@ -101,7 +100,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     reporter.begin(iteration=state.iteration, last_iteration=last, consumed_samples=state.consumed_samples)
 
     # training loop
-    log = TrainingLog(trainer, reporter, loader)
+    log = TrainingLog(trainer, reporter, loader, build.build_stragglers(plan, trainer))
     stop = ExitConditions(
         plan.loop, context, iteration=state.iteration, last_iteration=last, signals=signals, begun=begun
     )

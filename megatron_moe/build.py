@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes
 from megatron_moe.cost_model.paged_stash import pages_of_rank
 from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
@@ -43,7 +46,9 @@ from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
+from megatron_moe.resilience.stragglers import Stragglers
 from megatron_moe.resilience.watchdog import Watchdog
+from megatron_moe.train.evaluation import Evaluation
 from megatron_moe.train.events import GarbageCollection, RunEvents
 from megatron_moe.train.oom_report import room_asked_for
 from megatron_moe.train.pipeline_stage import Pipeline
@@ -176,19 +181,29 @@ def build_trainer(
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
-    pipeline = Pipeline(plan, context, model)
+    pipeline = Pipeline(plan.pipeline, plan.layout, context, model)
     trainer = Trainer(
-        plan, pipeline, buffers, optimizer, LRSchedule.of(plan.lr, plan.optimizer), MetricAccumulator(), timers
+        pipeline,
+        buffers,
+        optimizer,
+        LRSchedule.of(plan.lr, plan.optimizer),
+        MetricAccumulator(),
+        loop=plan.loop,
+        resilience=plan.resilience,
+        logging=plan.logging,
+        micro_batch_size=plan.batch.micro,
+        timers=timers,
+        memory_guard=partial(room_asked_for, plan, context),
     )
     if context.device.type == "cuda":
         check_recordable(plan.graphs, kernels)
-        record_steps(trainer, CudaGraphRecorder(context.device))
+        record_steps(trainer, CudaGraphRecorder(context.device), plan.graphs, plan.memory.expert_wgrad_interval)
     return trainer
 
 
-def record_steps(trainer: Trainer, recorder: Recorder) -> None:
-    """From now on what the plan wants to be recorded is."""
-    config, interval = trainer.plan.graphs, trainer.plan.memory.expert_wgrad_interval
+def record_steps(trainer: Trainer, recorder: Recorder, config: CudaGraphConfig, interval: int = 1) -> None:
+    """Makes the trainer capture and replay what `config` selects. `interval`:
+    `--moe-expert-wgrad-interval`."""
     rows = {"moe", "moe_preprocess"} & set(config.modules)
     assert interval == 1 or not rows, f"rows of {interval} microbatches wait where replays of {sorted(rows)} write"
     if config.full_iteration:
@@ -196,6 +211,15 @@ def record_steps(trainer: Trainer, recorder: Recorder) -> None:
     elif config.modules:
         trainer.model.capture(config.modules)
         trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.warmup_steps)
+
+
+def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
+    """None without --log-straggler."""
+    if not plan.logging.log_straggler:
+        return None
+    num_samples = plan.batch.global_size / plan.parallel.world_size
+    flops = flops_per_step(plan.model, 1, plan.data.seq_length) * num_samples
+    return Stragglers(trainer.model, trainer.context, num_named=plan.logging.stragglers_named, flops=flops)
 
 
 def build_run_events(
@@ -241,6 +265,11 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
         name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=eval_iters[name])
         for name, samples in named.items()
     }
+
+
+def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, reporter: Reporter) -> Evaluation:
+    loaders = build_eval_loaders(plan, pipeline.context, datasets)
+    return Evaluation(plan.loop, plan.batch, pipeline, loaders, reporter)
 
 
 def introduce(

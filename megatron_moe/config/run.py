@@ -91,13 +91,5 @@ class RunPlan:
         )
 
     def schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
-        """The order of work of one step, or of an evaluation."""
-        return ScheduleConfig(
-            num_microbatches=num_microbatches,
-            pp=self.layout.pp,
-            vpp=self.layout.vpp,
-            group_size=self.pipeline.group_size,
-            overlap=self.pipeline.overlap,
-            split_backward=self.pipeline.split_backward,
-            forward_only=forward_only,
-        )
+        """See `PipelineConfig.schedule`."""
+        return self.pipeline.schedule(self.layout, num_microbatches, forward_only=forward_only)

@@ -135,7 +135,7 @@ class Checkpointing:
         self._status = status
         self._last_saved: int | None = None
         self._warned = False
-        self._exports = HuggingFaceExport.of(plan, context, reporter)
+        self._exports = HuggingFaceExport.of(plan.checkpoint, plan.model, context, reporter)
         writes = plan.logging.log_progress and context.is_first and saver is not None
         self._progress = ProgressLog(plan.checkpoint.save if writes else None, plan.launch.world_size)
 

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig, LoopConfig
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import EvalLoader
 from megatron_moe.logs.log_line import ValidationReport
@@ -52,16 +52,17 @@ class Evaluation:
 
     def __init__(
         self,
-        plan: RunPlan,
+        loop: LoopConfig,
+        batch: BatchConfig,
         pipeline: Pipeline,
         loaders: dict[str, EvalLoader],
         reporter: Reporter,
     ) -> None:
         """`loaders`: data set name -> loader; "test" is evaluated at the end only."""
-        self._config = plan.loop
+        self._config = loop
         self._pipeline = pipeline
         dp = pipeline.context.group("dp").size
-        self._num_microbatches = plan.batch.global_size // (plan.batch.micro * dp)
+        self._num_microbatches = batch.global_size // (batch.micro * dp)
         self._valid = {name: loader for name, loader in loaders.items() if name != TEST}
         self._test = loaders.get(TEST)
         self._reporter = reporter

@@ -20,7 +20,8 @@ from megatron_moe.checkpoint.tensor_shards import (
     intersection,
     tensor_key,
 )
-from megatron_moe.config.run import RunPlan
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.model.gpt import GPT
@@ -50,28 +51,29 @@ class HuggingFaceExport:
         folder: parent of the exports `iter_NNNNNNN`.
 
     Raises:
-        CheckpointProblem: config.json does not describe the model of the plan.
+        CheckpointProblem: config.json does not describe the model.
     """
 
     def __init__(
-        self, plan: RunPlan, context: ParallelContext, template: Path, folder: Path, reporter: Reporter
+        self, model: ModelConfig, context: ParallelContext, template: Path, folder: Path, reporter: Reporter
     ) -> None:
         self._template, self._folder = template, folder
         self._context, self._reporter = context, reporter
-        unsharded = GPT(plan.model, ParallelContext.single(dtype=context.dtype, device="meta"), bundle())
-        self._export = Export(weight_tensors(unsharded), plan.model, read_config(template))
+        unsharded = GPT(model, ParallelContext.single(dtype=context.dtype, device="meta"), bundle())
+        self._export = Export(weight_tensors(unsharded), model, read_config(template))
         for note in self._export.notes:
             reporter.note(f"exports to Hugging Face: {note}")
         self._last: int | None = None
 
     @classmethod
-    def of(cls, plan: RunPlan, context: ParallelContext, reporter: Reporter) -> "HuggingFaceExport | None":
+    def of(
+        cls, config: CheckpointConfig, model: ModelConfig, context: ParallelContext, reporter: Reporter
+    ) -> "HuggingFaceExport | None":
         """The export of a run with `--save-hf-interval`, else None."""
-        config = plan.checkpoint
         if config.hf_interval is None:
             return None
         assert config.save is not None and config.hf_config is not None, f"rejected by the flag checks: {config}"
-        return cls(plan, context, config.hf_config, config.save / FOLDER, reporter)
+        return cls(model, context, config.hf_config, config.save / FOLDER, reporter)
 
     def save(self, iteration: int, tensors: Mapping[str, SavedTensor]) -> None:
         """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.

@@ -70,7 +70,7 @@ def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repe
     report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order, no_room=no_room)
     if repeat:
         report = _repeated(trainer, kept, report)
-    run_dir = trainer.plan.logging.run_dir
+    run_dir = trainer.logging.run_dir
     if run_dir is not None and context.is_first:
         report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=reading.iteration)))
     # world: some kilobytes per rank, once

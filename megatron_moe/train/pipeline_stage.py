@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_moe.config.run import RunPlan
+from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.model.gpt import GPT, LossOutput
@@ -15,6 +15,7 @@ from megatron_moe.parallel.p2p import connect
 from megatron_moe.parallel.streams import Streams, make_streams
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.executor import run_schedule
+from megatron_moe.pipeline.layout import PipelineLayout
 from megatron_moe.pipeline.overlap import (
     Slot,
     Step,
@@ -29,12 +30,12 @@ TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
 class Pipeline:
     """This rank's part of the model, and its links to the ranks that hold the others."""
 
-    def __init__(self, plan: RunPlan, context: ParallelContext, model: GPT) -> None:
+    def __init__(self, config: PipelineConfig, layout: PipelineLayout, context: ParallelContext, model: GPT) -> None:
         """All ranks of the world make it together."""
-        self.plan = plan
+        self.config = config
         self.context = context
         self.model = model
-        self.layout = plan.layout
+        self.layout = layout
         self.links = connect(context)
         self._streams = make_streams(context.device, "communication")
         self.graph_instances: GraphInstancePool | None = None
@@ -54,7 +55,7 @@ class Pipeline:
         Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `streams`:
         None: those of the device.
         """
-        config = self.plan.schedule(len(batches), forward_only=gradients is None)
+        config = self.config.schedule(self.layout, len(batches), forward_only=gradients is None)
         if config not in self._entries:
             self._entries[config] = build_schedule(config)[self.links.rank]
         if self.graph_instances is not None and gradients is not None:
@@ -82,7 +83,7 @@ class RankStage:
         batch, model = self._in_flight(microbatch, chunk), self._pipeline.model
         if self._gradients is not None and model.saved_tensors.offload is not None:
             model.saved_tensors.offload.begin_forward((microbatch, chunk))
-        if self._gradients is not None and self._pipeline.plan.pipeline.overlap:
+        if self._gradients is not None and self._pipeline.config.overlap:
             steps = model.steps(batch, chunk)
         else:
             steps = [Step("chunk", None, lambda received: model(batch, received, chunk=chunk))]
@@ -104,7 +105,7 @@ class RankStage:
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
         """See `Stage`."""
-        chunks, config = self._pipeline.model.chunks, self._pipeline.plan.pipeline
+        chunks, config = self._pipeline.model.chunks, self._pipeline.config
         return pair_slots(
             chunks[forward_chunk],
             chunks[backward_chunk],

@@ -6,14 +6,17 @@ weights however late the host learns of it. Where a bad step ends the run, the v
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.run import RunPlan
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.config.resilience import ResilienceConfig
+from megatron_moe.config.training import LoopConfig
 from megatron_moe.data.batch import MicroBatch, num_routed
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
@@ -35,7 +38,6 @@ from megatron_moe.parallel.streams import Streams
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
-from megatron_moe.train.oom_report import room_asked_for
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.train_state import TrainState
 
@@ -92,16 +94,29 @@ class Trainer:
 
     def __init__(
         self,
-        plan: RunPlan,
         pipeline: Pipeline,
         buffers: GradBuffers,
         optimizer: Optimizer,
         schedule: LRSchedule,
         metrics: MetricAccumulator,
+        *,
+        loop: LoopConfig,
+        resilience: ResilienceConfig,
+        logging: LoggingConfig,
+        micro_batch_size: int,
         timers: Timers | None = None,
+        memory_guard: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`timers`: None times nothing."""
-        self.plan = plan
+        """
+        Args:
+            timers: None: nothing is timed.
+            memory_guard: context of the step of an iteration, which reports a lack of memory.
+        """
+        self.loop = loop
+        self.resilience = resilience
+        self.logging = logging
+        self.micro_batch_size = micro_batch_size
+        self._memory_guard = memory_guard
         self.context = pipeline.context
         self.pipeline = pipeline
         self.model = pipeline.model
@@ -114,10 +129,10 @@ class Trainer:
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
         """The step that was launched last, and the one that the host reads then."""
-        rehearses = plan.resilience.rerun == "report_stats"
+        rehearses = resilience.rerun == "report_stats"
         self.repeatability = Repeatability(self.context.device) if rehearses else None
         """With `--rerun-mode report_stats`: every step is computed twice."""
-        self._limits = _spike_limits(plan, self.context.device)
+        self._limits = _spike_limits(resilience, self.context.device)
         self.full_iteration: FullIterationGraph | None = None
         """Records and replays forward and backward; None: they are computed."""
         self._proceed = torch.ones((), device=self.context.device, dtype=torch.bool)
@@ -130,7 +145,7 @@ class Trainer:
 
         Raises MemoryProblem when the device has no room.
         """
-        with room_asked_for(self.plan, self.context, state.iteration + 1):
+        with self._memory_guard(state.iteration + 1):
             return self._step(batches, state)
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
@@ -140,13 +155,13 @@ class Trainer:
             loss, num_tokens, local = self._forward_backward(batches, iteration)
         self.recent.append(RetainedStep(iteration, state.consumed_samples, batches, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
-            per_token = self.plan.loop.per_token_loss
+            per_token = self.loop.per_token_loss
             finish_grads(self.buffers, self.context, token_count=num_tokens if per_token else None)
         with self.timers.span("optimizer", level=1):
             norms, figures = self._update(loss, lr, state.trained_samples)
         if self.repeatability and rehearsal is not None:
             self.repeatability.add(rehearsal, torch.stack([local[0], norms["all"].double()]))
-        num_samples = len(batches) * self.plan.batch.micro * self.context.group("dp").size
+        num_samples = len(batches) * self.micro_batch_size * self.context.group("dp").size
         return StepOutcome(
             loss=loss,
             norms=norms,
@@ -168,7 +183,7 @@ class Trainer:
 
     def norm_of(self, repeated: RepeatedStep) -> Tensor:
         """Reduces the gradients that a repetition has left; their norm over all ranks."""
-        per_token = self.plan.loop.per_token_loss
+        per_token = self.loop.per_token_loss
         finish_grads(self.buffers, self.context, token_count=repeated.num_tokens if per_token else None)
         return gradient_norms(self.buffers, self.context)["all"]
 
@@ -213,8 +228,8 @@ class Trainer:
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
         def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
-            per_token = self.plan.loop.per_token_loss
-            scalar, sums = objective(output, batch, mtp=self.plan.model.mtp, per_token=per_token)
+            per_token = self.loop.per_token_loss
+            scalar, sums = objective(output, batch, mtp=self.model.config.mtp, per_token=per_token)
             loss_sum, num_tokens = (value.detach().double() for value in sums["lm loss"])
             totals.add_(torch.stack([loss_sum, num_tokens]))
             if losses is not None:
@@ -226,7 +241,7 @@ class Trainer:
 
     def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Norm, verdict, clipped update, routers. Returns gradient norms and the figures that the log wants."""
-        logging, figures = self.plan.logging, {}
+        logging, figures = self.logging, {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         self._sound = norms.pop("nonfinite") == 0
         if logging.log_num_zeros:
@@ -236,7 +251,7 @@ class Trainer:
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
             weight_decay=self.schedule.weight_decay(samples),
-            grad_scale=clip_coefficient(norms["all"], self.plan.optimizer.clip_grad),
+            grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad),
             proceed=self._proceed,
         )
         for router in self.routers:
@@ -249,8 +264,8 @@ class Trainer:
     def _verdict(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Shall this step reach the weights? Where the run stops at a bad step, and after an update whose results are
         not finite, the verdict stays bad, until the host has seen it and stopped."""
-        config, kept, now = self.plan.resilience, self._kept, torch.ones_like(self._proceed)
-        if self.plan.loop.check_nonfinite:
+        config, kept, now = self.resilience, self._kept, torch.ones_like(self._proceed)
+        if self.loop.check_nonfinite:
             finite = torch.isfinite(loss) & torch.isfinite(norm)
             kept, now = (kept, now & finite) if config.on_nonfinite == "skip" else (kept & finite, now)
         for value, limit in zip((loss, norm), self._limits, strict=True):
@@ -270,7 +285,7 @@ class Trainer:
     def compare_replicas(self, iteration: int) -> None:
         """Every so many iterations, with `--check-weight-hash-across-dp-replicas-interval`: are all copies of the
         weights the same bits? Raises DriftProblem."""
-        interval = self.plan.resilience.compare_replicas_interval
+        interval = self.resilience.compare_replicas_interval
         if interval and iteration % interval == 0:
             self.optimizer.finish_gather()
             check_replicas(self.model, self.context, iteration)
@@ -296,12 +311,12 @@ class Trainer:
         for index, batch in enumerate(batches):
             # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
             aux_loss_scale: Tensor | float = cp.size / len(batches)
-            if self.plan.loop.per_token_loss:
+            if self.loop.per_token_loss:
                 aux_loss_scale = num_routed(batch.whole or batch)
             mb = replace(
                 batch.context,
                 aux_loss_scale=aux_loss_scale,
-                rng=RNGKey(self.plan.loop.seed, iteration, index * group.size + group.rank, scope),
+                rng=RNGKey(self.loop.seed, iteration, index * group.size + group.rank, scope),
                 metrics=self.metrics,
                 training=True,
             )
@@ -309,9 +324,8 @@ class Trainer:
         return prepared
 
 
-def _spike_limits(plan: RunPlan, device: torch.device) -> tuple[SpikeLimit | None, SpikeLimit | None]:
+def _spike_limits(config: ResilienceConfig, device: torch.device) -> tuple[SpikeLimit | None, SpikeLimit | None]:
     """Of loss and gradient norm, where a spike is kept from the weights."""
-    config = plan.resilience
     wanted = (config.report_spiky_loss, config.report_large_grads)
     loss, norm = (SpikeLimit(device) if want and config.on_spike != "report" else None for want in wanted)
     return loss, norm

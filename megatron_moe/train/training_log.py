@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_moe.config.exit_codes import NumericsProblem
-from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -28,11 +27,17 @@ from megatron_moe.train.trainer import StepOutcome, Trainer
 class TrainingLog:
     """Passes step results to the reporter one iteration late, so that steps never synchronise with the host."""
 
-    def __init__(self, trainer: Trainer, reporter: Reporter, loader: TrainLoader | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        loader: TrainLoader | None,
+        stragglers: Stragglers | None = None,
+    ) -> None:
         self._trainer = trainer
         self._reporter = reporter
         self._loader = loader
-        config = self._config = trainer.plan.resilience
+        config = self._config = trainer.resilience
         self._skipped = 0
         """Number of consecutive rejected steps."""
         self._applied: StepResult | None = None
@@ -41,7 +46,7 @@ class TrainingLog:
         self._norm_spikes = Spikes("gradient norm") if config.report_large_grads else None
         self._new_timeout_s = config.timeout_after_start
         """Timeout of collectives after the first step; None: unchanged."""
-        self._stragglers = self._watch_stragglers() if trainer.plan.logging.log_straggler else None
+        self._stragglers = stragglers
         self._reader = StepResultReader(trainer.context.device)
         self._recorded = MetricAccumulator()
         """Metrics recorded up to the step that is not read yet."""
@@ -130,7 +135,7 @@ class TrainingLog:
         """Raises NumericsProblem about non-finite weights or moments stored by the last update."""
         assert self._applied is not None, "weights or moments are not finite, and no update was applied"
         reports = diagnose_state(self._trainer)
-        eps = self._trainer.plan.optimizer.eps
+        eps = self._trainer.optimizer.config.eps
         zero = "--adam-eps 0 gives 0 / 0 where a gradient has always been zero: " if eps == 0 else ""
         raise NumericsProblem(
             f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
@@ -140,7 +145,7 @@ class TrainingLog:
 
     def _details(self, reading: StepResult, reports: Sequence[RankReport]) -> str:
         """Writes the report of a bad step; returns a clause with its path."""
-        run_dir = self._trainer.plan.logging.run_dir
+        run_dir = self._trainer.logging.run_dir
         path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
         return f"; details in {path}" if path else ""
 
@@ -162,9 +167,3 @@ class TrainingLog:
         line = self._trainer.repeatability.line(self._trainer.context) if self._trainer.repeatability else None
         for each in [*([line] if line else []), *(self._stragglers.report() if self._stragglers else [])]:
             self._reporter.note(each)
-
-    def _watch_stragglers(self) -> Stragglers:
-        trainer, plan = self._trainer, self._trainer.plan
-        num_samples = plan.batch.global_size / plan.parallel.world_size
-        flops = flops_per_step(plan.model, 1, plan.data.seq_length) * num_samples
-        return Stragglers(trainer.model, trainer.context, num_named=plan.logging.stragglers_named, flops=flops)

@@ -73,7 +73,7 @@ def the_plan(**changes):
 def make_trainer(plan, context=None):
     context = context or ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-    record_steps(trainer, EagerRecorder())
+    record_steps(trainer, EagerRecorder(), plan.graphs, plan.memory.expert_wgrad_interval)
     return trainer
 
 
@@ -88,8 +88,9 @@ def computed():
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
 def test_replayed_steps_are_computed_steps_bit_for_bit(computed, config):
-    trainer = make_trainer(the_plan(graphs=config))
-    found = run_steps(trainer.plan, trainer, TrainState(), 3)
+    plan = the_plan(graphs=config)
+    trainer = make_trainer(plan)
+    found = run_steps(plan, trainer, TrainState(), 3)
     assert (trainer.full_iteration or trainer.pipeline.graph_instances).has_recorded
     EXACT.check_all(found, computed, str(config))
 
@@ -115,9 +116,10 @@ def test_other_models_too(model):
 def test_experts_beside_recorded_attention_are_computed_again(computed):
     """What the flags of recompute ask for happens in layers that are recorded in part, too."""
     again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("moe",)))
-    trainer, runs = make_trainer(the_plan(graphs=parts_of("attn"), memory=again)), []
+    plan = the_plan(graphs=parts_of("attn"), memory=again)
+    trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
-    EXACT.check_all(run_steps(trainer.plan, trainer, TrainState(), 3), computed, "experts again")
+    EXACT.check_all(run_steps(plan, trainer, TrainState(), 3), computed, "experts again")
     assert len(runs) == 3 * 2 * 2, "steps, microbatches, forwards"
 
 
@@ -157,10 +159,11 @@ def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch)
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
     model = tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER), shared=shared))
     again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("layernorm",)))
-    trainer = make_trainer(the_plan(model=model, memory=again, graphs=parts_of("moe_router", "moe_preprocess")))
+    plan = the_plan(model=model, memory=again, graphs=parts_of("moe_router", "moe_preprocess"))
+    trainer = make_trainer(plan)
     trainer.recent = deque()
     monkeypatch.setattr(DiscardedOutput, "pack", count)
-    found = run_steps(trainer.plan, trainer, TrainState(), 4)
+    found = run_steps(plan, trainer, TrainState(), 4)
     assert notes[0] and notes == dict.fromkeys(range(4), notes[0]), "tensors that are forgotten, by step"
     EXACT.check_all(found, figures(the_plan(model=model), steps=4), "layernorm")
 
@@ -268,13 +271,14 @@ def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, mo
 
 
 def test_nothing_moves_and_nothing_is_recorded_twice():
-    trainer = make_trainer(the_plan(graphs=ALL))
-    run_steps(trainer.plan, trainer, TrainState(), 2)
+    plan = the_plan(graphs=ALL)
+    trainer = make_trainer(plan)
+    run_steps(plan, trainer, TrainState(), 2)
     (flight,) = trainer.pipeline.graph_instances
     number, places = flight.num_recordings, places_of(flight)
     # a dense layer with two parts and two MoE layers with three; one of these has no weights
     assert number == 2 * 4 + 2 * (4 + 4 + 2)
-    run_steps(trainer.plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
+    run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
     assert tuple(trainer.pipeline.graph_instances) == (flight,)
     assert flight.num_recordings == number and places_of(flight) == places
 
@@ -286,8 +290,9 @@ def places_of(flight) -> set[int]:
 
 def test_padding_is_another_form_and_is_recorded_for_itself():
     def train(config):
-        trainer = make_trainer(the_plan(graphs=config))
-        first = run_steps(trainer.plan, trainer, TrainState(), 2)
+        plan = the_plan(graphs=config)
+        trainer = make_trainer(plan)
+        first = run_steps(plan, trainer, TrainState(), 2)
         batches = [padded(tiny_models.microbatch(2, tiny.SEQ, seed=seed), seed) for seed in (1, 2)]
         losses = [trainer.step(batches, TrainState(iteration=2 + i)).loss for i in range(2)]
         return first | {f"loss {i}": loss for i, loss in enumerate(losses)} | dict(trainer.model.state_dict())
@@ -303,8 +308,9 @@ def padded(batch, number):
 
 
 def test_evaluations_compute():
-    trainer = make_trainer(the_plan(graphs=ALL))
-    run_steps(trainer.plan, trainer, TrainState(), 2)
+    plan = the_plan(graphs=ALL)
+    trainer = make_trainer(plan)
+    run_steps(plan, trainer, TrainState(), 2)
     (flight,) = trainer.pipeline.graph_instances
     number = flight.num_recordings
     with torch.no_grad():
@@ -314,12 +320,13 @@ def test_evaluations_compute():
 
 def test_what_was_recorded_is_told_once():
     said = []
-    trainer = make_trainer(the_plan(graphs=ALL))
+    plan = the_plan(graphs=ALL)
+    trainer = make_trainer(plan)
     report = CaptureReport(trainer.pipeline.graph_instances, said.append)
-    run_steps(trainer.plan, trainer, TrainState(), 1)
+    run_steps(plan, trainer, TrainState(), 1)
     report.enter("step", 2)
     assert not said
-    run_steps(trainer.plan, trainer, TrainState(iteration=1, consumed_samples=4), 1)
+    run_steps(plan, trainer, TrainState(iteration=1, consumed_samples=4), 1)
     report.enter("step", 3)
     report.enter("step", 4)
     assert len(said) == 1 and said[0].startswith("CUDA graphs: 28 recorded for 1 microbatches in flight")

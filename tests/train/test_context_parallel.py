@@ -133,7 +133,7 @@ def test_an_evaluation_is_that_of_one_rank(plan: RunPlan) -> None:
 
     def loss(context: ParallelContext) -> float:
         loader = build_eval_loaders(plan, context, build_data(plan, context))["validation"]
-        pipeline = Pipeline(plan, context, build_model(plan, context, KERNELS))
+        pipeline = Pipeline(plan.pipeline, plan.layout, context, build_model(plan, context, KERNELS))
         return evaluate(pipeline, loader.batches(), num_microbatches=2)
 
     single = loss(ParallelContext.single())

@@ -30,7 +30,8 @@ def noisy_model():
 
 
 def evaluated(model, batches):
-    return evaluate(Pipeline(tiny.plan(model=model.config), CONTEXT, model), batches, num_microbatches=3)
+    plan = tiny.plan(model=model.config)
+    return evaluate(Pipeline(plan.pipeline, plan.layout, CONTEXT, model), batches, num_microbatches=3)
 
 
 def test_evaluation_has_no_dropout_and_no_jitter():
@@ -92,9 +93,9 @@ class Silent:
 def test_every_evaluation_reads_the_stretch_after_that_of_the_one_before():
     """The first one from the beginning of the data, the last one behind all others, whoever continues the run."""
     plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
-    pipeline, data = Pipeline(plan, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
+    pipeline, data = Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
     for iterations in (range(1, 4), range(4, 7)):  # two starts
-        validation = Evaluation(plan, pipeline, {"validation": data}, Silent())
+        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, Silent())
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
     validation.final(TrainState(iteration=6))

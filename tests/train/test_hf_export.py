@@ -43,7 +43,7 @@ def exported(context: ParallelContext, config: ModelConfig, folder: Path, output
     counts = [len(config.layers)] if pp.size == 1 else [1, len(config.layers) - 1]
     model = GPT(config, context, bundle(), chunks=place_layers(counts, pp.size, 0, 0).chunks(pp.rank))
     load_hf(folder, model, config, pp)
-    made = HuggingFaceExport(tiny.plan(model=config), context, folder, output, said)
+    made = HuggingFaceExport(config, context, folder, output, said)
     made.save(5, model_tensors(model))
     made.save(5, model_tensors(model))
     return said
@@ -64,7 +64,7 @@ def test_latent_norms_that_transformers_computes_otherwise_are_told_at_the_start
     trained = tuple(replace(layer, mixer=replace(layer.mixer, norm=layer.norm)) for layer in config.layers)
     said = Notes()
     plan = tiny.plan(model=replace(config, layers=trained))
-    HuggingFaceExport(plan, ParallelContext.single(), tmp_path / "hf", tmp_path / "out", said)
+    HuggingFaceExport(plan.model, ParallelContext.single(), tmp_path / "hf", tmp_path / "out", said)
     (line,) = said
     assert line.startswith("exports to Hugging Face: layers 0-2 mixer norm eps: 0.0001, published 1e-06")
 

@@ -126,7 +126,7 @@ def counting(calls: Counter[int]) -> KernelSet:
 def trainer_of(each: RunPlan, context: ParallelContext, calls: Counter[int] | None = None) -> Trainer:
     kernels = counting(Counter() if calls is None else calls)
     trainer = build_trainer(each, context, build_model(each, context, kernels), kernels)
-    record_steps(trainer, EagerRecorder())
+    record_steps(trainer, EagerRecorder(), each.graphs, each.memory.expert_wgrad_interval)
     return trainer
 
 

@@ -10,6 +10,7 @@ from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part, named_parameters
@@ -45,7 +46,9 @@ def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
     load_upcycled(source, granularity, sparse, CONTEXT, say=lines.append)
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
-    pipelines = [Pipeline(tiny.plan(model=model.config), CONTEXT, model) for model in (sparse, dense)]
+    pipelines = [
+        Pipeline(PipelineConfig(), tiny.plan(model=model.config).layout, CONTEXT, model) for model in (sparse, dense)
+    ]
     losses = [evaluate(pipeline, batches, num_microbatches=1) for pipeline in pipelines]
     FP64_REF.check(losses[0], losses[1], "loss of the upcycled model")
     assert not any("warning" in line for line in lines), lines

@@ -125,7 +125,7 @@ def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tenso
     trainers: list[Trainer] = []
 
     def capture(trainer: Trainer) -> None:
-        record_steps(trainer, EagerRecorder())
+        record_steps(trainer, EagerRecorder(), each.graphs)
         trainers.append(trainer)
 
     record = record_run(each, context, reference.bundle(), datasets, num_steps=2, prepare=capture)

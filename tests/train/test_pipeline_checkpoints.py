@@ -99,7 +99,7 @@ def go_on(plan, folder):
         assert source is not None
         loaded = load(source, saved_tensors(trainer, optimizer=True), context)
         trainer.restored(with_optimizer=True)
-        trainer.plan = plan
+        trainer.loop = plan.loop
         return comparable(run_steps(plan, trainer, TrainState.from_json(loaded.train_state), 2))
 
     return run(plan, main)

@@ -58,10 +58,10 @@ def plan(model: str, layout: str) -> RunPlan:
     return plan_of(cell_of(f"{MODELS[model]} {layout}".replace(" plain", "")))
 
 
-def save(trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
+def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
     saver = CheckpointSaver(folder, context, say=lambda line: None)
     tensors = saved_tensors(trainer, optimizer=True)
-    assert saver.save(state.iteration, tensors, state.to_json(trainer.plan)) is not None
+    assert saver.save(state.iteration, tensors, state.to_json(plan)) is not None
     saver.close()
 
 
@@ -72,7 +72,7 @@ def train_and_save(plan: RunPlan, folder: Path) -> None:
         trainer, state = make_trainer(plan, context), TrainState()
         for _ in range(2):
             run_steps(plan, trainer, state, 1)
-            save(trainer, state, folder, context)
+            save(plan, trainer, state, folder, context)
 
     run(plan, main)
 
@@ -87,10 +87,10 @@ def go_on(plan: RunPlan, source: Path, folder: Path) -> None:
         assert found is not None
         loaded = load(found, saved_tensors(trainer, optimizer=True), context)
         trainer.restored(with_optimizer=True)
-        trainer.plan, state = plan, TrainState.from_json(loaded.train_state)
-        save(trainer, state, folder, context)
+        trainer.loop, state = plan.loop, TrainState.from_json(loaded.train_state)
+        save(plan, trainer, state, folder, context)
         run_steps(plan, trainer, state, 1)
-        save(trainer, state, folder, context)
+        save(plan, trainer, state, folder, context)
 
     run(plan, main)
 
