@@ -7,7 +7,7 @@ Internals run in promote(fp32, input dtype); outputs have the input's dtype unle
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,31 +20,37 @@ from megatron_moe.parallel.param_meta import Part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One factor of a matrix product: its data, and how to read it."""
+class QuantizedTensor:
+    """A matrix, or a stack of matrices, in low precision, as an operand of matrix products.
 
-    data: Tensor
-    row_scales: Tensor | None = None
-    """Scales along the rows of quantised data; None: not quantised."""
-    col_scales: Tensor | None = None
-    layout: str = "row_major"
-    valid_rows: Tensor | None = None
-    """int32 scalar on the device: rows past it hold nothing. None: all rows are valid."""
+    A product reads the copy whose blocks lie along the dimension that it sums over: the forward product the rowwise
+    copy, the weight gradient the columnwise one. No backend implements these operands yet; `KernelSet.of` rejects them.
+    """
 
-    def plain(self) -> Tensor:
-        """The data, if it is not quantised; for ops that know no other."""
-        quantised = self.row_scales is not None or self.col_scales is not None
-        assert not quantised and self.layout == "row_major", f"quantised operand in layout {self.layout}"
-        return self.data
+    rowwise: Tensor | None
+    """Values quantised along the last dim; None: no product reads them."""
+    rowwise_scales: Tensor | None
+    """Scale of every block of `rowwise`."""
+    columnwise: Tensor | None
+    """Values quantised along the dim before the last; None: no product reads them."""
+    columnwise_scales: Tensor | None
+    """Scale of every block of `columnwise`."""
+    block: tuple[int, int]
+    """Elements that share a scale: along the dim that is summed over, and across it (1 x 128, 128 x 128, 1 x 32)."""
 
 
-class GroupedPart(NamedTuple):
-    """What one microbatch brings to the weight gradient of a stack of experts."""
+MatrixOperand = Tensor | QuantizedTensor
+"""Operand of a matrix product."""
+Matrix = TypeVar("Matrix", Tensor, MatrixOperand)
 
-    grad: Operand
-    """[R, O] of the result"""
-    rows: Operand
-    """[R, I] sorted by expert"""
+
+class GroupedPart(NamedTuple, Generic[Matrix]):
+    """Operands of one microbatch for the weight gradient of an expert stack."""
+
+    grad: Matrix
+    """Gradient of the output, [R, O]."""
+    rows: Matrix
+    """Input, [R, I], sorted by expert."""
     offsets_e: Tensor
     """int32 end of every expert's rows; rows past the last offset hold nothing."""
 
@@ -134,28 +140,28 @@ class Kernels(Protocol):
 
     # matrix products: forward, input gradient and weight gradient are three ops, so that quantised storage and delayed
     # weight gradients need no new interface
-    def linear_forward(self, x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+    def linear_forward(self, x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None) -> Tensor:
         """x [..., I], weight [O, I], bias [O] -> [..., O]"""
         ...
 
-    def linear_input_grad(self, grad: Operand, weight: Operand) -> Tensor:
+    def linear_input_grad(self, grad: MatrixOperand, weight: MatrixOperand) -> Tensor:
         """grad [..., O], weight [O, I] -> [..., I]"""
         ...
 
-    def linear_weight_grad(self, grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+    def linear_weight_grad(self, grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
         """grad [..., O], x [..., I]; writes or adds grad^T x to `out` [O, I], accumulated in the dtype of `out`, which
         may be wider than the input's."""
         ...
 
-    def grouped_forward(self, rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    def grouped_forward(self, rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
         """rows [R, I] sorted by expert, weight [e, O, I] -> [R, O]; rows past the last offset are undefined."""
         ...
 
-    def grouped_input_grad(self, grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    def grouped_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
         """grad [R, O], weight [e, O, I] -> [R, I]; rows past the last offset are undefined."""
         ...
 
-    def grouped_weight_grad(self, parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+    def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes or adds the sum over parts, at least one, of grad_e^T rows_e of every expert e to `out` [e, O, I]; 0
         for an empty expert; accumulated in the dtype of `out`."""
         ...

@@ -24,7 +24,7 @@ from megatron_moe.kernels.kernel_set import (
     Selection,
 )
 from megatron_moe.kernels.low_precision_state import PackedState
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, internal_dtype
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, internal_dtype
 from megatron_moe.memory_emulation import kernels_blocks as blocks
 from megatron_moe.memory_emulation import kernels_heads as heads
 from megatron_moe.memory_emulation import kernels_routing as routing
@@ -81,24 +81,24 @@ def _chosen(op: str, wish: str, dtype: torch.dtype) -> tuple[str, Callable[..., 
 # matrix products
 
 
-def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
     """Accumulates in place."""
-    reference.valid_rows(grad)
-    reference.valid_rows(x)
+    grad.flatten(0, -2)
+    x.flatten(0, -2)
 
 
-def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return rows.plain().new_empty(rows.plain().shape[0], weight.plain().shape[1])
+def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
-def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    grad_RO = grad.plain().contiguous()
-    return grad_RO.new_empty(grad_RO.shape[0], weight.plain().shape[2])
+def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    grad_RO = grad.contiguous()
+    return grad_RO.new_empty(grad_RO.shape[0], weight.shape[2])
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """Accumulates in place; factors whose rows have gaps are copied, all of them before the product begins."""
-    factors = [operand.plain() for part in parts for operand in (part.grad, part.rows)]
+    factors = [factor for part in parts for factor in (part.grad, part.rows)]
     factors += [each.contiguous() for each in factors if each.stride(-1) != 1]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
@@ -57,7 +57,7 @@ class Experts(nn.Module):
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Rows of tokens to rows of results; rows that hold nothing are undefined in the result."""
         assert rows.index is None, "rows must be sorted by expert already"
-        data_RH, probs_R, offsets_e = rows.data.plain(), rows.probs_R, rows.offsets_e
+        data_RH, probs_R, offsets_e = rows.data, rows.probs_R, rows.offsets_e
         probs: Tensor | None = probs_R
         if self.config.probs_on_input:
             data_RH, probs = _scale(data_RH, probs_R), None
@@ -74,7 +74,7 @@ class Experts(nn.Module):
             out_RH = self.linear_fc2(act_RF, offsets_e, probs)
         if self.config.probs_on_output:
             out_RH = weigh(out_RH, probs_R)
-        return replace(rows, data=Operand(data=out_RH))
+        return replace(rows, data=out_RH)
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)

@@ -12,7 +12,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends import triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import (
     BARS,
@@ -357,7 +357,7 @@ def test_grouped_weight_gradients_of_several_microbatches_add_up_in_the_buffer(
         if number == 1:
             grad = grad.T.contiguous().T
         for several, wanted in zip(found, (dtype, torch.float64), strict=True):
-            several.append(GroupedPart(*(Operand(data=x.to(wanted)) for x in (grad, rows)), offsets))
+            several.append(GroupedPart(*(x.to(wanted) for x in (grad, rows)), offsets))
     triton_kernels.grouped_weight_grad(found[0], actual, accumulate)
     REFERENCE.grouped_weight_grad(found[1], expected, accumulate)
     FP32_REF.check(actual, expected, "weight gradient")

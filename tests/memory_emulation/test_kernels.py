@@ -22,7 +22,6 @@ from megatron_moe.kernels.backends.triton.attention import tiles
 from megatron_moe.kernels.kernel_set import OPS
 from megatron_moe.kernels.ops import (
     GroupedPart,
-    Operand,
     PositionSpan,
     RowIndex,
 )
@@ -184,7 +183,7 @@ def embedding_grad(k: Any) -> Any:
 def grouped_weight_grad(k: Any) -> Any:
     out, offsets = torch.zeros(2, 48, 64), torch.tensor([4, 10], dtype=torch.int32)
     grad, rows = torch.ones(48, 10, dtype=BF16).T, torch.ones(10, 64, dtype=BF16)
-    k.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), offsets)] * 2, out, True)
+    k.grouped_weight_grad([GroupedPart(grad, rows, offsets)] * 2, out, True)
     return out, []
 
 
@@ -382,4 +381,4 @@ def test_plain_torch_is_taken_where_it_was_wished_but_for_what_reads_sizes() -> 
     assert bundle.rms_norm is reference.rms_norm
     rows, offsets = torch.empty(6, 8, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
     weight = torch.empty(2, 5, 8, device="meta")
-    assert bundle.grouped_forward(Operand(data=rows), Operand(data=weight), offsets).shape == (6, 5)
+    assert bundle.grouped_forward(rows, weight, offsets).shape == (6, 5)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.ops import Operand
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher, LocalHandle
@@ -43,9 +42,9 @@ def combine(rows: DispatchedTokens, handle: LocalHandle, kernels=REFERENCE) -> T
 
 def weigh(rows: DispatchedTokens) -> DispatchedTokens:
     """Experts that do nothing but apply the probability, and leave garbage where nothing is held."""
-    weighed = rows.data.data * rows.probs_R[:, None]
+    weighed = rows.data * rows.probs_R[:, None]
     garbage = torch.where(rows.probs_R[:, None] == 0, torch.nan, weighed)
-    return replace(rows, data=Operand(data=garbage))
+    return replace(rows, data=garbage)
 
 
 def share_served(ids: list[list[int]]) -> Tensor:
@@ -90,7 +89,7 @@ def test_each_expert_sees_its_tokens_in_order(ids, make) -> None:
     start = 0
     for expert, end in enumerate(rows.offsets_e.tolist()):
         mine = [t for t, row in enumerate(ids) if expert in row]
-        EXACT.check(rows.data.data[start:end], tokens[mine], f"expert {expert}")
+        EXACT.check(rows.data[start:end], tokens[mine], f"expert {expert}")
         start = end
     assert not rows.probs_R[start:].any() and len(rows.probs_R) == rows.bound
 
@@ -99,7 +98,7 @@ def test_rows_that_hold_nothing_are_zeros_and_weigh_nothing() -> None:
     rows, handle = dispatch(draw(3, 2) + 5, sparse([[0, -1], [-1, -1], [0, 1]], num_experts=3, capacity=4))
     empty = handle.index.token_R < 0
     assert empty.tolist() == [False, False, True, True, False] + [True] * 7
-    EXACT.check(rows.data.data[empty], torch.zeros(9, 2, dtype=torch.float64))
+    EXACT.check(rows.data[empty], torch.zeros(9, 2, dtype=torch.float64))
     EXACT.check(rows.probs_R[empty], torch.zeros(9, dtype=torch.float64))
 
 
@@ -125,5 +124,5 @@ def test_bf16_rows_are_added_up_in_fp32() -> None:
     rows, handle = dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
     data = torch.full((8, 1), 2.0**-9, dtype=torch.bfloat16)
     data[0] = 1.0
-    out = combine(replace(rows, data=Operand(data=data)), handle)
+    out = combine(replace(rows, data=data), handle)
     EXACT.check(out, torch.tensor([[1 + 7 * 2.0**-9]]).bfloat16())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, Operand, RowIndex, internal_dtype
+from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
 from megatron_moe.parallel import exchange
@@ -77,7 +77,7 @@ class AllGatherDispatcher:
             bound = len(tokens_TH) * min(choices.shape[1], self.num_local)
             index, probs_R = first_rows(index, bound), probs_R[:bound]
         rows = DispatchedTokens(
-            data=Operand(data=self.kernels.permute(tokens_TH, index)),
+            data=self.kernels.permute(tokens_TH, index),
             probs_R=probs_R,
             offsets_e=index.offsets_E,
             bound=len(probs_R),
@@ -86,7 +86,7 @@ class AllGatherDispatcher:
 
     def start_combine(self, rows: DispatchedTokens, handle: AllGatherHandle) -> tuple[PendingExchange, torch.dtype]:
         """Adds up this rank's rows per token and sends the sums to the tokens' ranks."""
-        data_RH = rows.data.plain()
+        data_RH = rows.data
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_gathered)
         # etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, Operand, RowIndex
+from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
 from megatron_moe.parallel import exchange
@@ -99,12 +99,12 @@ class AllToAllDispatcher:
         else:
             data_RH = self.kernels.permute(data_RH, order)
             probs_R, offsets_e = self.kernels.gather_probs(probs_R[:, None], order), order.offsets_E
-        rows = DispatchedTokens(data=Operand(data=data_RH), probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held)
+        rows = DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held)
         return rows, AllToAllHandle(pending.index, order, plan, pending.num_tokens)
 
     def start_combine(self, rows: DispatchedTokens, handle: AllToAllHandle) -> tuple[PendingExchange, AllToAllHandle]:
         """Undoes the sorting, adds up the partial results of etp ranks, and sends rows back."""
-        data_RH, plan = rows.data.plain(), handle.plan
+        data_RH, plan = rows.data, handle.plan
         if handle.order is not None:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
         # etp, backward all-gather; ep, backward the same way forth: as many elements as in dispatch

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Operand, RowIndex
+from megatron_moe.kernels.ops import RowIndex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Routing:
 class DispatchedTokens:
     """Token copies grouped by expert slot, as the experts take and return them."""
 
-    data: Operand
+    data: Tensor
     """[R, H] sorted by local expert; rows past offsets_e[-1] hold nothing."""
     probs_R: Tensor
     """Weight of each row; 0 for rows that hold nothing. Applied before the second expert matrix."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, Operand, RowIndex
+from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.moe.token_dispatcher.permute import index_rows
 
@@ -34,7 +34,7 @@ class LocalDispatcher:
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels)
         rows = DispatchedTokens(
-            data=Operand(data=self.kernels.permute(tokens_TH, index)),
+            data=self.kernels.permute(tokens_TH, index),
             probs_R=probs_R,
             offsets_e=index.offsets_E,
             bound=len(index.token_R),
@@ -47,4 +47,4 @@ class LocalDispatcher:
     def finish_combine(self, pending: tuple[DispatchedTokens, LocalHandle]) -> Tensor:
         """[T, H]: the sum of every token's rows."""
         rows, handle = pending
-        return self.kernels.unpermute(rows.data.data, handle.index, handle.num_tokens)
+        return self.kernels.unpermute(rows.data, handle.index, handle.num_tokens)

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.ops import Operand
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import make_dispatcher
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
@@ -53,10 +52,10 @@ CASES = {
 
 def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
     """Experts that apply the probability and leave garbage where nothing is held. Over etp each gives a part."""
-    weighed = rows.data.data * rows.probs_R[:, None] * share
+    weighed = rows.data * rows.probs_R[:, None] * share
     held = torch.arange(len(weighed)) < rows.offsets_e[-1]
     garbage = torch.where(held[:, None], weighed, torch.nan)
-    return replace(rows, data=Operand(data=garbage))
+    return replace(rows, data=garbage)
 
 
 def there_and_back(dispatcher: Any, tokens: Tensor, routing: Any, share: float) -> tuple[DispatchedTokens, Tensor]:
@@ -83,7 +82,7 @@ def test_combine_undoes_dispatch_forward_and_backward(fold, kind, make, case, ca
         chosen = routing.ids_TK >= 0 if routing.map_TE is None else routing.map_TE
         probs.requires_grad_()
         rows, back = there_and_back(kind(EXPERTS, ctx, REFERENCE), tokens, routing, 1 / fold.etp)
-        assert len(rows.data.data) == len(rows.probs_R) == rows.bound >= rows.offsets_e[-1]
+        assert len(rows.data) == len(rows.probs_R) == rows.bound >= rows.offsets_e[-1]
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         grad = draw(len(ids), WIDTH, seed=10 + ctx.rank)
         back.backward(grad)
@@ -123,7 +122,7 @@ def test_each_expert_sees_its_tokens_of_all_ranks_once_and_in_order(fold, kind, 
         routing = sparse(ids, num_experts=EXPERTS, capacity=capacity)
         rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
         starts = [0, *rows.offsets_e.tolist()]
-        groups = [rows.data.data[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+        groups = [rows.data[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
         return ctx.group("ep").rank, ctx.group("edp").rank, groups
 
     results = on_threads(fold, rank)
@@ -159,9 +158,9 @@ def test_bf16_rows_of_one_token_are_added_up_in_fp32_across_ranks(kind) -> None:
             dispatcher.start_dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
         )
         mine = values[2 * ctx.group("ep").rank :][:2].repeat_interleave(rows.offsets_e[0])
-        data = torch.zeros_like(rows.data.data)
+        data = torch.zeros_like(rows.data)
         data[: len(mine), 0] = mine
-        pending = dispatcher.start_combine(replace(rows, data=Operand(data=data)), handle)
+        pending = dispatcher.start_combine(replace(rows, data=data), handle)
         return dispatcher.finish_combine(pending)
 
     for out in on_threads(parallel(2, ep=2), rank):

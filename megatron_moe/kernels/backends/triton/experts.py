@@ -44,8 +44,8 @@ def _launches(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[
     for first in range(0, len(parts), _MOST_PARTS):
         several = parts[first : first + _MOST_PARTS]
         yield (
-            tuple(rows_of(part.grad.plain()) for part in several),
-            tuple(rows_of(part.rows.plain()) for part in several),
+            tuple(rows_of(part.grad) for part in several),
+            tuple(rows_of(part.rows) for part in several),
             tuple(part.offsets_e for part in several),
             accumulate or first > 0,
         )
