@@ -315,13 +315,14 @@ class Kernels(Protocol):
         ...
 
     # rows
-    def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
-        """Rows sorted by expert, stable by token. R = T * K; with `capacity` R = E * capacity and expert e owns rows
-        [e * capacity, (e + 1) * capacity), filled in token order and then empty."""
+    def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
+        """Rows sorted by expert, stable by token. Every expert's rows start and end at multiples of `align`: rows after
+        its last token hold nothing. R = `most_rows(T * K, E, align)`. With `capacity`, rounded up to `align`,
+        R = E * capacity and expert e owns rows [e * capacity, (e + 1) * capacity)."""
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
-        """The same from a dense map; `rows` is R when there is no capacity."""
+        """`sort_rows` from a dense map; `rows` is R when there is no capacity."""
         ...
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -385,6 +386,11 @@ class Kernels(Protocol):
         of `adamw_`
         where no format loses digits. `first`: number of the first element, from which random rounding is drawn."""
         ...
+
+
+def most_rows(num_choices: int, num_experts: int, align: int) -> int:
+    """Rows that no routing exceeds: each expert that has a choice adds at most `align - 1` rows of padding."""
+    return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
 
 
 def internal_dtype(dtype: torch.dtype) -> torch.dtype:

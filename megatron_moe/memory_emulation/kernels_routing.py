@@ -13,6 +13,7 @@ from megatron_moe.kernels.ops import (
     RoutedTokens,
     RowIndex,
     internal_dtype,
+    most_rows,
 )
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.permute import RowCopies
@@ -161,12 +162,13 @@ def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 # rows
 
 
-def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
     if capacity is not None or not ids_TK.numel():
-        return reference.sort_rows(ids_TK, num_experts, capacity)
+        return reference.sort_rows(ids_TK, num_experts, capacity, align)
     ids = ids_TK.contiguous()
     counted = _counted(ids, num_experts)
-    token_R, choice_R = (torch.empty(ids.numel(), device=ids.device, dtype=torch.int64) for _ in range(2))
+    num_rows = most_rows(ids.numel(), num_experts, align)
+    token_R, choice_R = (torch.empty(num_rows, device=ids.device, dtype=torch.int64) for _ in range(2))
     offsets_E = torch.empty(num_experts, device=ids.device, dtype=torch.int32)
     rows_TK = torch.empty_like(ids)
     del counted

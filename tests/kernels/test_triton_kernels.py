@@ -280,10 +280,11 @@ ROUTINGS = pytest.mark.parametrize(
 
 
 @ROUTINGS
-def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, some_empty: bool) -> None:
+@pytest.mark.parametrize("align", [1, 3, 16])
+def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, some_empty: bool, align: int) -> None:
     ids = choices(tokens, topk, experts, some_empty=some_empty)
-    actual = triton_kernels.sort_rows(ids, experts, None)
-    expected = REFERENCE.sort_rows(ids, experts, None)
+    actual = triton_kernels.sort_rows(ids, experts, None, align)
+    expected = REFERENCE.sort_rows(ids, experts, None, align)
     for name in ("token_R", "choice_R", "offsets_E", "rows_TK"):
         mine, theirs = getattr(actual, name), getattr(expected, name)
         assert mine.dtype is theirs.dtype and mine.tolist() == theirs.tolist(), name
@@ -293,7 +294,7 @@ def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, s
 
 def test_rows_of_several_blocks_in_a_stretch_are_those_of_the_reference() -> None:
     ids = choices(4200, 2, 7, some_empty=True)
-    actual, expected = triton_kernels.sort_rows(ids, 7, None), REFERENCE.sort_rows(ids, 7, None)
+    actual, expected = triton_kernels.sort_rows(ids, 7, None, 128), REFERENCE.sort_rows(ids, 7, None, 128)
     EXACT.check(actual.choice_R, expected.choice_R, "choices")
     EXACT.check(actual.rows_TK, expected.rows_TK, "rows")
     EXACT.check(triton_kernels.count_tokens(ids, 7), REFERENCE.count_tokens(ids, 7), "counts")
