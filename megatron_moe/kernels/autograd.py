@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.kernels.ops import GroupedPart, Kernels, internal_dtype
+from megatron_moe.kernels.ops import GroupedPart, Kernels, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 
 
@@ -37,12 +37,15 @@ def linear(
     return out
 
 
-def grouped_linear(kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+def grouped_linear(
+    kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor, index: RowIndex | None = None
+) -> Tensor:
     """rows [R, I] sorted by expert, each times its expert's matrix of weight [e, O, I] -> [R, O].
 
-    Rows past `offsets_e[-1]` are undefined in the result, and in the gradient of `rows`.
+    Rows past `offsets_e[-1]` are undefined in the result, and in the gradient of `rows`. With `index`, `rows` are
+    tokens [tokens, I]: they are saved once for all of their rows, and gathered again in backward.
     """
-    out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -105,24 +108,31 @@ class _Linear(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
-        ctx.kernels, ctx.weight = kernels, weight
+    def forward(
+        ctx: Any, kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor, index: RowIndex | None
+    ) -> Tensor:
+        ctx.kernels, ctx.weight, ctx.index = kernels, weight, index
         ctx.save_for_backward(offsets_e, rows)
+        if index is not None:
+            rows = kernels.permute(rows, index)
         return kernels.grouped_forward(rows, weight, offsets_e)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        kernels, weight = ctx.kernels, ctx.weight
+        kernels, weight, index = ctx.kernels, ctx.weight, ctx.index
         offsets_e, rows = ctx.saved_tensors
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_rows = kernels.grouped_input_grad(grad, weight, offsets_e)
+            if index is not None:
+                grad_rows = kernels.unpermute(grad_rows, index, len(rows))
         if ctx.needs_input_grad[2]:
             # a part may outlive this backward and must not keep the graph that produced the rows
-            part = GroupedPart(grad, rows.detach(), offsets_e)
+            rows = rows.detach() if index is None else kernels.permute(rows.detach(), index)
+            part = GroupedPart(grad, rows, offsets_e)
             grad_weight = give(weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
-        return None, grad_rows, grad_weight, None
+        return None, grad_rows, grad_weight, None, None
 
 
 def give(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:

@@ -35,6 +35,7 @@ from megatron_moe.moe.node_chain import (
     run_chain,
     schedule_steps,
 )
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import gather_from
 from megatron_moe.pipeline.layout import StageLayout, even_layout
@@ -60,12 +61,14 @@ class Decoder(nn.Module):
         ctx: ParallelContext,
         kernels: Kernels,
         saved_tensors: SavedTensorPolicy,
+        expert_comm: ExpertComm | None,
     ) -> None:
         super().__init__()
         self.chunks = tuple(chunks)
         held = [i for chunk in chunks for i in chunk.layers]
         self.by_index = {
-            i: TransformerLayer(config.layers[i], i, f"decoder.layers.{i}", ctx, kernels, saved_tensors) for i in held
+            i: TransformerLayer(config.layers[i], i, f"decoder.layers.{i}", ctx, kernels, saved_tensors, expert_comm)
+            for i in held
         }
         """`layers` by global index."""
         self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
@@ -105,7 +108,8 @@ class GPT(nn.Module):
 
     Args:
         chunks: the stages that this rank holds; none given: one stage that is the whole model.
-        keeping: what waits for the backward in another form; None: nothing.
+        saved_tensors: how tensors are kept for backward; None: unchanged.
+        expert_comm: shared by the dispatchers of all layers; None: every layer makes its own.
     """
 
     def __init__(
@@ -116,9 +120,11 @@ class GPT(nn.Module):
         *,
         chunks: Sequence[StageLayout] = (),
         saved_tensors: SavedTensorPolicy | None = None,
+        expert_comm: ExpertComm | None = None,
     ) -> None:
         super().__init__()
         self.saved_tensors = saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.expert_comm = expert_comm
         self.config = config
         self.ctx = ctx
         self.chunks = tuple(chunks) or whole_model(config)
@@ -127,8 +133,8 @@ class GPT(nn.Module):
         # The head reads the embedding too when they are tied, and so does multi-token prediction.
         if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and config.tied_embeddings:
             self.embedding = Embedding(config, ctx, kernels)
-        self.decoder = Decoder(config, self.chunks, ctx, kernels, saved_tensors)
-        self.mtp = MTP(config, ctx, kernels, saved_tensors) if has_mtp else None
+        self.decoder = Decoder(config, self.chunks, ctx, kernels, saved_tensors, expert_comm)
+        self.mtp = MTP(config, ctx, kernels, saved_tensors, expert_comm) if has_mtp else None
         self.output_layer = Head(config, ctx, kernels) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([config.layers[-1].mixer] if has_mtp else []), ctx)

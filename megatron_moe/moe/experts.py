@@ -1,5 +1,6 @@
 """The routed experts: one MLP each, over rows sorted by expert."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
@@ -56,25 +57,27 @@ class Experts(nn.Module):
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Rows of tokens to rows of results; rows that hold nothing are undefined in the result."""
-        assert rows.index is None, "rows must be sorted by expert already"
-        data_RH, probs_R, offsets_e = rows.data, rows.probs_R, rows.offsets_e
+        data, index, probs_R, offsets_e = rows.data, rows.index, rows.probs_R, rows.offsets_e
         probs: Tensor | None = probs_R
         if self.config.probs_on_input:
-            data_RH, probs = _scale(data_RH, probs_R), None
+            data_RH = data if index is None else self.kernels.permute(data, index)
+            data, index, probs = _scale(data_RH, probs_R), None, None
         elif self.config.probs_on_output:
             probs = None
         used = offsets_e[-1]
-        with self.saved_tensors.stash_rows(data_RH, used), self.saved_tensors.offload_scope("expert_fc1"):
-            ffn_RF = self.linear_fc1(data_RH, offsets_e)
+        # token-major storage has no rows after the last offset, so nothing is gained by a stash
+        stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
+        with stash, self.saved_tensors.offload_scope("expert_fc1"):
+            ffn_RF = self.linear_fc1(data, offsets_e, index=index)
         given = (ffn_RF,) if probs is None else (ffn_RF, probs)
         with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
             act_RF = self._activate(*given)
             forget = self.saved_tensors.discard_output("moe_act", self._activate, given, act_RF)
         with self.saved_tensors.stash_rows(act_RF, used), forget:
-            out_RH = self.linear_fc2(act_RF, offsets_e, probs)
+            out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs)
         if self.config.probs_on_output:
             out_RH = weigh(out_RH, probs_R)
-        return replace(rows, data=out_RH)
+        return replace(rows, data=out_RH, index=None)
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)
@@ -116,14 +119,16 @@ class ExpertStack(nn.Module):
         # of the partial sums over etp ranks, which the dispatcher adds up, the first one has the whole bias
         self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 
-    def forward(self, rows_RI: Tensor, offsets_e: Tensor, probs_R: Tensor | None = None) -> Tensor:
-        """[R, I] -> [R, O]; `probs_R` multiplies the bias."""
-        out_RO = autograd.grouped_linear(self.kernels, rows_RI, self.weight, offsets_e)
+    def forward(
+        self, rows: Tensor, offsets_e: Tensor, *, index: RowIndex | None = None, probs_R: Tensor | None = None
+    ) -> Tensor:
+        """[R, I], or with `index` token-major [tokens, I], -> [R, O]; `probs_R` multiplies the bias."""
+        out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index)
         if self.bias is None:
             return out_RO
         # zero elsewhere, but with its gradient: every etp rank sees all of it, and so their copies stay equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
-        bias_RO = _bias_of_rows(bias_eO, offsets_e, len(rows_RI))
+        bias_RO = _bias_of_rows(bias_eO, offsets_e, len(out_RO))
         return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher, LocalHandle
+from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routings import dense, draw, sparse
 
@@ -31,12 +32,12 @@ EVERY_CAPACITY = pytest.mark.parametrize("capacity", [None, 5, 7])
 
 
 def dispatch(tokens: Tensor, routing: Routing, kernels=REFERENCE) -> tuple[DispatchedTokens, LocalHandle]:
-    dispatcher = LocalDispatcher(kernels)
+    dispatcher = LocalDispatcher(4, ExpertComm(ParallelContext.single(), kernels, LocalDispatcher))
     return dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
 
 
 def combine(rows: DispatchedTokens, handle: LocalHandle, kernels=REFERENCE) -> Tensor:
-    dispatcher = LocalDispatcher(kernels)
+    dispatcher = LocalDispatcher(4, ExpertComm(ParallelContext.single(), kernels, LocalDispatcher))
     return dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.kernels.ops import RowIndex, internal_dtype
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
 from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
 from megatron_moe.parallel import exchange
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import (
     AllGather,
     PendingExchange,
@@ -47,13 +46,13 @@ class AllGatherDispatcher:
     equally many tokens. Rows are sorted by expert, then by rank, then by token."""
 
     host_reads = 0
+    can_overflow = False
 
-    def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self.group = ctx.group("etp_ep")
-        ep = ctx.group("ep")
-        self.num_local = num_experts // ep.size
-        self.first = ep.rank * self.num_local
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        self.kernels = comm.kernels
+        self.group = comm.etp_ep
+        self.num_local = num_experts // comm.ep.size
+        self.first = comm.ep.rank * self.num_local
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllGather:
         """Sends this rank's tokens and their routing to all ranks."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
 from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.collectives import all_gather_flat
@@ -67,13 +67,14 @@ class AllToAllDispatcher:
     source in the order of etp, then ep, then by token."""
 
     host_reads = 1
+    can_overflow = False
 
-    def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self.assumed_load = ctx.assumed_load
-        self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        self.kernels = comm.kernels
+        self.assumed_load = comm.ctx.assumed_load
+        self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
         self.num_local = num_experts // self.ep.size
-        self.places_P = torch.tensor(_arrival_order(ctx), device=ctx.device)
+        self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
         """Sorts rows by expert and sends them off."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
 from megatron_moe.moe.token_dispatcher.permute import index_rows
 
 
@@ -22,9 +22,10 @@ class LocalDispatcher:
     expert's capacity when experts are padded to it. Both halves of an exchange do their work in `finish`."""
 
     host_reads = 0
+    can_overflow = False
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        self.kernels = comm.kernels
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         return tokens_TH, routing

@@ -13,16 +13,15 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.moe.moe_layer import make_dispatcher
+from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.parallel.folded import (
-    moe_config,
     name_of,
     parallel,
 )
@@ -48,6 +47,10 @@ CASES = {
     "some dropped": lambda rank: [[0, -1], [-1, -1], [-1, 7], [(rank + 2) % EXPERTS, (rank + 3) % EXPERTS]],
     "one token": lambda rank: [[rank % EXPERTS, 7 - rank % EXPERTS] if rank % 4 < 3 else [7, -1]],
 }
+
+
+def comm(ctx: ParallelContext, kind: Any) -> ExpertComm:
+    return ExpertComm(ctx, REFERENCE, kind)
 
 
 def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
@@ -81,7 +84,7 @@ def test_combine_undoes_dispatch_forward_and_backward(fold, kind, make, case, ca
         probs = routing.probs_TK if routing.probs_TE is None else routing.probs_TE
         chosen = routing.ids_TK >= 0 if routing.map_TE is None else routing.map_TE
         probs.requires_grad_()
-        rows, back = there_and_back(kind(EXPERTS, ctx, REFERENCE), tokens, routing, 1 / fold.etp)
+        rows, back = there_and_back(kind(EXPERTS, comm(ctx, kind)), tokens, routing, 1 / fold.etp)
         assert len(rows.data) == len(rows.probs_R) == rows.bound >= rows.offsets_e[-1]
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         grad = draw(len(ids), WIDTH, seed=10 + ctx.rank)
@@ -100,7 +103,7 @@ def test_all_to_all_takes_different_numbers_of_tokens_from_ranks_none_too(fold, 
         ids = [[(t + ctx.rank) % EXPERTS, (3 * t + ctx.rank + 1) % EXPERTS] for t in range(num_tokens[ctx.rank])]
         ids = [row if row[0] != row[1] else [row[0], -1] for row in ids]
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
-        dispatcher = AllToAllDispatcher(EXPERTS, ctx, REFERENCE)
+        dispatcher = AllToAllDispatcher(EXPERTS, comm(ctx, AllToAllDispatcher))
         _, back = there_and_back(dispatcher, tokens, sparse(ids, num_experts=EXPERTS), 1 / fold.etp)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         back.backward(torch.ones_like(back))
@@ -118,7 +121,7 @@ def test_each_expert_sees_its_tokens_of_all_ranks_once_and_in_order(fold, kind, 
     def rank(ctx: ParallelContext) -> tuple[int, int, list[list[list[float]]]]:
         ids = CASES["ranks differ"](ctx.rank)
         tokens = torch.tensor([[float(ctx.rank), float(t), 1.0] for t in range(len(ids))], dtype=torch.float64)
-        dispatcher = kind(EXPERTS, ctx, REFERENCE)
+        dispatcher = kind(EXPERTS, comm(ctx, kind))
         routing = sparse(ids, num_experts=EXPERTS, capacity=capacity)
         rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
         starts = [0, *rows.offsets_e.tolist()]
@@ -196,7 +199,7 @@ def dispatched(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Co
         tokens = draw(4, WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(CASES["spread"](0), num_experts=EXPERTS, capacity=capacity)
         routing.probs_TK.requires_grad_()
-        _, back = there_and_back(kind(EXPERTS, ctx, REFERENCE), tokens, routing, 1.0)
+        _, back = there_and_back(kind(EXPERTS, comm(ctx, kind)), tokens, routing, 1.0)
         back.sum().backward()
 
     with counted_traffic() as traffic:
@@ -269,7 +272,7 @@ def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeyp
         monkeypatch.setattr(Tensor, name, counting(name))
 
     def rank(ctx: ParallelContext, kind: Any, capacity: int | None) -> None:
-        dispatcher = kind(EXPERTS, ctx, REFERENCE)
+        dispatcher = kind(EXPERTS, comm(ctx, kind))
         routing = sparse(CASES["spread"](0), num_experts=EXPERTS, capacity=capacity)
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
         dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
@@ -287,7 +290,7 @@ def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeyp
 
 def test_the_spec_chooses_the_dispatcher_and_one_rank_needs_none() -> None:
     def rank(ctx: ParallelContext) -> list[type]:
-        return [type(make_dispatcher(moe_config(dispatcher=d), ctx, REFERENCE)) for d in ("allgather", "alltoall")]
+        return [new_expert_comm(d, ctx, REFERENCE).dispatcher for d in ("allgather", "alltoall")]
 
     assert on_threads(parallel(2, ep=2), rank)[0] == [AllGatherDispatcher, AllToAllDispatcher]
     assert on_threads(parallel(2), rank)[0] == [LocalDispatcher, LocalDispatcher]
