@@ -49,8 +49,8 @@ CASES = {
 }
 
 
-def comm(ctx: ParallelContext, kind: Any) -> ExpertComm:
-    return ExpertComm(ctx, REFERENCE, kind)
+def comm(ctx: ParallelContext, kind: Any, kernels: Any = REFERENCE) -> ExpertComm:
+    return ExpertComm(ctx, kernels, kind)
 
 
 def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
@@ -156,7 +156,7 @@ def test_bf16_rows_of_one_token_are_added_up_in_fp32_across_ranks(kind) -> None:
 
     def rank(ctx: ParallelContext) -> Tensor:
         routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
-        dispatcher = kind(4, ctx, REFERENCE)
+        dispatcher = kind(4, comm(ctx, kind))
         rows, handle = dispatcher.finish_dispatch(
             dispatcher.start_dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
         )
@@ -180,7 +180,7 @@ def test_fast_kernels_bring_every_token_back_too(kind, case) -> None:
         ids = CASES[case](ctx.rank)
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(ids, num_experts=EXPERTS)
-        _, back = there_and_back(kind(EXPERTS, ctx, native), tokens, routing, 0.5)
+        _, back = there_and_back(kind(EXPERTS, comm(ctx, kind, native)), tokens, routing, 0.5)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
 
     on_threads(parallel(4, ep=2, etp=2), rank)
