@@ -79,8 +79,8 @@ def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtyp
 
 def discover(folder: Path) -> list[Backend]:
     """Every backend file of a folder, by name. Imports none of them."""
-    paths = sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
-    return [read(path) for path in paths]
+    paths = [*(path for path in folder.glob("*.py") if path.stem != "__init__"), *folder.glob("*/backend.py")]
+    return sorted((read(path) for path in paths), key=lambda backend: backend.name)
 
 
 def read(path: Path) -> Backend:
@@ -95,7 +95,7 @@ def read(path: Path) -> Backend:
     assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, has {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
     assert not unknown, f"{path} provides ops that the contract does not know: {sorted(unknown)}"
-    module = f"{__package__}.backends.{path.stem}"
+    module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
     return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], by_wish, module)
 
 

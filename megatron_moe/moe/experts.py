@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
-from megatron_moe.moe.token_dispatcher.permute import expert_of_rows
-from megatron_moe.moe.weigh import weigh
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
@@ -143,3 +141,36 @@ def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
     """Rows times their probability, in the internal dtype."""
     wide = internal_dtype(rows_RH.dtype)
     return (rows_RH.to(wide) * probs_R.to(wide)[:, None]).to(rows_RH.dtype)
+
+
+def weigh(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+    """Rows [R, H] times probabilities [R], for probabilities applied to the experts' output.
+
+    Rows with probability 0 hold nothing: their result and gradient are 0. Arithmetic is in the internal dtype; the rows
+    are saved for backward in their own dtype.
+    """
+    weighed: Tensor = _Weigh.apply(rows_RH, probs_R)  # type: ignore[no-untyped-call]
+    return weighed
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RH, probs_R)
+        return _times(rows_RH, probs_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad_RH,), (rows_RH, probs_R) = grads, ctx.saved_tensors
+        grad_rows = grad_probs = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _times(grad_RH, probs_R)
+        if ctx.needs_input_grad[1]:
+            products_RH = grad_RH.to(internal_dtype(grad_RH.dtype), copy=True).mul_(rows_RH)
+            grad_probs = products_RH.sum(dim=-1).masked_fill_(probs_R == 0, 0).to(probs_R.dtype)
+        return grad_rows, grad_probs
+
+
+def _times(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+    wide = internal_dtype(rows_RH.dtype)
+    return (rows_RH * probs_R.to(wide)[:, None]).masked_fill_((probs_R == 0)[:, None], 0).to(rows_RH.dtype)

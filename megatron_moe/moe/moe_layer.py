@@ -12,7 +12,6 @@ from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
-from megatron_moe.moe.latent import latent_projections
 from megatron_moe.moe.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
@@ -194,6 +193,16 @@ def _shared_first(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> 
 def _shared_second(shared: SharedExperts, state: LayerState, meta: TokenMeta) -> LayerState:
     with state.discard:
         return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
+
+
+def latent_projections(
+    hidden_size: int, latent_size: int, ctx: ParallelContext, kernels: Kernels
+) -> tuple[Linear, Linear]:
+    """Projections of latent MoE: W [L, H] before dispatch and W [H, L] after combine, so that dispatch and experts work
+    on L < H channels. Router and shared experts receive the full width."""
+    into = Linear(hidden_size, latent_size, ctx, kernels)
+    out_of = Linear(latent_size, hidden_size, ctx, kernels, init="output")
+    return into, out_of
 
 
 def new_expert_comm(kind: str, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:

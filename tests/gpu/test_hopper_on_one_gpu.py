@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.backends import hopper_kernels
+from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers.tolerances import (
     BF16_KERNEL,

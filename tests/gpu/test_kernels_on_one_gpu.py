@@ -21,7 +21,7 @@ from megatron_moe.config.moe import (
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import TokenMeta
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.ops import GroupedPart, Kernels
 from megatron_moe.kernels.reference_routing import count_tokens
 from megatron_moe.kernels.registry import select_kernels

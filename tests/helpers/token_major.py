@@ -6,8 +6,7 @@ from megatron_moe.moe.token_dispatcher.allgather import (
     AllGatherHandle,
     PendingAllGather,
 )
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm
-from megatron_moe.moe.token_dispatcher.permute import index_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, index_rows
 
 
 class TokenMajorDispatcher(AllGatherDispatcher):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.kernels.backends import hopper_kernels
+from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper.tiles import aligned, rows_by_slice
 from megatron_moe.kernels.kernel_set import Priority
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.kernel_set import MATRIX_PRODUCTS, OPS, KernelSet, Selection
 from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
 from megatron_moe.kernels.sequential_grouped_gemm import sequential

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.ops import RowIndex
 from tests.helpers.tolerances import EXACT, FP64_REF
 

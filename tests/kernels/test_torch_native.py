@@ -12,7 +12,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import autograd, registry
-from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers import kernel_comparison
@@ -207,7 +207,7 @@ def repeating() -> Iterator[None]:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.attention")
+    monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.backend.attention")
     config = CoreAttentionConfig(softmax_scale=0.3, causal=causal)
     inputs = [draw(65, 2, 2, 24), draw(65, 2, 1, 24, seed=1), draw(65, 2, 1, 12, seed=2)]
     compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs, torch.float32)

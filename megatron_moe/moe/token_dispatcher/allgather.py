@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
-from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.exchange import (
     AllGather,

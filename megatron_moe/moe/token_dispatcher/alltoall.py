@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
-from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext

@@ -4,7 +4,7 @@ dispatch(tokens, routing) -> (rows, handle); combine(rows, handle) -> tokens. Ea
 that a schedule can put work between them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -117,3 +117,28 @@ class ExpertComm:
             return None
         # world: 4 bytes
         return all_reduce_(self.overflow.float(), self.ctx.group("world"), "max") > 0
+
+
+def index_rows(routing: Routing, kernels: Kernels) -> tuple[RowIndex, Tensor]:
+    """Rows of a routing, sorted by expert and then by token, and the probability of each [R].
+
+    R is known to the host: T * K (T * E in the dense form), or E * capacity when experts are padded to their capacity.
+    """
+    if routing.map_TE is not None:
+        assert routing.ids_TK is None and routing.probs_TE is not None, "a routing is sparse or dense"
+        index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
+        return index, kernels.gather_probs(routing.probs_TE, index)
+    assert routing.ids_TK is not None and routing.probs_TK is not None, "a routing is sparse or dense"
+    index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity)
+    return index, kernels.gather_probs(routing.probs_TK, index)
+
+
+def first_rows(index: RowIndex, num_rows: int) -> RowIndex:
+    """Index of the first `num_rows` rows; the others must hold nothing."""
+    return replace(index, token_R=index.token_R[:num_rows], choice_R=index.choice_R[:num_rows])
+
+
+def expert_of_rows(offsets_e: Tensor, num_rows: int) -> Tensor:
+    """int64 [R]: local expert of each row; e for rows after the last offset."""
+    rows = torch.arange(num_rows, device=offsets_e.device, dtype=offsets_e.dtype)
+    return torch.searchsorted(offsets_e, rows, right=True)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
-from megatron_moe.moe.token_dispatcher.permute import index_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, index_rows
 
 
 @dataclass(frozen=True)

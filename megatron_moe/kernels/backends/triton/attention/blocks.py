@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
-from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.merge import merge

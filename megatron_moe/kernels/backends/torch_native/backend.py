@@ -18,7 +18,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
-from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.low_precision_state import PackedState, round_weights
 from megatron_moe.kernels.ops import (
