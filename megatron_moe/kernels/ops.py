@@ -1,4 +1,4 @@
-"""The contract of the kernels: every op with shapes, dtypes and meaning.
+"""Interface of the kernels: every op with shapes, dtypes and semantics.
 
 `reference.py` defines each op in plain torch; every backend is tested against it. Letters are those of docs/shapes.md.
 Internals run in promote(fp32, input dtype); outputs have the input's dtype unless an op says otherwise. Ops marked
@@ -57,7 +57,7 @@ class GroupedPart(NamedTuple, Generic[Matrix]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowIndex:
-    """Where every row of the expert-sorted order comes from. All on the device, sizes known to the host."""
+    """Source of every row of the expert-sorted order. All on the device, sizes known to the host."""
 
     token_R: Tensor
     """int64 token of each row, -1: the row holds nothing."""
@@ -71,15 +71,15 @@ class RowIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionSpan:
-    """Which places of the whole sequence some rows hold; masks follow from places and segments."""
+    """Positions of some rows in the whole sequence; positions and segments define the mask."""
 
     chunks: tuple[range, ...]
-    """Consecutive places, known to the host; the rows stand in this order."""
+    """Ranges of consecutive positions, known to the host, in the order of the rows."""
     segments_BS: Tensor | None = None
     """int64 number of the document of every row; attention stays inside it. None: one document."""
 
     def places(self, device: torch.device) -> Tensor:
-        """int64 place of every row."""
+        """int64 position of every row."""
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks])
 
     def rows(self, start: int, stop: int) -> "PositionSpan":
@@ -95,7 +95,7 @@ class PositionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWStep:
-    """What one step of AdamW does to a stretch of state."""
+    """Parameters of one AdamW step."""
 
     lr: float
     beta1: float
@@ -113,7 +113,7 @@ class AdamWStep:
 
 
 class BalanceSums(NamedTuple):
-    """What balancing losses look at, per set of tokens: the plain scores, without groups, bias or dropping."""
+    """Sums for balancing losses, per set of tokens: plain scores, without groups, bias or dropping."""
 
     scores_GE: Tensor
     """Sums over tokens of the scores scaled to add up to 1 per token, in promote(fp32, dtype). Differentiable."""
@@ -122,7 +122,7 @@ class BalanceSums(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """What a router finds about the tokens of a microbatch."""
+    """Result of the op `route` for the tokens of a microbatch."""
 
     ids_TK: Tensor
     """int64, in descending score; -1: none."""
@@ -136,7 +136,7 @@ class RoutedTokens(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The bundle that modules receive. One attribute per op."""
+    """Kernel set that modules receive. One attribute per op."""
 
     # matrix products: forward, input gradient and weight gradient are three ops, so that quantised storage and delayed
     # weight gradients need no new interface
@@ -232,7 +232,7 @@ class Kernels(Protocol):
         ...
 
     # attention between two parts of a sequence, for context parallelism: two ops, because the backward of one part
-    # needs what the forward found over all parts
+    # needs the forward's output and log-sum-exp over all parts
     def attention_block(
         self,
         q_SBND: Tensor,
@@ -322,7 +322,7 @@ class Kernels(Protocol):
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
-        """`sort_rows` from a dense map; `rows` is R when there is no capacity."""
+        """Form of `sort_rows` for a dense map; `rows` is R when there is no capacity."""
         ...
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -341,9 +341,9 @@ class Kernels(Protocol):
 
     # rows in pages
     def pack_rows(self, rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
-        """Copies the first `valid` (int32 scalar on the device) rows to free pages, and takes these -> table int32
-        [stretches of R rows]: the page of every stretch that has a valid row, `NONE` behind them. If there are too few
-        free pages, none is taken, `NO_ROOM` stands for each, and `pages.overflowed` becomes 1."""
+        """Copies the first `valid` (int32 scalar on the device) rows to free pages and allocates these -> table int32
+        [stretches of R rows]: the page of every stretch with a valid row, then `NONE`. If there are too few free pages,
+        none is allocated, every entry is `NO_ROOM`, and `pages.overflowed` becomes 1."""
         ...
 
     def unpack_rows(self, table: Tensor, num_rows: int, pages: Pages) -> Tensor:
@@ -351,7 +351,7 @@ class Kernels(Protocol):
         ...
 
     def free_pages(self, table: Tensor, pages: Pages) -> None:
-        """The pages of a table are free again."""
+        """Frees the pages of a table."""
         ...
 
     # optimizer, over flat buffers
@@ -382,9 +382,8 @@ class Kernels(Protocol):
         weights: Tensor | None = None,
         first: int = 0,
     ) -> None:
-        """The same on state in the formats of `kernels/low_precision_state.py`, with arithmetic in fp32: the numbers
-        of `adamw_`
-        where no format loses digits. `first`: number of the first element, from which random rounding is drawn."""
+        """`adamw_` on state in the formats of `kernels/low_precision_state.py`, with arithmetic in fp32. `first`: index
+        of the first element, which keys the stochastic rounding."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The meaning of the ops of routing and rows, in plain torch; see `reference.py`. Nothing here reads the host."""
+"""Reference implementation of the ops for routing and rows; see `reference.py`. Never synchronises with the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -114,7 +114,7 @@ def sums_of_sets(values_TE: Tensor, num_sets: int) -> Tensor:
 
 
 def count_in_sets(ids_TK: Tensor, num_experts: int, num_sets: int) -> Tensor:
-    """int64 [G, E]: every set gets experts of its own."""
+    """int64 [G, E]: counts per set of tokens; token t belongs to set t % G."""
     set_T = torch.arange(len(ids_TK), device=ids_TK.device) % num_sets
     own_TK = torch.where(ids_TK < 0, -1, ids_TK + set_T[:, None] * num_experts)
     return count_tokens(own_TK, num_sets * num_experts).view(num_sets, num_experts)

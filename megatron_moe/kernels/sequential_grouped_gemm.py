@@ -1,4 +1,4 @@
-"""Grouped products as a loop of plain ones, with whatever backend computes those."""
+"""Grouped products as a loop over experts of the linear products of a kernel set."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ REASON = "loop over experts"
 
 
 def sequential(kernels: Kernels) -> KernelSet:
-    """The bundle with its grouped products made of its linear ones, expert by expert. Reads offsets on the host."""
+    """Kernel set whose grouped products loop over experts. Reads the offsets on the host."""
 
     def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
         out_RO = rows.new_zeros(rows.shape[0], weight.shape[1])

@@ -1,4 +1,4 @@
-"""Losses that keep the experts evenly used, how they enter the gradient, and the update once per global batch.
+"""Balancing losses, their path into the gradient, and the update of expert biases once per global batch.
 
 All balancing losses are L = E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961 eq. 4): f_e the share of expert e
 among all choices, P_e its mean score. L is 1 when the choices are even and E / K when all tokens choose the same K
@@ -51,8 +51,8 @@ class _AttachLosses(torch.autograd.Function):
 
 
 def attach_losses(carrier: Tensor, losses: Sequence[Tensor], coeffs: Sequence[float], scale: Tensor | float) -> Tensor:
-    """`carrier`, unchanged; in the backward the scalars `losses`, of one dtype, take part in the objective, each with
-    weight `scale` times its coefficient. Nobody reads their sum, so it is not computed."""
+    """Returns `carrier` unchanged; backward adds the gradient of the scalar `losses` (of one dtype), each times `scale`
+    and its coefficient."""
     return _AttachLosses.apply(carrier, coeffs, scale, *losses)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -73,7 +73,7 @@ class BatchTokens:
         return max(self.num_whole, 1) if self.valid_T is None else self.per_sequence().sum().clamp(min=1)
 
     def per_sequence(self) -> Tensor:
-        """int64 [B], where there may be padding; counted when first asked for."""
+        """int64 [B] valid tokens per sequence, for microbatches with padding; computed on first use."""
         if self._per_sequence_B is None:
             assert self.valid_T is not None, "without padding all sequences are as long"
             # tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
@@ -108,7 +108,7 @@ class BalancingLosses:
         return self._mean_loss(counts_GE if len(counts_GE) == 1 else counts_GE.sum(dim=0, keepdim=True), self._topk)
 
     def over_sequences(self) -> Tensor:
-        """Mean of the losses of the sequences. A sequence of padding alone is no sequence."""
+        """Mean of the losses of the sequences, without sequences of padding alone."""
         return self._mean_loss(self._whole_counts(), self._topk)
 
     def with_shares_of(self, counts_E: Tensor) -> Tensor:
@@ -153,16 +153,16 @@ class BalancedRouter(Protocol):
         ...
 
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
-        """Moves expert bias and thresholds by the summed counts, unless `proceed` is False, and forgets the counts."""
+        """Updates expert bias and thresholds from the summed counts unless `proceed` is False; clears the counts."""
         ...
 
 
 def update_routers(
     routers: Sequence[BalancedRouter], context: ParallelContext, *, proceed: Tensor | None = None
 ) -> None:
-    """Moves the routers' biases and thresholds; to be called once per global batch, after the last backward.
+    """Updates the routers' biases and thresholds; called once per global batch, after the last backward.
 
-    `proceed`: bool scalar on the device, False after a bad step: then nothing moves. Counts are forgotten in any case.
+    `proceed`: bool scalar on the device, False after a bad step: no update. Counts are cleared in any case.
     """
     parts = [router.batch_sums() for router in routers]
     if not parts:

@@ -21,15 +21,15 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 class Experts(nn.Module):
     """fc2_e(p * act(fc1_e(x))) for every row x with probability p of every expert e.
 
-    The probability stands before the second matrix, so that combining is a plain sum and the result of the second
-    matrix need not be kept for the backward (memory-efficient permutation); a bias of the second matrix is multiplied
-    by it. With `probs_on_input` it multiplies x instead, and nothing else; with `probs_on_output` the result with its
-    bias, which is then kept (the standard permutation).
+    The probability is applied before the second matrix, so that combine is a plain sum and the output of the second
+    matrix is not saved for backward (memory-efficient permutation); a bias of the second matrix is multiplied by it.
+    With `probs_on_input` it multiplies x only; with `probs_on_output` it multiplies the output and its bias, and the
+    output is saved (standard permutation).
 
-    All experts of this rank share two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2`
-    [e, H, F], multiplied as one grouped product or one by one. An expert without rows gets a gradient of zero. Over ep
-    ranks each has a range of the experts; over etp ranks a range of the F columns, gate and up alike, so that results
-    are partial sums, which the dispatcher adds up when it combines.
+    The experts of a rank are two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2` [e, H, F],
+    computed as one grouped product or one by one. An expert without rows has a gradient of zero. Each ep rank has a
+    range of the experts; each etp rank has a range of the F columns, of gate and up alike, so that outputs are partial
+    sums that the dispatcher adds in combine.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Experts(nn.Module):
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.config = config
-        # where tensors have no data there are no offsets to read, and one product takes as much as many
+        # meta tensors have no offsets to read, and one product has the same memory
         one_product = config.grouped or ctx.device.type == "meta"
         self.kernels = kernels if one_product else sequential(kernels)
         fan = config.activation.fan
@@ -54,7 +54,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
-        """Rows of tokens to rows of results; rows that hold nothing are undefined in the result."""
+        """Rows of tokens -> rows of outputs; rows that hold nothing are undefined in the output."""
         data, index, probs_R, offsets_e = rows.data, rows.index, rows.probs_R, rows.offsets_e
         probs: Tensor | None = probs_R
         if self.config.probs_on_input:
@@ -124,7 +124,7 @@ class ExpertStack(nn.Module):
         out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index)
         if self.bias is None:
             return out_RO
-        # zero elsewhere, but with its gradient: every etp rank sees all of it, and so their copies stay equal
+        # zero on the other etp ranks, but with the full gradient, so that all copies stay equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
         bias_RO = _bias_of_rows(bias_eO, offsets_e, len(out_RO))
         return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)

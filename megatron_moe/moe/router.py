@@ -1,4 +1,4 @@
-"""The router: given tokens, which experts do they visit, and with what weight.
+"""Router: selects the experts of each token and their weights.
 
 Order of work: input jitter, gate matrix, forced logits (benchmarks), choice and all sums over tokens in one op,
 capacity, losses, counts.
@@ -91,7 +91,7 @@ class Router(nn.Module):
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
         self._counts_ahead: dict[Key | None, Tensor] = {}
-        """By microbatch the counts of the global loss that a first forward took and that its second one will take."""
+        """Counts of the global loss per microbatch, stored by the forward for its recomputation."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None

@@ -13,12 +13,12 @@ from megatron_moe.parallel.context import ProcessGroup
 def record_load(
     metrics: MetricAccumulator, layer: int, counts_E: Tensor, group: ProcessGroup, *, dropless: bool = False
 ) -> None:
-    """Records how evenly one microbatch was spread. `counts_E`: tokens of this rank that asked for each expert, before
-    any drop; the ranks of `group` share the microbatch. `dropless`: all that asked were served.
+    """Records the load balance of one microbatch. `counts_E`: tokens of this rank routed to each expert, before drops;
+    the ranks of `group` share the microbatch. `dropless`: no token was dropped.
 
     moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664)
     moe/load_entropy       entropy of the shares of the load / log E: 1 even, 0 all on one expert
-    moe/dead_experts       experts that no token asked for
+    moe/dead_experts       experts without tokens
     moe/tokens_per_expert  [E], summed over microbatches and ranks
     moe/dropped_tokens     0, where `dropless`; else see `record_drops`
     """

@@ -14,9 +14,9 @@ from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllGather, run
 
 SINKHORN_TOLERANCE = 1e-4
-"""Of the mean change of the expert scales between two iterations (Megatron's)."""
+"""Bound of the mean change of the expert scales between two iterations (Megatron's)."""
 SINKHORN_ITERATIONS = 64
-"""At most; the loop runs this often and stands still once the tolerance is met, so that the host need not ask."""
+"""Iterations; after the tolerance is met they change nothing, which avoids a host synchronisation."""
 _SINKHORN_EPS = 1e-8
 
 

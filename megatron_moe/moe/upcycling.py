@@ -1,4 +1,4 @@
-"""Upcycling: the weights of an MoE layer from those of a dense MLP, so that training starts where the dense model was.
+"""Upcycling: weights of an MoE layer from those of a dense MLP, so that training continues from the dense model.
 
 Plain (arXiv 2212.05055): every expert is a copy of the MLP. Granular (arXiv 2410.07524): the MLP is cut along its ffn
 width into g slices, g = dense ffn / expert ffn. Experts i * g ... i * g + g - 1 hold the g slices and form virtual
@@ -24,7 +24,7 @@ class Upcycled:
     """Weights of one MoE layer, and whether they compute what the dense MLP computed."""
 
     weights: dict[str, Tensor]
-    """By name below the layer: router.weight, experts.linear_fc1.weight, ..."""
+    """Weights by name inside the layer: router.weight, experts.linear_fc1.weight, ..."""
     inexact: str | None
     """Why the layer's output is not the dense MLP's, for a warning; None: it is, up to rounding."""
 

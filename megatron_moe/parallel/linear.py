@@ -1,4 +1,4 @@
-"""A matrix with an optional bias, cut over tensor parallel ranks by columns, by rows, or not at all."""
+"""Linear layer, sharded over tensor-parallel ranks by columns, by rows, or not at all."""
 
 from functools import partial
 from typing import Literal
@@ -21,15 +21,16 @@ from megatron_moe.parallel.tensor_parallel import (
 class Linear(nn.Module):
     """y = x W^T + b with W [outputs, inputs].
 
-    `tp_dim` says which dim of W tensor parallelism cuts (Megatron-LM, arXiv 1909.08053 section 3):
+    `tp_dim` is the dim of W that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
 
-    0     a rank has some of the outputs (heads, ffn channels). x is the residual stream; y is cut along its last dim.
-    1     a rank takes some of the inputs. x is cut along its last dim; y, summed over the ranks, is the residual
-          stream, and the bias is added once, after the sum.
-    None  every rank has the whole matrix. Under sequence parallelism it multiplies its own positions.
+    0     column parallel: a rank has a shard of the outputs (heads, ffn channels). x is the residual stream; y is
+          sharded along its last dim.
+    1     row parallel: a rank has a shard of the inputs. x is sharded along its last dim; y, summed over the ranks, is
+          the residual stream, and the bias is added once, after the sum.
+    None  replicated. Under sequence parallelism every rank multiplies its own positions.
 
-    The residual stream holds all positions on every rank, or under sequence parallelism (arXiv 2205.05198 section
-    4.2.2) a rank's own ones. `splits`: see `ParamMeta`; `init` is "output" for a matrix that writes to the residual
+    The residual stream has all positions on every rank, or under sequence parallelism (arXiv 2205.05198 section 4.2.2)
+    the rank's own positions. `splits`: see `ParamMeta`; `init` is "output" for a matrix that writes to the residual
     stream.
     """
 
@@ -75,7 +76,7 @@ class Linear(nn.Module):
             self.bias = new_parameter((outputs,), bias_meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs], of which the cut dim is this rank's share; dim 0 is S."""
+        """[..., inputs] -> [..., outputs]; dim 0 is S, and a sharded dim has this rank's shard."""
         if self.tp_dim == 0:
             return column_product(x, self.weight, self.bias, self.ctx, self.kernels)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:

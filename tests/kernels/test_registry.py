@@ -105,7 +105,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         "transformer_engine or triton."
     )
     assert "'rms' does not exist; the ops are linear_forward" in refusal(KernelConfig(per_op=(("rms", "reference"),)))
-    assert "'aten', asked for 'rope', does not exist" in refusal(KernelConfig(per_op=(("rope", "aten"),)))
+    assert "'aten', requested for 'rope', does not exist" in refusal(KernelConfig(per_op=(("rope", "aten"),)))
 
 
 def test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives() -> None:

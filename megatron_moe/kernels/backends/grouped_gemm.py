@@ -1,6 +1,6 @@
 """Grouped products by the package grouped-gemm (tgale96/grouped_gemm, CUTLASS or cuBLAS), in bf16.
 
-It wants the rows of every expert on the host, which makes the host wait once per product; `auto` does not take it.
+It needs the rows of every expert on the host: one synchronisation per product. `auto` does not select it.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def _weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Tensor, acc
     held = int(sizes_e.sum())
     a, b = (x[:held].contiguous() for x in (grad, rows))
     product = backend.gmm(a, b, sizes_e, trans_a=True, trans_b=False) if held else out.new_zeros(out.shape)
-    # an expert without rows has no product, and what the package leaves there is not defined
+    # the package leaves the gradient of an expert without rows undefined
     empty_e = (sizes_e == 0).to(out.device)[:, None, None]
     reference.store(out, product.to(out.dtype).masked_fill(empty_e, 0), accumulate)
 

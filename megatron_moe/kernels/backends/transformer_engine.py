@@ -1,7 +1,7 @@
 """Ops by NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
 
-For comparison, and for those who trust it: our own kernels are faster, so `auto` leaves it alone. Its grouped products
-want the rows of every expert on the host, which makes the host wait once per product.
+Selected by name only, for comparison: our own kernels are faster. Its grouped products need the rows of every expert on
+the host: one synchronisation per product.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     return Support(Priority.YES, reasons.get(op, "its kernel"))
 
 
-# matrix products: its operands stand in the order weight, input, and "TN" multiplies input by weight transposed
+# matrix products: the order of the operands is weight, input, and "TN" multiplies input by weight transposed
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""The all-gather dispatcher: every rank gets the tokens of all ranks and keeps the rows of its own experts.
+"""All-gather dispatcher over etp x ep ranks: every rank receives all tokens and keeps the rows of its own experts.
 
-Over etp x ep ranks. What the experts of a rank give is added up per token, and a reduce-scatter adds up the ranks: over
-ep different experts, over etp partial sums of the same ones. Simple and without splits, for few ranks.
+Expert outputs are summed per token, and a reduce-scatter sums over ranks: over ep different experts, over etp partial
+sums of the same ones. Needs no split sizes; for few ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from megatron_moe.parallel.exchange import (
 
 @dataclass(frozen=True)
 class AllGatherHandle:
-    """What combine needs of dispatch."""
+    """State of a dispatch for combine."""
 
     index: RowIndex
     num_gathered: int
@@ -30,7 +30,7 @@ class AllGatherHandle:
 
 @dataclass(frozen=True)
 class PendingAllGather:
-    """Tokens and their routing on their way to all ranks."""
+    """All-gathers of tokens and routing in progress."""
 
     tokens: PendingExchange
     choices: PendingExchange
@@ -40,9 +40,9 @@ class PendingAllGather:
 
 
 class AllGatherDispatcher:
-    """The host reads nothing: buffers have the bound that no routing exceeds, every token of every rank at as many of
-    this rank's experts as it can visit, or every expert's capacity when experts are padded to it. All ranks must have
-    equally many tokens. Rows are sorted by expert, then by rank, then by token."""
+    """Dispatches without host synchronisation: buffers have the bound that no routing exceeds, (tokens of all ranks) *
+    min(K, local experts), or the experts' capacity when they are padded to it. All ranks must have equally many tokens.
+    Rows are sorted by expert, then by rank, then by token."""
 
     host_reads = 0
     can_overflow = False
@@ -54,7 +54,7 @@ class AllGatherDispatcher:
         self.first = comm.ep.rank * self.num_local
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllGather:
-        """Sends this rank's tokens and their routing to all ranks."""
+        """Starts the all-gathers of tokens and routing."""
         everyone = AllGather(self.group)
         dense = routing.map_TE is not None
         choices, probs = (routing.map_TE, routing.probs_TE) if dense else (routing.ids_TK, routing.probs_TK)
@@ -83,7 +83,7 @@ class AllGatherDispatcher:
         return rows, AllGatherHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: AllGatherHandle) -> tuple[PendingExchange, torch.dtype]:
-        """Adds up this rank's rows per token and sends the sums to the tokens' ranks."""
+        """Sums this rank's rows per token and starts the reduce-scatter to the tokens' ranks."""
         data_RH = rows.data
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_gathered)

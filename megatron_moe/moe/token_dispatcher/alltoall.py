@@ -1,7 +1,7 @@
-"""The all-to-all dispatcher: every row goes to the rank of its expert, and its result comes back.
+"""All-to-all dispatcher: sends every row to the rank of its expert, and its output back.
 
-Over ep ranks an all-to-all carries rows sorted by expert. Over etp ranks, each of which holds a slice of the same
-experts, rows are gathered before the experts and their partial sums are reduced after them.
+An all-to-all over ep exchanges rows sorted by expert. Over etp, whose ranks hold slices of the same experts, rows are
+gathered before the experts and their partial sums are reduce-scattered after them.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from megatron_moe.parallel.grid import expert_grid
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How many rows go where. All ranks of etp x ep come to plans that fit each other."""
+    """Split sizes of one exchange. The plans of all etp x ep ranks match."""
 
     there: AllToAll
     """Over ep, by the rank of the expert."""
     over_etp: AllGather
     num_sent: int
     num_held: int
-    """Rows that the experts of this rank get, from all ranks of etp x ep."""
+    """Rows of this rank's experts, from all etp x ep ranks."""
     counts_Pe: Tensor
     """int64 rows that every source sends to every local expert, in the order in which they arrive: the ranks of ep
     within those of etp."""
@@ -39,7 +39,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class AllToAllHandle:
-    """What combine needs of dispatch."""
+    """State of a dispatch for combine."""
 
     index: RowIndex
     """From tokens to the rows sent."""
@@ -51,7 +51,7 @@ class AllToAllHandle:
 
 @dataclass(frozen=True)
 class PendingAllToAll:
-    """Rows and probabilities on their way to the experts."""
+    """Exchange of rows and probabilities in progress."""
 
     rows: PendingExchange
     probs: PendingExchange
@@ -61,8 +61,8 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """Buffers hold exactly the rows that come, so the host reads the counts once; not when experts are padded to their
-    capacity, which is known. Then all ranks must have equally many tokens. The order of rows is: by expert, then by
+    """Buffers have exactly the received rows, so the host reads the counts once per dispatch. With experts padded to
+    their capacity it reads nothing, and all ranks must have equally many tokens. Rows are sorted by expert, then by
     source in the order of etp, then ep, then by token."""
 
     host_reads = 1
@@ -76,7 +76,7 @@ class AllToAllDispatcher:
         self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
-        """Sorts rows by expert and sends them off."""
+        """Sorts rows by expert and starts the exchange."""
         index, probs_R = index_rows(routing, self.kernels)
         rows_RH = self.kernels.permute(tokens_TH, index)
         plan = self._counted(index) if routing.capacity is None else self._padded(routing.capacity)
@@ -90,7 +90,7 @@ class AllToAllDispatcher:
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
         """Receives rows and sorts them by local expert."""
         plan = pending.plan
-        # etp, backward reduce-scatter: what this rank received, etp times
+        # etp, backward reduce-scatter: etp times the rows that this rank received
         data_RH = exchange.run(plan.over_etp, pending.rows.finish())
         probs_R = exchange.run(plan.over_etp, pending.probs.finish())
         order = self._order(plan)
@@ -117,7 +117,7 @@ class AllToAllDispatcher:
         return self.kernels.unpermute(rows.finish(), handle.index, handle.num_tokens)
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
-        """Sizes by the counts of all ranks. The host reads them here."""
+        """Plan from the counts of all ranks, which the host reads here."""
         mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
         flat = torch.empty(self.etp_ep.size * len(mine_E), dtype=torch.int64, device=mine_E.device)
         # etp x ep: 8 * E bytes; no gradient flows through counts
@@ -137,7 +137,7 @@ class AllToAllDispatcher:
         )
 
     def _rows_of_ranks(self, counts_PQ: Tensor, num_choices: int) -> list[list[int]]:
-        """Rows from every rank to every rank of ep, on the host. Where no other rank is there, what is assumed."""
+        """Rows from every rank to every ep rank, on the host; from the assumed load when a single rank is emulated."""
         if self.assumed_load is None:
             rows_PQ: list[list[int]] = counts_PQ.tolist()
             return rows_PQ
@@ -167,7 +167,7 @@ class AllToAllDispatcher:
 
 
 def _arrival_order(ctx: ParallelContext) -> list[int]:
-    """Places in the etp x ep group, in the order in which rows of its ranks arrive: ep within etp."""
+    """Ranks of the etp x ep group (indices) in the order in which their rows arrive: ep within etp."""
     grid, ranks = expert_grid(ctx.config), ctx.group("etp_ep").ranks
     at = [grid.coordinates(rank) for rank in ranks]
     return sorted(range(len(ranks)), key=lambda place: (at[place]["tp"], at[place]["ep"]))

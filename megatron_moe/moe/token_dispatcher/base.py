@@ -17,7 +17,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Which experts every token visits, and with what weight."""
+    """Experts of every token, with their weights."""
 
     num_experts: int
     ids_TK: Tensor | None = None
@@ -30,9 +30,9 @@ class Routing:
     counts_E: Tensor
     """int64 tokens per expert on this rank, on the device."""
     capacity: int | None = None
-    """Rows that every expert gets exactly, padded, when the capacity is padded to; None: as many as were routed."""
+    """Rows of every expert, padded, with `--moe-pad-expert-input-to-capacity`; None: as many as were routed."""
     chosen_TK: Tensor | None = None
-    """int64 ids as they were before capacity dropped any: what a recorder keeps, and what replays this routing."""
+    """int64 ids before drops by capacity; recorded to replay this routing."""
 
 
 @dataclass(frozen=True, kw_only=True)

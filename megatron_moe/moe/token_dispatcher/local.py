@@ -1,4 +1,4 @@
-"""The dispatcher of one rank: all experts are here, so tokens are only sorted by expert and back."""
+"""Local dispatcher: with all experts on one rank, tokens are only sorted by expert and back."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm,
 
 @dataclass(frozen=True)
 class LocalHandle:
-    """What combine needs of dispatch."""
+    """State of a dispatch for combine."""
 
     index: RowIndex
     num_tokens: int
 
 
 class LocalDispatcher:
-    """Nothing travels and the host reads nothing. Buffers have the exact bound: every choice of every token, or every
-    expert's capacity when experts are padded to it. Both halves of an exchange do their work in `finish`."""
+    """Dispatches without communication or host synchronisation. Buffers have the exact bound: T * K rows, or the
+    experts' capacity when they are padded to it. All work is done in `finish_dispatch` and `finish_combine`."""
 
     host_reads = 0
     can_overflow = False

@@ -20,10 +20,10 @@ from megatron_moe.kernels.backends.hopper.tiles import (
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
 
 ROWS_OF_HALF = gl.constexpr(64)
-"""Of a tile for one of the two warpgroups. The second one rests where an expert has no rows for it: experts have any
-number of rows, and half a tile too many costs half a tile."""
+"""Rows of a tile per warpgroup. The second warpgroup is idle where the expert has no rows for it, so padding costs at
+most half a tile."""
 DEPTH = 64
-"""Of a stage."""
+"""Channels that are summed over per pipeline stage."""
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
 from megatron_moe.kernels.ops import GroupedPart
 
 ROWS = 32
-"""Of a stage; what is left over of an expert's last stage is multiplied for nothing."""
+"""Rows per pipeline stage; an expert's last stage is padded with zeros."""
 STAGES = 6
 MOST_PARTS = 2
-"""Of one launch."""
+"""Most parts (microbatches) of one launch."""
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:

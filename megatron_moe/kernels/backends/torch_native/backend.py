@@ -58,7 +58,7 @@ PROVIDES = (
 )
 
 _ADAMW_CHUNK = 1 << 22
-"""Elements of a fused update: few enough for a cache, enough that launches are no part of the time."""
+"""Elements of a fused update: fits into the L2 cache, and large enough to hide the launches."""
 GROUPED = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 BEST_ANYWHERE = (
     "rms_norm",

@@ -1,7 +1,7 @@
 """Gradient of an embedding table: tokens sorted by id, summed in stretches, added in fp32 straight into the buffer.
 
-A program sums the rows of each id in its stretch of the sorted tokens and adds them to the table. What it finds of an
-id that goes on in other stretches waits for a second launch, where one program adds up all of it in order.
+A program sums the rows of each id in its stretch of the sorted tokens and adds them to the table. Partial sums of an id
+that spans several stretches are written out, and one program of a second launch adds them in order.
 """
 
 import torch
@@ -13,7 +13,7 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_tw
 from megatron_moe.kernels.backends.triton.sizes import EMBEDDING_ROWS
 
 COLUMNS = 256
-"""Of the table, that a program sums."""
+"""Columns of the table per program."""
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -41,8 +41,8 @@ def _sum_stretches(
     grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Parts: first, what an id that comes from the stretch before has here; second, what one has that goes on behind
-    and begins here. An id that does both has the first alone."""
+    """Partial sums per stretch: first, of an id continued from the previous stretch; second, of an id that starts here
+    and continues in the next one. An id that spans the whole stretch has only the first."""
     first = tl.program_id(0) * ROWS
     places = first + tl.arange(0, ROWS)
     inside = places < num_tokens
@@ -73,7 +73,7 @@ def _sum_stretches(
 def _join_stretches(
     ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The stretch in which an id begins that goes on behind it adds up what all have."""
+    """The stretch in which an id starts adds the partial sums of all stretches that the id spans."""
     stretch = tl.program_id(0).to(tl.int64)
     first, behind = stretch * ROWS, (stretch + 1) * ROWS
     mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)

@@ -138,7 +138,7 @@ def attention(
 
 
 def is_served(q_SBND: Tensor, v_SBGE: Tensor) -> bool:
-    """By cuDNN or by our own kernels: neither multiplies fp32."""
+    """Whether cuDNN or our kernels support these inputs: neither multiplies fp32."""
     return q_SBND.dtype.itemsize == 2 and max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST_HEAD
 
 
@@ -216,7 +216,7 @@ def attention_block(
     out_SBNE: Tensor,
     lse_SBN: Tensor,
 ) -> None:
-    """cuDNN gives a part that is merged in place; our own kernels go on in place. Dropout, fp32: plain torch."""
+    """cuDNN returns a part that is merged in place; our kernels accumulate in place. Dropout, fp32: plain torch."""
     if _plain(q_SBND, v_SBGE, config, dropout_key):
         reference.attention_block(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key, out_SBNE, lse_SBN)
         return

@@ -1,8 +1,8 @@
 """The gate's product: fp32 logits of bf16 hidden states and weights, and both gradients in one pass over the tokens.
 
-A product of two bf16 numbers is exact in fp32, and an fp32 gradient is the sum of three bf16 numbers. So matrix units,
-which know bf16 products with fp32 sums, lose no digit of fp32, in the gradients neither. Plain fp32 products would run
-without matrix units.
+A product of two bf16 numbers is exact in fp32, and an fp32 gradient is the sum of three bf16 numbers. Tensor cores with
+bf16 products and fp32 sums are therefore exact to fp32 in forward and backward. Plain fp32 products would not use
+tensor cores.
 """
 
 from typing import Any, NamedTuple
@@ -131,7 +131,7 @@ def _gate_backward(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # all products have the columns first: parts of the gradient are second factors then, which lie in shared memory
-    # once for both products; as first factors they would be turned in registers for each
+    # once for both products; as first factors they would be transposed in registers for each
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width

@@ -1,6 +1,6 @@
-"""Queries, keys and values out of the rows of one matrix: norm over each head and rotary positions, without a copy.
+"""Splits the QKV product into queries, keys and values with norms over heads and rotary positions, without a copy.
 
-The forward reads the heads where the matrix left them; the backward writes the whole gradient of those rows at once.
+The forward reads the heads from the product's rows; the backward writes the whole gradient of those rows at once.
 """
 
 from typing import Any
@@ -136,7 +136,7 @@ def _turn(
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads at `from_ptr` [heads, 1], normed and turned, to `to_ptr` [heads, 1]."""
+    """Writes the heads at `from_ptr` [heads, 1], normed and rotated, to `to_ptr` [heads, 1]."""
     first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
     rest = turned + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
@@ -251,8 +251,8 @@ def _turn_tile_back(
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Heads at `place` [HEADS, 1] of some tokens' rows, whose gradients stand at `grad_ptr` [HEADS, 1]. With the keys
-    go the values behind them, which only change their place."""
+    """Backward of the heads at `place` [HEADS, 1] of some tokens' rows, with gradients at `grad_ptr` [HEADS, 1]. The
+    values that follow the keys are copied."""
     paired, dims = tl.arange(0, PAIRS) < turned // 2, tl.arange(0, WIDTH)
     held = there & (dims < width)[None, :]
     # shares of the weight's gradient: added up over heads at the end, for sums over a tile cost barriers

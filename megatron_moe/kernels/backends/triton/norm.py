@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and behind a residual sum: each pass reads its inputs once."""
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and after a residual sum: each pass reads its inputs once."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Where every choice goes: a stable counting sort by expert, in two launches and without atomics.
+"""Stable counting sort of the choices by expert, in two launches and without atomics.
 
-The choices are cut into blocks, and the blocks are shared out to a few stretches. A program of the first launch walks
-the blocks of its stretch and leaves, for each, how many choices of every expert the stretch has before it. A program of
-the second has one block: the totals of all stretches, few as they are, tell where its choices of every expert start.
+The choices are divided into blocks, and the blocks into a few stretches. A program of the first launch walks the blocks
+of its stretch and writes, for each block, the number of choices of every expert before it in the stretch. A program of
+the second launch places one block: the totals of all stretches give the start of its choices of every expert.
 """
 
 import torch
@@ -58,7 +58,7 @@ def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _bins(num_experts: int) -> int:
-    """Of a histogram, which wants as many as a warp has threads."""
+    """Bins of a histogram: at least the 32 threads of a warp."""
     return max(power_of_two(num_experts), 32)
 
 

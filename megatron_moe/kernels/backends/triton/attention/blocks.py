@@ -1,5 +1,5 @@
-"""Attention between two parts of a sequence, rectangle by rectangle: by cuDNN where it knows the mask, else by our
-own kernels, which go on from what their rows have found and add to the gradients that are there."""
+"""Attention between two parts of a sequence, rectangle by rectangle: by cuDNN where it supports the mask, otherwise by
+our kernels, which continue the online softmax of their rows and accumulate gradients in place."""
 
 from torch import Tensor
 

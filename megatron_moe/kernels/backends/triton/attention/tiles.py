@@ -1,4 +1,4 @@
-"""What attention's kernels share: sizes, the load of some rows of a head, products, and which pairs see each other."""
+"""Helpers of the attention kernels: sizes, loads of rows of a head, products, and masks."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int | float, ...]:
-        """As every kernel takes them."""
+        """Sizes and strides in the order of the kernels' arguments."""
         per_group = self.heads // self.groups
         return (
             self.rows, self.keys, self.heads, per_group, self.batch, self.width, self.value_width, self.scale,

@@ -69,7 +69,7 @@ class _Route(torch.autograd.Function):
         wide = internal_dtype(logits_TE.dtype)
         tokens = _tokens(ROUTE_TILE, columns[0] * columns[1], wide)
         programs = route_programs(num_tokens, sets, tokens, num_multiprocessors(device))
-        # choices, and those that balancing looks at, per set; behind them the ticket
+        # choices, choices per set for balancing, and the ticket
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
         ids_TK = torch.empty(num_tokens, config.topk, device=device, dtype=torch.int64)
         probs_TK = torch.empty(num_tokens, config.topk, device=device, dtype=logits_TE.dtype)
@@ -111,12 +111,12 @@ class _Route(torch.autograd.Function):
 
 
 def _tokens(tile: int, columns: int, wide: torch.dtype) -> int:
-    """As many as a tile has room for."""
+    """Tokens that fit into a tile."""
     return max(tile * torch.float32.itemsize // wide.itemsize // columns, 1)
 
 
 def _kind(config: RouterConfig, wide: torch.dtype) -> dict[str, Any]:
-    """What both kernels know of the router when they are compiled."""
+    """Compile-time arguments of both kernels."""
     return {
         "TOPK": config.topk,
         "SCORE": config.score_function,
