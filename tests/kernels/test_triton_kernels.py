@@ -25,6 +25,7 @@ from tests.helpers.tolerances import (
     EXACT,
     FP32_REF,
 )
+from tests.kernels.compiled import NO_SPILLS, compiled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
@@ -428,3 +429,19 @@ def test_no_tokens_leave_a_table_without_gradient() -> None:
     out = torch.ones(3, 4)
     triton_kernels.embedding_grad(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), out, False)
     EXACT.check(out, torch.zeros(3, 4), "gradient")
+
+
+SORT_LAUNCHES = """
+from megatron_moe.kernels.backends.triton import sort
+
+sort._count_experts, sort._place_rows = Compiled(sort._count_experts), Compiled(sort._place_rows)
+for align in (1, 128):
+    sort.sort_rows(torch.zeros(4096, 8, dtype=torch.int64), 128, None, align)
+"""
+
+
+def test_the_sort_compiles_for_hopper_without_spills_and_only_unaligned_rows_are_filled_in_the_kernel() -> None:
+    found = compiled(SORT_LAUNCHES)
+    assert len(found) == 4 and all(NO_SPILLS in code["ptxas"] for code in found)
+    unaligned, aligned = found[1]["ttgir"], found[3]["ttgir"]
+    assert unaligned.count("tt.store") - aligned.count("tt.store") == 2

@@ -51,7 +51,7 @@ def test_the_rank_is_that_of_the_launcher_if_none_is_named(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([*PLAYED, "--emulate-rank", "8"], "--emulate-rank 8 is no rank of a world of 8"),
+        ([*PLAYED, "--emulate-rank", "8"], "--emulate-rank 8 is not a rank of a world of 8"),
         ([*PLAYED, "--emulate-imbalance", "5"], "get at most 4 times an even share of top-2 choices among 8"),
         (
             [*PLAYED, "--moe-expert-capacity-factor", "0.5"],
