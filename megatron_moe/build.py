@@ -9,6 +9,7 @@ import torch
 
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes
@@ -36,6 +37,8 @@ from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
+from megatron_moe.moe.moe_layer import new_expert_comm
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
@@ -129,10 +132,18 @@ def build_model(
             kernels,
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
+            expert_comm=build_expert_comm(plan, context, kernels),
         )
         if initial:
             init_parameters(model, plan.loop.seed, plan.model.init)
     return model
+
+
+def build_expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
+    """Shared resources of all token dispatchers; None for a model without MoE layers."""
+    kinds = {layer.feed_forward.dispatcher for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}
+    assert len(kinds) <= 1, f"token dispatchers {sorted(kinds)} in one model"
+    return new_expert_comm(kinds.pop(), context, kernels) if kinds else None
 
 
 def build_saved_tensor_policy(

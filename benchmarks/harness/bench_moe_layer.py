@@ -25,7 +25,6 @@ from megatron_moe import build  # noqa: E402
 from megatron_moe.config.moe import MoEConfig  # noqa: E402
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
-from megatron_moe.kernels.ops import Operand  # noqa: E402
 from megatron_moe.moe.moe_layer import MoELayer  # noqa: E402
 from megatron_moe.parallel.rng import RNGKey  # noqa: E402
 
@@ -71,11 +70,11 @@ def row(layer: MoELayer, config: MoEConfig, tokens: int, peak: float) -> str:
     mb = MicrobatchContext(tokens=meta, rng=RNGKey(1, 1, 1))
     with torch.no_grad():
         rows, _ = layer.dispatch(hidden_SBH, layer.route(hidden_SBH, mb))
-    data_RH, probs_R = (x.detach().requires_grad_() for x in (rows.data.plain(), rows.probs_R))
-    rows = replace(rows, data=Operand(data=data_RH), probs_R=probs_R)
+    data_RH, probs_R = (x.detach().requires_grad_() for x in (rows.data, rows.probs_R))
+    rows = replace(rows, data=data_RH, probs_R=probs_R)
     forward = milliseconds(lambda: layer(hidden_SBH, mb), device)
     both = milliseconds(both_ways(lambda: layer(hidden_SBH, mb)), device)
-    experts = milliseconds(both_ways(lambda: layer.compute(rows).data.plain()), device)
+    experts = milliseconds(both_ways(lambda: layer.compute(rows).data), device)
     flops = {both: 3 * layer_flop(config, tokens), experts: 3 * expert_flop(config, tokens)}
     cells = [f"{ms:.3f} | {flop / ms / 1e9:.0f} | {flop / ms / 1e9 / peak:.0%}" for ms, flop in flops.items()]
     return f"{forward:.3f} | {' | '.join(cells)}"

@@ -17,7 +17,7 @@ from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.low_precision_state import Format, PackedState
-from megatron_moe.kernels.ops import AdamWStep, Kernels, Operand
+from megatron_moe.kernels.ops import AdamWStep, Kernels
 
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {
@@ -140,7 +140,7 @@ def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
 def linear(args: argparse.Namespace, draw: Draw) -> Case:
     """With the weight gradient added to an fp32 buffer."""
     tokens, hidden = args.tokens, args.hidden
-    x, grad, weight = (Operand(data=draw.fixed(rows, hidden)) for rows in (tokens, tokens, hidden))
+    x, grad, weight = (draw.fixed(rows, hidden) for rows in (tokens, tokens, hidden))
     out = torch.zeros(hidden, hidden, device=draw.device)
 
     def run(k: Kernels) -> None:

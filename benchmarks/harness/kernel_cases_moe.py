@@ -11,7 +11,7 @@ from benchmarks.harness.kernel_case import Case, Draw
 from megatron_moe.config.memory import PagedStashConfig
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
+from megatron_moe.kernels.ops import GroupedPart, Kernels
 from megatron_moe.kernels.pages import Pages, make_pages
 
 FP32, INT32, INT64 = 4, 4, 8
@@ -98,7 +98,7 @@ def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     grouped product instead where it takes it (bf16), for of a loop over 128 experts it would make 128 kernels."""
     source = "torch_native" if draw.dtype is torch.bfloat16 else reference.NAME
     rows, hidden, wide = args.tokens * args.topk, args.hidden, 2 * args.ffn
-    stack = Operand(data=draw.fixed(args.experts, wide, hidden))
+    stack = draw.fixed(args.experts, wide, hidden)
     parts = [grouped_part(args, draw) for _ in range(2)]
     teraflop = 2 * rows * hidden * wide / 1e12
     size = draw.moved(rows * (hidden + wide) + stack.data.numel())
@@ -128,9 +128,7 @@ def grouped_part(args: argparse.Namespace, draw: Draw) -> GroupedPart:
     rows = args.tokens * args.topk
     counts_E = draw.ids(args.experts, rows).bincount(minlength=args.experts)  # multinomial
     ends_E = counts_E.cumsum(0).to(torch.int32)
-    return GroupedPart(
-        Operand(data=draw.fixed(rows, 2 * args.ffn)), Operand(data=draw.fixed(rows, args.hidden)), ends_E
-    )
+    return GroupedPart(draw.fixed(rows, 2 * args.ffn), draw.fixed(rows, args.hidden), ends_E)
 
 
 def choices_of(args: argparse.Namespace, draw: Draw) -> Tensor:

@@ -1,8 +1,8 @@
-"""How two parts of a sequence see each other: as a few rectangles of rows and keys, each with one diagonal band.
+"""Attention mask between two parts of a sequence, as rectangles of query rows and keys with one diagonal band each.
 
-A part is a few chunks of consecutive places, so between a chunk of queries and one of keys a mask is two numbers: how
-far row i sees to either side of key i. What sees nothing is left out, and what sees everything needs no mask; both are
-known on the host. Documents are not: kernels look at them.
+A part consists of chunks of consecutive positions, so the mask between a query chunk and a key chunk is two numbers:
+how many keys row i attends to on either side of key i. Fully masked rectangles are left out and unmasked ones need no
+mask; both are known on the host. Document boundaries are on the device and are applied by the kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from itertools import pairwise
 from megatron_moe.config.attention import CoreAttentionConfig
 
 Chunks = tuple[range, ...]
-"""Consecutive places each; rows stand in this order."""
+"""Ranges of consecutive positions, in the order of the rows."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list
         return [everything]
     if left is None and right == 0:
         if query == key and _ascending(query) and _total(query) > 1:
-            return [replace(everything, right=0)]  # rows stand in the order of their places
+            return [replace(everything, right=0)]  # rows are in the order of their positions
         query, key = _cut_at_ends(query, key), _cut_at_ends(key, query)
     found = [
         pair
@@ -83,7 +83,7 @@ def _between(
 
 
 def _cut_at_ends(chunks: Chunks, others: Chunks) -> Chunks:
-    """The same places in shorter chunks, so that each lies inside of one of the others or between them."""
+    """Splits chunks at the ends of `others`, so that each lies inside one of them or between two."""
     ends = sorted({end for other in others for end in (other.start, other.stop)})
     cut = []
     for chunk in chunks:

@@ -1,35 +1,45 @@
-"""The bundle: one function per op, from whichever backends were chosen."""
+"""Kernel set: one function per op, from the selected backends."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import wraps
 from typing import Any
 
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.ops import Kernels, QuantizedTensor
 
 OPS: tuple[str, ...] = tuple(name for name in vars(Kernels) if not name.startswith("_"))
-"""Every op of the contract, in its order."""
+"""Every op of the interface, in its order."""
+MATRIX_PRODUCTS = (
+    "linear_forward",
+    "linear_input_grad",
+    "linear_weight_grad",
+    "grouped_forward",
+    "grouped_input_grad",
+    "grouped_weight_grad",
+)
+"""Ops whose operands may be `QuantizedTensor`s."""
 
 
 class Priority(IntEnum):
     """How well a backend serves one op on one device and dtype."""
 
     NO = 0
-    """It cannot."""
+    """Not supported."""
     YES = 1
-    """It can, but plain torch is as good."""
+    """Supported, but plain torch is as good."""
     BETTER = 2
-    """It should: measured faster, or leaner, than plain torch."""
+    """Measured faster, or with less memory, than plain torch."""
     BEST = 3
-    """It should: measured faster, or leaner, than every other that runs on more than one kind of device."""
+    """Measured faster, or with less memory, than every other portable backend."""
     TAILORED = 4
-    """It should: written for this kind of device, and measured faster than every other."""
+    """Written for this kind of device, and measured faster than every other."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend says of itself about one op."""
+    """How well a backend serves one op, with the reason."""
 
     fit: Priority
     reason: str
@@ -37,7 +47,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Selection:
-    """Who computes one op, and why."""
+    """Backend of one op, with the reason."""
 
     op: str
     backend: str
@@ -45,17 +55,20 @@ class Selection:
 
 
 class KernelSet(Kernels):
-    """Implements `Kernels` with the functions it was given. Made by `select_kernels` or `reference.bundle`."""
+    """Implements `Kernels` with given functions. Created by `select_kernels` or `reference.bundle`."""
 
     choices: tuple[Selection, ...]
 
     @classmethod
     def of(cls, functions: Mapping[str, Callable[..., Any]], choices: tuple[Selection, ...]) -> "KernelSet":
-        """A bundle of exactly the ops of the contract."""
+        """Kernel set of exactly the ops of the interface. Ops named in `choices` reject `QuantizedTensor`s."""
         missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
         assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
         bundle = cls()
+        backends = {choice.op: choice.backend for choice in choices}
         for op, function in functions.items():
+            if op in MATRIX_PRODUCTS:
+                function = _without_quantized_operands(op, backends.get(op, "unnamed"), function)
             setattr(bundle, op, function)
         bundle.choices = choices
         return bundle
@@ -70,3 +83,17 @@ class KernelSet(Kernels):
         wide_op = max(len(choice.op) for choice in self.choices)
         wide_backend = max(len(choice.backend) for choice in self.choices)
         return "\n".join(f"{c.op:<{wide_op}}  {c.backend:<{wide_backend}}  {c.reason}" for c in self.choices)
+
+
+def _without_quantized_operands(op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, raising TypeError for a `QuantizedTensor`: no backend implements one yet."""
+
+    @wraps(function)
+    def product(first: Any, *others: Any, **named: Any) -> Any:
+        # the first argument of grouped_weight_grad is a sequence of `GroupedPart`s
+        grouped = [each for part in first for each in part] if isinstance(first, list | tuple) else [first]
+        if any(isinstance(each, QuantizedTensor) for each in (*grouped, *others, *named.values())):
+            raise TypeError(f"kernel backend '{backend}' does not implement '{op}' for a QuantizedTensor")
+        return function(first, *others, **named)
+
+    return product

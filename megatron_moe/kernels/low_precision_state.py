@@ -1,15 +1,15 @@
-"""Optimizer state in fewer bits: what the bits mean, in plain torch.
+"""Formats of low-precision optimizer state, defined in plain torch.
 
 - plain: the numbers themselves, in their tensor's dtype.
 - fp16, fp8 (e4m3, kept as bytes): blocks of 128 elements, each with a power of two as its scale, so that a block uses
   the whole range of the format. The second moment is kept as its square root, which has half the range, and what is
   above zero stays above zero: a step divides by it.
-- remainder: of an fp32 number whose bf16 rounding is kept elsewhere (the parameter), the 16 bits that the rounding does
-  not have. Together they are the number, bit for bit. That needs a rounding whose result tells where the number was: to
-  the nearest, ties away from zero. All forms of the optimizer round weights in this way.
+- remainder: the 16 low bits of an fp32 number whose bf16 rounding is stored elsewhere (the parameter). Both together
+  are the number, bit for bit. That needs an invertible rounding: to nearest, ties away from zero. All forms of the
+  optimizer round weights in this way.
 
-In a step fp8 numbers are rounded up or down at random, up in proportion to the place between the two: an average that
-moves by less than half a unit a step would otherwise stand still. The random number is a hash of element and step.
+fp8 numbers are rounded stochastically: an average that changes by less than half a unit per step would otherwise not
+change at all. The random number is a hash of element and step.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from torch import Tensor
 BLOCK = 128
 """Elements that share a scale."""
 LEAST_EXPONENT = -100
-"""Of a scale: blocks of still smaller numbers lose digits."""
+"""Smallest exponent of a scale: blocks of smaller numbers lose digits."""
 FIRST_SALT, SECOND_SALT = 0, 1
-"""What makes the random numbers of the two moments of one element differ."""
+"""Salts that make the random numbers of the two moments of one element differ."""
 
 Format = Literal["plain", "fp16", "fp8", "remainder"]
 
@@ -94,7 +94,7 @@ def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
 def pack(
     numbers: Tensor, like: PackedState, weights: Tensor | None = None, dither: Tensor | None = None
 ) -> PackedState:
-    """The same numbers in the format of another state.
+    """Converts numbers to the format of another state.
 
     Args:
         numbers: [n], fp32; of the plain format any.

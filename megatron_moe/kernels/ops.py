@@ -1,4 +1,4 @@
-"""The contract of the kernels: every op with shapes, dtypes and meaning.
+"""Interface of the kernels: every op with shapes, dtypes and semantics.
 
 `reference.py` defines each op in plain torch; every backend is tested against it. Letters are those of docs/shapes.md.
 Internals run in promote(fp32, input dtype); outputs have the input's dtype unless an op says otherwise. Ops marked
@@ -7,7 +7,7 @@ Internals run in promote(fp32, input dtype); outputs have the input's dtype unle
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,38 +20,44 @@ from megatron_moe.parallel.param_meta import Part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One factor of a matrix product: its data, and how to read it."""
+class QuantizedTensor:
+    """A matrix, or a stack of matrices, in low precision, as an operand of matrix products.
 
-    data: Tensor
-    row_scales: Tensor | None = None
-    """Scales along the rows of quantised data; None: not quantised."""
-    col_scales: Tensor | None = None
-    layout: str = "row_major"
-    valid_rows: Tensor | None = None
-    """int32 scalar on the device: rows past it hold nothing. None: all rows are valid."""
+    A product reads the copy whose blocks lie along the dimension that it sums over: the forward product the rowwise
+    copy, the weight gradient the columnwise one. No backend implements these operands yet; `KernelSet.of` rejects them.
+    """
 
-    def plain(self) -> Tensor:
-        """The data, if it is not quantised; for ops that know no other."""
-        quantised = self.row_scales is not None or self.col_scales is not None
-        assert not quantised and self.layout == "row_major", f"quantised operand in layout {self.layout}"
-        return self.data
+    rowwise: Tensor | None
+    """Values quantised along the last dim; None: no product reads them."""
+    rowwise_scales: Tensor | None
+    """Scale of every block of `rowwise`."""
+    columnwise: Tensor | None
+    """Values quantised along the dim before the last; None: no product reads them."""
+    columnwise_scales: Tensor | None
+    """Scale of every block of `columnwise`."""
+    block: tuple[int, int]
+    """Elements that share a scale: along the dim that is summed over, and across it (1 x 128, 128 x 128, 1 x 32)."""
 
 
-class GroupedPart(NamedTuple):
-    """What one microbatch brings to the weight gradient of a stack of experts."""
+MatrixOperand = Tensor | QuantizedTensor
+"""Operand of a matrix product."""
+Matrix = TypeVar("Matrix", Tensor, MatrixOperand)
 
-    grad: Operand
-    """[R, O] of the result"""
-    rows: Operand
-    """[R, I] sorted by expert"""
+
+class GroupedPart(NamedTuple, Generic[Matrix]):
+    """Operands of one microbatch for the weight gradient of an expert stack."""
+
+    grad: Matrix
+    """Gradient of the output, [R, O]."""
+    rows: Matrix
+    """Input, [R, I], sorted by expert."""
     offsets_e: Tensor
     """int32 end of every expert's rows; rows past the last offset hold nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowIndex:
-    """Where every row of the expert-sorted order comes from. All on the device, sizes known to the host."""
+    """Source of every row of the expert-sorted order. All on the device, sizes known to the host."""
 
     token_R: Tensor
     """int64 token of each row, -1: the row holds nothing."""
@@ -65,15 +71,15 @@ class RowIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionSpan:
-    """Which places of the whole sequence some rows hold; masks follow from places and segments."""
+    """Positions of some rows in the whole sequence; positions and segments define the mask."""
 
     chunks: tuple[range, ...]
-    """Consecutive places, known to the host; the rows stand in this order."""
+    """Ranges of consecutive positions, known to the host, in the order of the rows."""
     segments_BS: Tensor | None = None
     """int64 number of the document of every row; attention stays inside it. None: one document."""
 
     def places(self, device: torch.device) -> Tensor:
-        """int64 place of every row."""
+        """int64 position of every row."""
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks])
 
     def rows(self, start: int, stop: int) -> "PositionSpan":
@@ -89,7 +95,7 @@ class PositionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWStep:
-    """What one step of AdamW does to a stretch of state."""
+    """Parameters of one AdamW step."""
 
     lr: float
     beta1: float
@@ -107,7 +113,7 @@ class AdamWStep:
 
 
 class BalanceSums(NamedTuple):
-    """What balancing losses look at, per set of tokens: the plain scores, without groups, bias or dropping."""
+    """Sums for balancing losses, per set of tokens: plain scores, without groups, bias or dropping."""
 
     scores_GE: Tensor
     """Sums over tokens of the scores scaled to add up to 1 per token, in promote(fp32, dtype). Differentiable."""
@@ -116,7 +122,7 @@ class BalanceSums(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """What a router finds about the tokens of a microbatch."""
+    """Result of the op `route` for the tokens of a microbatch."""
 
     ids_TK: Tensor
     """int64, in descending score; -1: none."""
@@ -130,32 +136,32 @@ class RoutedTokens(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The bundle that modules receive. One attribute per op."""
+    """Kernel set that modules receive. One attribute per op."""
 
     # matrix products: forward, input gradient and weight gradient are three ops, so that quantised storage and delayed
     # weight gradients need no new interface
-    def linear_forward(self, x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+    def linear_forward(self, x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None) -> Tensor:
         """x [..., I], weight [O, I], bias [O] -> [..., O]"""
         ...
 
-    def linear_input_grad(self, grad: Operand, weight: Operand) -> Tensor:
+    def linear_input_grad(self, grad: MatrixOperand, weight: MatrixOperand) -> Tensor:
         """grad [..., O], weight [O, I] -> [..., I]"""
         ...
 
-    def linear_weight_grad(self, grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+    def linear_weight_grad(self, grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
         """grad [..., O], x [..., I]; writes or adds grad^T x to `out` [O, I], accumulated in the dtype of `out`, which
         may be wider than the input's."""
         ...
 
-    def grouped_forward(self, rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    def grouped_forward(self, rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
         """rows [R, I] sorted by expert, weight [e, O, I] -> [R, O]; rows past the last offset are undefined."""
         ...
 
-    def grouped_input_grad(self, grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+    def grouped_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
         """grad [R, O], weight [e, O, I] -> [R, I]; rows past the last offset are undefined."""
         ...
 
-    def grouped_weight_grad(self, parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
+    def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes or adds the sum over parts, at least one, of grad_e^T rows_e of every expert e to `out` [e, O, I]; 0
         for an empty expert; accumulated in the dtype of `out`."""
         ...
@@ -226,7 +232,7 @@ class Kernels(Protocol):
         ...
 
     # attention between two parts of a sequence, for context parallelism: two ops, because the backward of one part
-    # needs what the forward found over all parts
+    # needs the forward's output and log-sum-exp over all parts
     def attention_block(
         self,
         q_SBND: Tensor,
@@ -309,13 +315,14 @@ class Kernels(Protocol):
         ...
 
     # rows
-    def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
-        """Rows sorted by expert, stable by token. R = T * K; with `capacity` R = E * capacity and expert e owns rows
-        [e * capacity, (e + 1) * capacity), filled in token order and then empty."""
+    def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
+        """Rows sorted by expert, stable by token. Every expert's rows start and end at multiples of `align`: rows after
+        its last token hold nothing. R = `most_rows(T * K, E, align)`. With `capacity`, rounded up to `align`,
+        R = E * capacity and expert e owns rows [e * capacity, (e + 1) * capacity)."""
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
-        """The same from a dense map; `rows` is R when there is no capacity."""
+        """Form of `sort_rows` for a dense map; `rows` is R when there is no capacity."""
         ...
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -334,9 +341,9 @@ class Kernels(Protocol):
 
     # rows in pages
     def pack_rows(self, rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
-        """Copies the first `valid` (int32 scalar on the device) rows to free pages, and takes these -> table int32
-        [stretches of R rows]: the page of every stretch that has a valid row, `NONE` behind them. If there are too few
-        free pages, none is taken, `NO_ROOM` stands for each, and `pages.overflowed` becomes 1."""
+        """Copies the first `valid` (int32 scalar on the device) rows to free pages and allocates these -> table int32
+        [stretches of R rows]: the page of every stretch with a valid row, then `NONE`. If there are too few free pages,
+        none is allocated, every entry is `NO_ROOM`, and `pages.overflowed` becomes 1."""
         ...
 
     def unpack_rows(self, table: Tensor, num_rows: int, pages: Pages) -> Tensor:
@@ -344,7 +351,7 @@ class Kernels(Protocol):
         ...
 
     def free_pages(self, table: Tensor, pages: Pages) -> None:
-        """The pages of a table are free again."""
+        """Frees the pages of a table."""
         ...
 
     # optimizer, over flat buffers
@@ -375,10 +382,14 @@ class Kernels(Protocol):
         weights: Tensor | None = None,
         first: int = 0,
     ) -> None:
-        """The same on state in the formats of `kernels/low_precision_state.py`, with arithmetic in fp32: the numbers
-        of `adamw_`
-        where no format loses digits. `first`: number of the first element, from which random rounding is drawn."""
+        """`adamw_` on state in the formats of `kernels/low_precision_state.py`, with arithmetic in fp32. `first`: index
+        of the first element, which keys the stochastic rounding."""
         ...
+
+
+def most_rows(num_choices: int, num_experts: int, align: int) -> int:
+    """Rows that no routing exceeds: each expert that has a choice adds at most `align - 1` rows of padding."""
+    return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
 
 
 def internal_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Permute and unpermute with their gradients, from the two copies of a backend: each is the other's backward."""
+"""Differentiable permute and unpermute from a backend's gather and scatter-add (each is the other's backward)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_moe.kernels.ops import RowIndex
 
 @dataclass(frozen=True)
 class RowCopies:
-    """How a backend moves rows; only asked where the index knows the rows of every choice."""
+    """Gather and scatter-add kernels of a backend, for indices with `rows_TK`."""
 
     gather: Callable[[Tensor, RowIndex], Tensor]
     """[T, H] -> [R, H], zeros in rows that hold nothing."""

@@ -30,7 +30,6 @@ from megatron_moe.kernels.low_precision_state import (
 from megatron_moe.kernels.ops import (
     AdamWStep,
     GroupedPart,
-    Operand,
     PositionSpan,
     internal_dtype,
     mark_nonfinite,
@@ -64,40 +63,37 @@ def bundle() -> KernelSet:
 # matrix products
 
 
-def linear_forward(x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
-    return F.linear(x.plain(), weight.plain(), bias)
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
 
 
-def linear_input_grad(grad: Operand, weight: Operand) -> Tensor:
-    return grad.plain() @ weight.plain()
+def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad @ weight
 
 
-def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
-    product = valid_rows(grad).to(out.dtype).T @ valid_rows(x).to(out.dtype)
+def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
+    product = grad.flatten(0, -2).to(out.dtype).T @ x.flatten(0, -2).to(out.dtype)
     store(out, product, accumulate)
 
 
-def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    rows_RI, weight_eOI = rows.plain(), weight.plain()
-    out_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_eOI.shape[1])
+def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    out_RO = rows.new_zeros(rows.shape[0], weight.shape[1])
     for expert, held in enumerate(slices(offsets_e)):
-        out_RO[held] = rows_RI[held] @ weight_eOI[expert].T
+        out_RO[held] = rows[held] @ weight[expert].T
     return out_RO
 
 
-def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    grad_RO, weight_eOI = grad.plain(), weight.plain()
-    out_RI = grad_RO.new_zeros(grad_RO.shape[0], weight_eOI.shape[2])
+def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    out_RI = grad.new_zeros(grad.shape[0], weight.shape[2])
     for expert, held in enumerate(slices(offsets_e)):
-        out_RI[held] = grad_RO[held] @ weight_eOI[expert]
+        out_RI[held] = grad[held] @ weight[expert]
     return out_RI
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     for (grad, rows, offsets_e), adds in one_by_one(parts, accumulate):
-        grad_RO, rows_RI = grad.plain(), rows.plain()
         for expert, held in enumerate(slices(offsets_e)):
-            product = grad_RO[held].to(out.dtype).T @ rows_RI[held].to(out.dtype)
+            product = grad[held].to(out.dtype).T @ rows[held].to(out.dtype)
             store(out[expert], product, adds)
 
 
@@ -105,15 +101,6 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
     if not accumulate:
         out.zero_()
     out.index_put_((ids_T,), grad_TH.to(out.dtype), accumulate=True)  # in a fixed order, unlike index_add_ on a GPU
-
-
-def valid_rows(operand: Operand) -> Tensor:
-    """The data as a matrix [rows, I], with zeros in the rows that hold nothing."""
-    data = operand.plain().flatten(0, -2)
-    if operand.valid_rows is None:
-        return data
-    held = torch.arange(data.shape[0], device=data.device) < operand.valid_rows
-    return torch.where(held[:, None], data, 0)
 
 
 def one_by_one(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[GroupedPart, bool]]:

@@ -1,4 +1,4 @@
-"""The meaning of the ops of routing and rows, in plain torch; see `reference.py`. Nothing here reads the host."""
+"""Reference implementation of the ops for routing and rows; see `reference.py`. Never synchronises with the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from megatron_moe.kernels.ops import (
     RoutedTokens,
     RowIndex,
     internal_dtype,
+    most_rows,
 )
 
 EPSILON = 1e-20
@@ -113,7 +114,7 @@ def sums_of_sets(values_TE: Tensor, num_sets: int) -> Tensor:
 
 
 def count_in_sets(ids_TK: Tensor, num_experts: int, num_sets: int) -> Tensor:
-    """int64 [G, E]: every set gets experts of its own."""
+    """int64 [G, E]: counts per set of tokens; token t belongs to set t % G."""
     set_T = torch.arange(len(ids_TK), device=ids_TK.device) % num_sets
     own_TK = torch.where(ids_TK < 0, -1, ids_TK + set_T[:, None] * num_experts)
     return count_tokens(own_TK, num_sets * num_experts).view(num_sets, num_experts)
@@ -180,10 +181,11 @@ def weigh(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
 # rows
 
 
-def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
     experts = torch.where(ids_TK < 0, num_experts, ids_TK).flatten()
-    index, rows = place(experts, num_experts, ids_TK.shape[1], experts.shape[0], capacity)
-    return replace(index, rows_TK=rows.view_as(ids_TK))
+    rows = most_rows(experts.shape[0], num_experts, align)
+    index, row = place(experts, num_experts, ids_TK.shape[1], rows, capacity, align)
+    return replace(index, rows_TK=row.view_as(ids_TK))
 
 
 def sort_rows_dense(map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
@@ -194,10 +196,10 @@ def sort_rows_dense(map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex
 
 
 def place(
-    experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None
+    experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None, align: int = 1
 ) -> tuple[RowIndex, Tensor]:
-    """Gives every choice its row. `experts` [choices]: the expert of each, `num_experts` for none; choice c belongs to
-    token c // per_token. Returns the index, and the row of every choice (-1: none)."""
+    """Assigns a row to every choice. `experts` [choices]: the expert of each, `num_experts` for none; choice c belongs
+    to token c // per_token. Returns the index, and the row of every choice (-1: none)."""
     device = experts.device
     order = experts.sort(stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
@@ -205,22 +207,23 @@ def place(
     starts = counts.cumsum(0) - counts
     none = experts == num_experts
     own = experts.clamp(max=num_experts - 1)
+    rank_in_expert = rank - starts[own]
     if capacity is None:
-        row = rank
-        offsets = (starts + counts).clamp(max=rows)
+        owned = (counts + align - 1) // align * align
     else:
-        rows = num_experts * capacity
-        rank_in_expert = rank - starts[own]
         none = none | (rank_in_expert >= capacity)
-        row = own * capacity + rank_in_expert
-        offsets = torch.arange(1, num_experts + 1, device=device) * capacity
+        owned = torch.full_like(counts, -(-capacity // align) * align)
+        rows = num_experts * -(-capacity // align) * align
+    ends = owned.cumsum(0)
+    row = (ends - owned)[own] + rank_in_expert
     row = row.masked_fill(none | (row >= rows), -1)
-    # one row more than there are: those that have none write there
+    # choices without a row are written to one additional row
     choice = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
     choice.scatter_(0, torch.where(row < 0, rows, row), torch.arange(len(row), device=device))
     choice = choice[:rows]
     token = torch.where(choice < 0, -1, choice // per_token)
-    return RowIndex(token_R=token, choice_R=choice, offsets_E=offsets.to(torch.int32), rows_TK=None), row
+    offsets = ends.clamp(max=rows).to(torch.int32)
+    return RowIndex(token_R=token, choice_R=choice, offsets_E=offsets, rows_TK=None), row
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:

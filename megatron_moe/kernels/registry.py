@@ -1,9 +1,9 @@
-"""From wishes and the device to a bundle: which backend computes which op, and why.
+"""Selects the backend of every op from the user's requests and the device, with the reasons.
 
-A backend is one file in `backends/`. Its constants NAME, NEEDS (modules it imports) and PROVIDES (ops) are read without
-importing it; then its `judge(op, device, dtype) -> Judgement` says how well it serves each op. `auto` takes the best
-fit, and plain torch where none is better. A backend with BY_WISH = True stands outside `auto`: it is imported only when
-it is asked for by name.
+A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
+that it imports) and PROVIDES (ops) are read without importing it; its `judge(op, device, dtype) -> Support` returns how
+well it serves an op. `auto` selects the best backend, and plain torch where none is better. A backend with
+BY_WISH = True is excluded from `auto` and imported only when it is requested by name.
 """
 
 import ast
@@ -33,7 +33,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend file says about itself before it is imported."""
+    """Declarations of a backend, read without importing it."""
 
     name: str
     needs: tuple[str, ...]
@@ -42,7 +42,7 @@ class Backend:
     module: str
 
     def missing(self) -> tuple[str, ...]:
-        """Modules that it needs and that are not installed."""
+        """Required modules that are not installed."""
         return tuple(name for name in self.needs if not is_installed(name))
 
     def load(self) -> ModuleType:
@@ -52,25 +52,25 @@ class Backend:
 def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # what it would be a part of is missing
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
-    """The bundle for a run whose parameters have `dtype` and live on `device`; `bundle.table()` explains it.
+    """Kernel set for parameters of `dtype` on `device`; its `table()` lists the selections with their reasons.
 
-    Raises `EnvironmentProblem` when a wish names an unknown op or backend, or one that cannot serve.
+    Raises `EnvironmentProblem` when a request names an unknown op or backend, or one that is not supported.
     """
     backends = {backend.name: backend for backend in discover(BACKENDS)}
-    wishes = dict(config.per_op)
+    requests = dict(config.per_op)
     check_names(config, backends)
     functions, choices = {}, []
     for op in OPS:
-        wish = wishes.get(op, config.backend)
-        if wish == AUTO:
+        request = requests.get(op, config.backend)
+        if request == AUTO:
             choice = select_best(op, backends, device, dtype)
         else:
-            choice = select_requested(op, wish, backends, device, dtype, required=op in wishes)
+            choice = select_requested(op, request, backends, device, dtype, required=op in requests)
         source = reference if choice.backend == reference.NAME else backends[choice.backend].load()
         functions[op] = getattr(source, op)
         choices.append(choice)
@@ -78,9 +78,9 @@ def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtyp
 
 
 def discover(folder: Path) -> list[Backend]:
-    """Every backend file of a folder, by name. Imports none of them."""
-    paths = sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
-    return [read(path) for path in paths]
+    """Declarations of every backend of a folder, sorted by name. Imports none of them."""
+    paths = [*(path for path in folder.glob("*.py") if path.stem != "__init__"), *folder.glob("*/backend.py")]
+    return sorted((read(path) for path in paths), key=lambda backend: backend.name)
 
 
 def read(path: Path) -> Backend:
@@ -95,12 +95,12 @@ def read(path: Path) -> Backend:
     assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, has {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
     assert not unknown, f"{path} provides ops that the contract does not know: {sorted(unknown)}"
-    module = f"{__package__}.backends.{path.stem}"
+    module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
     return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], by_wish, module)
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
-    """The backend that fits best; plain torch where none is better, with the reasons of those that are not."""
+    """The best backend, or plain torch where none is better; the reason lists why not."""
     able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.by_wish}
     judged = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
     winner = max(judged, key=lambda name: judged[name].fit, default=None)
@@ -111,28 +111,28 @@ def select_best(op: str, backends: dict[str, Backend], device: torch.device, dty
 
 
 def select_requested(
-    op: str, wish: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
+    op: str, request: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
 ) -> Selection:
-    """The wished backend. `required` False: the wish was for the whole bundle, and ops that the backend does not have
-    are plain torch."""
-    if wish == reference.NAME:
-        return Selection(op, wish, reference.REASON)
-    backend = backends[wish]
+    """The requested backend. `required` False: the request was for all ops, and ops that the backend lacks use plain
+    torch."""
+    if request == reference.NAME:
+        return Selection(op, request, reference.REASON)
+    backend = backends[request]
     if not required and op not in backend.provides:
-        return Selection(op, reference.NAME, f"{reference.REASON}; {wish} has no {op}")
+        return Selection(op, reference.NAME, f"{reference.REASON}; {request} has no {op}")
     judgement = support_of(op, backend, device, dtype)
     if judgement.fit is Priority.NO:
         able = [name for name, b in backends.items() if support_of(op, b, device, dtype).fit is not Priority.NO]
         raise EnvironmentProblem(
-            f"Kernel backend '{wish}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
+            f"Kernel backend '{request}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
             f"{judgement.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
             f"for instance with --kernel-per-op {op}={AUTO}."
         )
-    return Selection(op, wish, f"asked for; {judgement.reason}")
+    return Selection(op, request, f"requested; {judgement.reason}")
 
 
 def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dtype) -> Support:
-    """What a backend says about an op; it is imported only when everything it needs is installed."""
+    """Support of a backend for an op; it is imported only when all modules that it needs are installed."""
     if op not in backend.provides:
         return Support(Priority.NO, f"it has no {op}")
     missing = backend.missing()
@@ -143,13 +143,15 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
 
 
 def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
-    """Refuses wishes for ops or backends that do not exist."""
+    """Raises `EnvironmentProblem` for requests of ops or backends that do not exist."""
     known = [AUTO, reference.NAME, *backends]
-    for op, wish in config.per_op:
+    for op, request in config.per_op:
         if op not in OPS:
             raise EnvironmentProblem(f"Kernel op '{op}' does not exist; the ops are {listed(OPS)}.")
-        if wish not in known:
-            raise EnvironmentProblem(f"Kernel backend '{wish}', asked for '{op}', does not exist; use {listed(known)}.")
+        if request not in known:
+            raise EnvironmentProblem(
+                f"Kernel backend '{request}', requested for '{op}', does not exist; use {listed(known)}."
+            )
     if config.backend not in known:
         raise EnvironmentProblem(f"Kernel backend '{config.backend}' does not exist; use {listed(known)}.")
 

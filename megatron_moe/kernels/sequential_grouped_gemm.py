@@ -1,4 +1,4 @@
-"""Grouped products as a loop of plain ones, with whatever backend computes those."""
+"""Grouped products as a loop over experts of the linear products of a kernel set."""
 
 from collections.abc import Sequence
 
@@ -9,38 +9,33 @@ from megatron_moe.kernels.kernel_set import (
     KernelSet,
     Selection,
 )
-from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
+from megatron_moe.kernels.ops import GroupedPart, Kernels
 from megatron_moe.kernels.reference import one_by_one, slices
 
 REASON = "loop over experts"
 
 
 def sequential(kernels: Kernels) -> KernelSet:
-    """The bundle with its grouped products made of its linear ones, expert by expert. Reads offsets on the host."""
+    """Kernel set whose grouped products loop over experts. Reads the offsets on the host."""
 
-    def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-        out_RO = rows.plain().new_zeros(rows.plain().shape[0], weight.plain().shape[1])
+    def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+        out_RO = rows.new_zeros(rows.shape[0], weight.shape[1])
         for expert, held in enumerate(slices(offsets_e)):
-            out_RO[held] = kernels.linear_forward(_part(rows, held), _part(weight, expert), None)
+            out_RO[held] = kernels.linear_forward(rows[held], weight[expert], None)
         return out_RO
 
-    def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-        out_RI = grad.plain().new_zeros(grad.plain().shape[0], weight.plain().shape[2])
+    def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+        out_RI = grad.new_zeros(grad.shape[0], weight.shape[2])
         for expert, held in enumerate(slices(offsets_e)):
-            out_RI[held] = kernels.linear_input_grad(_part(grad, held), _part(weight, expert))
+            out_RI[held] = kernels.linear_input_grad(grad[held], weight[expert])
         return out_RI
 
     def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
         for (grad, rows, offsets_e), adds in one_by_one(parts, accumulate):
             for expert, held in enumerate(slices(offsets_e)):
-                kernels.linear_weight_grad(_part(grad, held), _part(rows, held), out[expert], adds)
+                kernels.linear_weight_grad(grad[held], rows[held], out[expert], adds)
 
     loops = {f.__name__: f for f in (grouped_forward, grouped_input_grad, grouped_weight_grad)}
     functions = {op: loops.get(op, getattr(kernels, op)) for op in OPS}
     choices = tuple(Selection(op, "looped", REASON) for op in loops)
     return KernelSet.of(functions, choices)
-
-
-def _part(operand: Operand, held: slice | int) -> Operand:
-    """Some rows, or one matrix of a stack."""
-    return Operand(data=operand.plain()[held])

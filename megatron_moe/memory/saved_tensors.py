@@ -1,5 +1,5 @@
-"""What the layers keep between forward and backward. They ask here by the name of a part; the answer never changes a
-number."""
+"""Saved-tensor policies (recompute, output discard, offload, paged stash), selected by module name. They never change
+numerics."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,24 +23,23 @@ from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.parallel.context import ProcessGroup
 
 Scope = AbstractContextManager[object]
-"""Inside of it some of the tensors that are saved for the backward are kept in another form."""
+"""Context in which some of the tensors saved for backward are kept in another form."""
 
 
 class Policy(Protocol):
-    """Takes some of the tensors that are saved for the backward."""
+    """Packs some of the tensors that are saved for backward."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
-        """What is kept instead; None: the policy does not take this tensor."""
+        """Packed form of the tensor; None: the policy does not apply to it."""
         ...
 
     def close(self) -> None:
-        """Its scope was left."""
+        """Called at the end of the scope."""
         ...
 
 
 class SavedTensorPolicy:
-    """The wishes of one run. Scopes may stand in each other: the innermost is asked first, and what it does not take is
-    the next one's."""
+    """Policies of one run. Scopes nest: a saved tensor goes to the innermost scope whose policy applies to it."""
 
     def __init__(
         self,
@@ -50,8 +49,8 @@ class SavedTensorPolicy:
         stash: PagedStash | None = None,
         tp: ProcessGroup | None = None,
     ) -> None:
-        """`recompute`: None: nothing runs twice. `offload`: None: all stays on the device. `stash`: None: rows are kept
-        whole. `tp`: who shares out the inputs of recomputed layers, where that is wished."""
+        """`recompute`, `offload`, `stash`: None disables them. `tp`: group over which inputs of recomputed layers are
+        sharded with `--distribute-saved-activations`."""
         self.offload = offload
         self.stash = stash
         self._recompute = recompute or RecomputeConfig()
@@ -59,24 +58,24 @@ class SavedTensorPolicy:
         self._policies: list[Policy] = []
 
     def is_recomputed(self, module: str) -> bool:
-        """Whether a part is run again in the backward."""
+        """Whether a module is recomputed in backward (selective recompute)."""
         return self._recompute.granularity == "selective" and module in self._recompute.modules
 
     def run(self, module: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """`run(*tensors)`; of a chosen module only the tensors are kept, and the backward runs it again."""
+        """`run(*tensors)`; for a recomputed module only the inputs are saved."""
         return checkpoint(run, run, *tensors) if self.is_recomputed(module) else run(*tensors)
 
     def checkpoint(self, run: Callable[..., Tensor], *tensors: Tensor, mb: MicrobatchContext) -> Tensor:
-        """`run(*tensors, mb)`, run again in the backward. Metrics are recorded in the forward only."""
+        """`run(*tensors, mb)`, recomputed in backward. Metrics are recorded in the forward only."""
         unrecorded = replace(mb, metrics=None)
         return checkpoint(
             lambda *given: run(*given, mb), lambda *given: run(*given, unrecorded), *tensors, spread=self._spread
         )
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
-        """How the layers of a stage are run: (how many in one go, are they run again in the backward?), in order.
+        """Groups of the layers of a stage, in order: (number of layers, whether the group is recomputed).
 
-        `ahead`: the layers of multi-token prediction, which are run one by one.
+        `ahead`: layers of multi-token prediction, which form groups of one.
         """
         config = self._recompute
         if config.granularity != "full":
@@ -94,29 +93,28 @@ class SavedTensorPolicy:
         inputs: tuple[Tensor, ...],
         *outputs: Tensor,
     ) -> Scope:
-        """The scope of the consumers of `outputs`, which `make(*inputs)` gave, under a name of their own: whoever saves
-        one of a chosen module there, saves a note of how it is made. It may be entered several times, as long as
-        somebody holds the outputs."""
+        """Scope of the consumers of `outputs` = `make(*inputs)`: if `module` is recomputed, they save a
+        `DiscardedOutput` instead of the outputs. May be entered several times while the outputs are alive."""
         if not self.is_recomputed(module) or not torch.is_grad_enabled():
             return nullcontext()
         kept = [self.pack(tensor.detach()) for tensor in inputs]
         return _Scope(self, self._policies, DiscardedOutput(make, kept, outputs))
 
     def offload_scope(self, module: str) -> Scope:
-        """The scope of one run of a module: what a chosen one saves waits on the host."""
+        """Scope of one call of a module: tensors that an offloaded module saves are moved to the host."""
         if self.offload is None or module not in self.offload.config.modules or not torch.is_grad_enabled():
             return nullcontext()
         return _Scope(self, self._policies, self.offload.open(module))
 
     def stash_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
-        """The scope of the consumers of rows of which those past `valid`, an int32 scalar on the device, hold nothing
-        and need not be kept."""
+        """Scope of the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved, in
+        pages."""
         if self.stash is None or not torch.is_grad_enabled():
             return nullcontext()
         return _Scope(self, self._policies, self.stash.open(rows_RW, valid))
 
     def pack(self, tensor: Tensor) -> PackedTensor:
-        """What the scopes that are open keep of a tensor that is saved for the backward."""
+        """Packs a tensor with the innermost open scope that applies to it."""
         for policy in reversed(self._policies):
             packed = policy.pack(tensor)
             if packed is not None:
@@ -125,7 +123,7 @@ class SavedTensorPolicy:
 
 
 class _Scope(AbstractContextManager[None]):
-    """Tensors that are saved inside are offered to the policy. May be entered more than once, not inside of itself."""
+    """Applies a policy to the tensors that are saved inside. May be entered more than once, not recursively."""
 
     def __init__(self, saved_tensors: SavedTensorPolicy, policies: list[Policy], policy: Policy) -> None:
         self._policies = policies

@@ -1,55 +1,34 @@
-"""What the kernels of a GPU take and keep, without computing anything: for emulation on a machine that has none.
+"""Selection of kernel fakes for memory emulation on a machine without the target GPU.
 
-Every op here takes the memory that the backend takes that `kernels/registry.py` prefers on that GPU, in the same order,
-and keeps the same tensors for its backward. Values are whatever was in memory. Ops that are missing here, and are plain
-torch on the GPU too, are taken from the reference. `tests/memory_emulation/test_kernels.py` compares with the kernels'
-own code.
+A fake allocates and saves for backward what its kernel does, and computes nothing. Fakes are defined next to their
+backend; ops without one are plain torch on the GPU too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import torch_native
-from megatron_moe.kernels.kernel_set import (
-    OPS,
-    KernelSet,
-    Selection,
-)
-from megatron_moe.kernels.low_precision_state import PackedState
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, Operand, internal_dtype
-from megatron_moe.memory_emulation import kernels_blocks as blocks
-from megatron_moe.memory_emulation import kernels_heads as heads
-from megatron_moe.memory_emulation import kernels_routing as routing
-from megatron_moe.memory_emulation.kernel_shapes import (
-    MOST_PROGRAMS,
-    power_of_two,
-    rows_of,
-)
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.torch_native import fakes as native
+from megatron_moe.kernels.backends.triton import fakes as triton
+from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 
 OURS, NATIVE = "as triton", "as torch_native"
-_NORM_TILE = 4096
-"""Elements of a tile of a norm's backward."""
-_TABLE_ROWS = 16
-"""Tokens of a stretch of a table's gradient."""
 
 
 def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
-    """The bundle whose memory is that of the backends that a GPU would get.
+    """Kernel set of fakes of the backends that `auto` selects on a Hopper GPU, or of the requested ones.
 
-    Raises EnvironmentProblem for backends whose memory is not known.
+    Raises EnvironmentProblem for backends without fakes.
     """
-    wishes, functions, choices = dict(config.per_op), {}, []
+    requests, functions, choices = dict(config.per_op), {}, []
     for op in OPS:
-        wish = wishes.get(op, config.backend)
-        name, function = _chosen(op, wish, dtype)
+        name, function = _selected(op, requests.get(op, config.backend), dtype)
         functions[op] = function
         choices.append(
             Selection(op, name, "memory only, nothing is computed" if name != reference.NAME else "plain torch")
@@ -57,20 +36,20 @@ def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
     return KernelSet.of(functions, tuple(choices))
 
 
-def _chosen(op: str, wish: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
-    if wish not in ("auto", "hopper", "triton", torch_native.NAME, reference.NAME):
+def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
+    if request not in ("auto", "hopper", "triton", torch_native.NAME, reference.NAME):
         raise EnvironmentProblem(
-            f"what kernel backend '{wish}' takes for '{op}' is not known to the emulation on a CPU; leave it to auto, "
+            f"memory emulation on a CPU does not know the memory of '{op}' in kernel backend '{request}'; use auto, "
             f"hopper, triton, {torch_native.NAME} or {reference.NAME}, or emulate on a GPU"
         )
-    plain = wish == reference.NAME or dtype is torch.float64
+    plain = request == reference.NAME or dtype is torch.float64
     if op in _HOST_READS and plain:
         return reference.NAME, _HOST_READS[op]
     if plain:
         return reference.NAME, getattr(reference, op)
-    if wish == torch_native.NAME and op in torch_native.PROVIDES:
-        return NATIVE, _NATIVE.get(op, getattr(torch_native, op))
-    for name, known in ((OURS, _TRITON), (NATIVE, _NATIVE)):
+    if request == torch_native.NAME and op in torch_native.PROVIDES:
+        return NATIVE, native.FAKES.get(op, getattr(torch_native, op))
+    for name, known in ((OURS, triton.FAKES), (NATIVE, native.FAKES)):
         if op in known:
             return name, known[op]
     if op in torch_native.PROVIDES:
@@ -78,236 +57,11 @@ def _chosen(op: str, wish: str, dtype: torch.dtype) -> tuple[str, Callable[..., 
     return reference.NAME, getattr(reference, op)
 
 
-# matrix products
-
-
-def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
-    """Accumulates in place."""
-    reference.valid_rows(grad)
-    reference.valid_rows(x)
-
-
-def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return rows.plain().new_empty(rows.plain().shape[0], weight.plain().shape[1])
-
-
-def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    grad_RO = grad.plain().contiguous()
-    return grad_RO.new_empty(grad_RO.shape[0], weight.plain().shape[2])
-
-
-def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """Accumulates in place; factors whose rows have gaps are copied, all of them before the product begins."""
-    factors = [operand.plain() for part in parts for operand in (part.grad, part.rows)]
-    factors += [each.contiguous() for each in factors if each.stride(-1) != 1]
-
-
-def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
-    rows_of(grad_TH)
-    sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
-    parts = grad_TH.new_empty(-(-ids_T.numel() // _TABLE_ROWS), 2, grad_TH.shape[-1], dtype=torch.float32)
-    del sorted_T, order_T, parts
-
-
-# norms, positions, attention
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    return _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x_RH = rows_of(x)
-        out_RH, scale_R = _normed(x_RH)
-        ctx.save_for_backward(x_RH, weight, scale_R)
-        return out_RH.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_RH, grad_weight = _norm_backward(grads[0], *ctx.saved_tensors[:2])
-        return grad_x_RH.view(grads[0].shape), grad_weight
-
-
-def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    total, normed = _AddRMSNorm.apply(residual, x, weight)  # type: ignore[no-untyped-call]
-    return total, normed
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        x_RH = rows_of(x)
-        rows_of(residual)
-        total_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        out_RH, scale_R = _normed(x_RH)
-        ctx.save_for_backward(total_RH, weight, scale_R)
-        ctx.set_materialize_grads(False)
-        return total_RH.view(x.shape), out_RH.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_total, grad_out = grads
-        if grad_out is None:
-            return grad_total, grad_total, None
-        grad_RH, grad_weight = _norm_backward(grad_out, *ctx.saved_tensors[:2])
-        grad = grad_RH.view(grad_out.shape)
-        return grad, grad, grad_weight
-
-
-def _normed(x_RH: Tensor) -> tuple[Tensor, Tensor]:
-    out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-    return out_RH, torch.empty(x_RH.shape[0], device=x_RH.device, dtype=torch.float32)
-
-
-def _norm_backward(grad: Tensor, x_RH: Tensor, weight: Tensor, weights: int = 1) -> tuple[Tensor, Tensor]:
-    """(gradient of x, gradients of all its weights side by side)"""
-    rows_of(grad)
-    num_rows, width = x_RH.shape
-    grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-    tile_rows = max(_NORM_TILE // power_of_two(width), 1)
-    num_programs = max(min(-(-num_rows // tile_rows), MOST_PROGRAMS // 2), 1)
-    shares_PW = torch.empty(num_programs, weights * width, device=x_RH.device, dtype=torch.float32)
-    return grad_x_RH, shares_PW.new_empty(weights * width, dtype=weight.dtype)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    return _LayerNorm.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        x_RH = rows_of(x)
-        out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        moments_2R = torch.empty(2, x_RH.shape[0], device=x_RH.device, dtype=torch.float32)
-        ctx.save_for_backward(x_RH, weight, moments_2R)
-        ctx.bias_dtype = bias.dtype
-        return out_RH.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, weight, _ = ctx.saved_tensors
-        grad_x_RH, both = _norm_backward(grads[0], x_RH, weight, weights=2)
-        grad_weight, grad_bias = both.chunk(2)
-        return grad_x_RH.view(grads[0].shape), grad_weight, grad_bias.to(ctx.bias_dtype)
-
-
-# elementwise and loss
-
-
-def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    return _Activation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None, config: ActivationConfig) -> Tensor:
-        x_RF, probs_R = rows_of(x), None if probs is None else probs.reshape(-1).contiguous()
-        width = x_RF.shape[1] // config.fan
-        ctx.save_for_backward(x_RF, probs_R)
-        return x_RF.new_empty(x_RF.shape[0], width).view(*x.shape[:-1], width)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RF, probs_R = ctx.saved_tensors
-        rows_of(grads[0])
-        shape = grads[0].shape[:-1]
-        grad_x = torch.empty_like(x_RF, memory_format=torch.contiguous_format).view(*shape, x_RF.shape[1])
-        return grad_x, None if probs_R is None else torch.zeros_like(probs_R).view(shape), None
-
-
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    return _CrossEntropy.apply(logits_TV, labels_T)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels_T: Tensor) -> Tensor:
-        logits_TV = rows_of(logits)
-        loss_T = torch.empty(logits_TV.shape[0], device=logits.device, dtype=torch.float32)
-        ctx.save_for_backward(logits_TV, labels_T, torch.empty_like(loss_T))
-        return loss_T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits_TV, *_ = ctx.saved_tensors
-        return torch.empty_like(logits_TV, memory_format=torch.contiguous_format), None
-
-
-# optimizer
-
-
-def sum_of_squares(flat: Tensor) -> Tensor:
-    return flat.new_empty((), dtype=internal_dtype(flat.dtype))
-
-
-def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    move: AdamWStep,
-    weights: Tensor | None = None,
-) -> None:
-    """In place."""
-
-
-def adamw_packed_(
-    master: PackedState,
-    grad: Tensor,
-    exp_avg: PackedState,
-    exp_avg_sq: PackedState,
-    move: AdamWStep,
-    weights: Tensor | None = None,
-    first: int = 0,
-) -> None:
-    """In place."""
-
-
-_TRITON: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        function.__name__: function
-        for function in (
-            grouped_weight_grad,
-            embedding_grad,
-            rms_norm,
-            add_rms_norm,
-            layer_norm,
-            heads.rope,
-            heads.query_key_value,
-            heads.latent_key_value,
-            heads.attention,
-            blocks.attention_block,
-            blocks.attention_block_grad,
-            activation,
-            cross_entropy,
-            routing.gate_product,
-            routing.route,
-            routing.count_tokens,
-            routing.sort_rows,
-            routing.permute,
-            routing.unpermute,
-            routing.gather_probs,
-            routing.pack_rows,
-            routing.unpack_rows,
-            routing.free_pages,
-            adamw_,
-            adamw_packed_,
-        )
-    }
-)
-_NATIVE: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        **{
-            function.__name__: function
-            for function in (linear_weight_grad, grouped_forward, grouped_input_grad, sum_of_squares)
-        },
-        "gate_product": routing.gate_product_by_torch,
-    }
-)
 _HOST_READS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {function.__name__: function for function in (grouped_forward, grouped_input_grad, grouped_weight_grad)}
+    {
+        "grouped_forward": native.FAKES["grouped_forward"],
+        "grouped_input_grad": native.FAKES["grouped_input_grad"],
+        "grouped_weight_grad": triton.FAKES["grouped_weight_grad"],
+    }
 )
-"""Ops of which plain torch reads sizes on the host."""
+"""Ops whose reference implementation reads sizes on the host, which emulated tensors do not have."""

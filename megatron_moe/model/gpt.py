@@ -37,6 +37,7 @@ from megatron_moe.moe.node_chain import (
     run_chain,
     schedule_steps,
 )
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.tensor_parallel import gather_from
@@ -63,12 +64,14 @@ class Decoder(nn.Module):
         ctx: ParallelContext,
         kernels: Kernels,
         saved_tensors: SavedTensorPolicy,
+        expert_comm: ExpertComm | None,
     ) -> None:
         super().__init__()
         self.chunks = tuple(chunks)
         held = [i for chunk in chunks for i in chunk.layers]
         self.by_index = {
-            i: TransformerLayer(config.layers[i], i, f"decoder.layers.{i}", ctx, kernels, saved_tensors) for i in held
+            i: TransformerLayer(config.layers[i], i, f"decoder.layers.{i}", ctx, kernels, saved_tensors, expert_comm)
+            for i in held
         }
         """`layers` by global index."""
         self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
@@ -115,6 +118,7 @@ class GPT(nn.Module):
     Args:
         chunks: pipeline stages of this rank; empty: one stage with the whole model.
         saved_tensors: saved-tensor policies; None: all tensors are kept.
+        expert_comm: shared by the dispatchers of all layers; None: every layer makes its own.
     """
 
     def __init__(
@@ -125,9 +129,11 @@ class GPT(nn.Module):
         *,
         chunks: Sequence[StageLayout] = (),
         saved_tensors: SavedTensorPolicy | None = None,
+        expert_comm: ExpertComm | None = None,
     ) -> None:
         super().__init__()
         self.saved_tensors = saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.expert_comm = expert_comm
         self.config = config
         self.ctx = ctx
         self.chunks = tuple(chunks) or whole_model(config)
@@ -136,8 +142,8 @@ class GPT(nn.Module):
         # A tied head and multi-token prediction read the embedding too.
         if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and config.tied_embeddings:
             self.embedding = Embedding(config, ctx, kernels)
-        self.decoder = Decoder(config, self.chunks, ctx, kernels, saved_tensors)
-        self.mtp = MTP(config, ctx, kernels, saved_tensors) if has_mtp else None
+        self.decoder = Decoder(config, self.chunks, ctx, kernels, saved_tensors, expert_comm)
+        self.mtp = MTP(config, ctx, kernels, saved_tensors, expert_comm) if has_mtp else None
         self.output_layer = Head(config, ctx, kernels) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([config.layers[-1].mixer] if has_mtp else []), ctx)

@@ -37,6 +37,7 @@ from megatron_moe.moe.node_chain import (
     recompute_nodes,
     run_nodes,
 )
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import named_parameters
@@ -54,6 +55,7 @@ class MTPLayer(nn.Module):
         ctx: ParallelContext,
         kernels: Kernels,
         saved_tensors: SavedTensorPolicy,
+        expert_comm: ExpertComm | None,
     ) -> None:
         super().__init__()
         self.ctx = ctx
@@ -62,7 +64,9 @@ class MTPLayer(nn.Module):
         self.hnorm = Norm(config.norm, hidden, ctx, kernels)
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
         layer, site = len(config.layers) + depth, f"{site}.transformer_layer"
-        self.transformer_layer = TransformerLayer(config.layers[-1], layer, site, ctx, kernels, saved_tensors)
+        self.transformer_layer = TransformerLayer(
+            config.layers[-1], layer, site, ctx, kernels, saved_tensors, expert_comm
+        )
         self.final_layernorm = Norm(config.norm, hidden, ctx, kernels)
         self.nodes = (
             Node("join", "attention", self._join, parameters_of(self.enorm, self.hnorm, self.eh_proj)),
@@ -89,14 +93,20 @@ class MTP(nn.Module):
     """All depths in order; with a repeated layer they share one set of weights."""
 
     def __init__(
-        self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels, saved_tensors: SavedTensorPolicy
+        self,
+        config: ModelConfig,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        saved_tensors: SavedTensorPolicy,
+        expert_comm: ExpertComm | None,
     ) -> None:
         super().__init__()
         assert config.mtp is not None, "the model config has no multi-token prediction"
         self.config = config.mtp
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
         layers = {
-            str(d): MTPLayer(config, d, f"mtp.layers.{d}", ctx, kernels, saved_tensors) for d in range(self.num_layers)
+            str(d): MTPLayer(config, d, f"mtp.layers.{d}", ctx, kernels, saved_tensors, expert_comm)
+            for d in range(self.num_layers)
         }
         self.layers = nn.ModuleDict(layers)
         if config.mtp.repeated_layer:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.autograd import give
-from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.kernels.reference import store
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
@@ -144,7 +144,7 @@ class _Settings:
             yield slice(start, min(start + self.chunk, num_tokens))
 
     def logits(self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        return self.kernels.linear_forward(Operand(data=hidden_TH), Operand(data=weight_VH), bias_V)
+        return self.kernels.linear_forward(hidden_TH, weight_VH, bias_V)
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         return cross_entropy(self.kernels, logits_TV, labels_T, self.group)
@@ -201,12 +201,11 @@ class _Gradients:
         grad_hidden_TH = torch.empty_like(self._hidden_TH) if self.grad_hidden_TH is None else self.grad_hidden_TH
         for rows in self._settings.slices(len(self._labels_T)):
             grad_TV = self._of_logits(rows)
-            grad = Operand(data=grad_TV)
             if wide is not None:
                 adding = rows.start > 0 or (accumulate and wide is out)
-                self._settings.kernels.linear_weight_grad(grad, Operand(data=self._hidden_TH[rows]), wide, adding)
+                self._settings.kernels.linear_weight_grad(grad_TV, self._hidden_TH[rows], wide, adding)
             if first_time:
-                grad_hidden_TH[rows] = self._settings.kernels.linear_input_grad(grad, Operand(data=self._weight_VH))
+                grad_hidden_TH[rows] = self._settings.kernels.linear_input_grad(grad_TV, self._weight_VH)
                 if self._bias_V is not None:
                     biases.append(grad_TV.sum(dim=0, dtype=internal_dtype(grad_TV.dtype)))
         self.grad_hidden_TH = grad_hidden_TH

@@ -16,6 +16,7 @@ from megatron_moe.model.mlp import MLP
 from megatron_moe.model.norm import Norm
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import sequence_part
@@ -44,6 +45,7 @@ class TransformerLayer(nn.Module):
         ctx: ParallelContext,
         kernels: Kernels,
         saved_tensors: SavedTensorPolicy | None = None,
+        expert_comm: ExpertComm | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -57,7 +59,7 @@ class TransformerLayer(nn.Module):
         self.mlp: MoELayer | MLP
         feed_forward: tuple[Node, ...]
         if isinstance(config.feed_forward, MoEConfig):
-            self.mlp = MoELayer(config.feed_forward, layer, ctx, kernels, saved_tensors)
+            self.mlp = MoELayer(config.feed_forward, layer, ctx, kernels, saved_tensors, expert_comm)
             feed_forward = self.mlp.nodes
         else:
             self.mlp = MLP(config.feed_forward, ctx, kernels)

@@ -1,19 +1,18 @@
 """The routed experts: one MLP each, over rows sorted by expert."""
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.ops import Kernels, Operand, internal_dtype
+from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
-from megatron_moe.moe.token_dispatcher.permute import expert_of_rows
-from megatron_moe.moe.weigh import weigh
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
@@ -22,15 +21,15 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 class Experts(nn.Module):
     """fc2_e(p * act(fc1_e(x))) for every row x with probability p of every expert e.
 
-    The probability stands before the second matrix, so that combining is a plain sum and the result of the second
-    matrix need not be kept for the backward (memory-efficient permutation); a bias of the second matrix is multiplied
-    by it. With `probs_on_input` it multiplies x instead, and nothing else; with `probs_on_output` the result with its
-    bias, which is then kept (the standard permutation).
+    The probability is applied before the second matrix, so that combine is a plain sum and the output of the second
+    matrix is not saved for backward (memory-efficient permutation); a bias of the second matrix is multiplied by it.
+    With `probs_on_input` it multiplies x only; with `probs_on_output` it multiplies the output and its bias, and the
+    output is saved (standard permutation).
 
-    All experts of this rank share two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2`
-    [e, H, F], multiplied as one grouped product or one by one. An expert without rows gets a gradient of zero. Over ep
-    ranks each has a range of the experts; over etp ranks a range of the F columns, gate and up alike, so that results
-    are partial sums, which the dispatcher adds up when it combines.
+    The experts of a rank are two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2` [e, H, F],
+    computed as one grouped product or one by one. An expert without rows has a gradient of zero. Each ep rank has a
+    range of the experts; each etp rank has a range of the F columns, of gate and up alike, so that outputs are partial
+    sums that the dispatcher adds in combine.
     """
 
     def __init__(
@@ -53,26 +52,28 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
-        """Rows of tokens to rows of results; rows that hold nothing are undefined in the result."""
-        assert rows.index is None, "rows must be sorted by expert already"
-        data_RH, probs_R, offsets_e = rows.data.plain(), rows.probs_R, rows.offsets_e
+        """Rows of tokens -> rows of outputs; rows that hold nothing are undefined in the output."""
+        data, index, probs_R, offsets_e = rows.data, rows.index, rows.probs_R, rows.offsets_e
         probs: Tensor | None = probs_R
         if self.config.probs_on_input:
-            data_RH, probs = _scale(data_RH, probs_R), None
+            data_RH = data if index is None else self.kernels.permute(data, index)
+            data, index, probs = _scale(data_RH, probs_R), None, None
         elif self.config.probs_on_output:
             probs = None
         used = offsets_e[-1]
-        with self.saved_tensors.stash_rows(data_RH, used), self.saved_tensors.offload_scope("expert_fc1"):
-            ffn_RF = self.linear_fc1(data_RH, offsets_e)
+        # token-major storage has no rows after the last offset, so nothing is gained by a stash
+        stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
+        with stash, self.saved_tensors.offload_scope("expert_fc1"):
+            ffn_RF = self.linear_fc1(data, offsets_e, index=index)
         given = (ffn_RF,) if probs is None else (ffn_RF, probs)
         with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
             act_RF = self._activate(*given)
             forget = self.saved_tensors.discard_output("moe_act", self._activate, given, act_RF)
         with self.saved_tensors.stash_rows(act_RF, used), forget:
-            out_RH = self.linear_fc2(act_RF, offsets_e, probs)
+            out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs)
         if self.config.probs_on_output:
             out_RH = weigh(out_RH, probs_R)
-        return replace(rows, data=Operand(data=out_RH))
+        return replace(rows, data=out_RH, index=None)
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)
@@ -114,14 +115,16 @@ class ExpertStack(nn.Module):
         # of the partial sums over etp ranks, which the dispatcher adds up, the first one has the whole bias
         self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 
-    def forward(self, rows_RI: Tensor, offsets_e: Tensor, probs_R: Tensor | None = None) -> Tensor:
-        """[R, I] -> [R, O]; `probs_R` multiplies the bias."""
-        out_RO = autograd.grouped_linear(self.kernels, rows_RI, self.weight, offsets_e)
+    def forward(
+        self, rows: Tensor, offsets_e: Tensor, *, index: RowIndex | None = None, probs_R: Tensor | None = None
+    ) -> Tensor:
+        """[R, I], or with `index` token-major [tokens, I], -> [R, O]; `probs_R` multiplies the bias."""
+        out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index)
         if self.bias is None:
             return out_RO
-        # zero elsewhere, but with its gradient: every etp rank sees all of it, and so their copies stay equal
+        # zero on the other etp ranks, but with the full gradient, so that all copies stay equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
-        bias_RO = _bias_of_rows(bias_eO, offsets_e, len(rows_RI))
+        bias_RO = _bias_of_rows(bias_eO, offsets_e, len(out_RO))
         return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)
 
 
@@ -136,3 +139,36 @@ def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
     """Rows times their probability, in the internal dtype."""
     wide = internal_dtype(rows_RH.dtype)
     return (rows_RH.to(wide) * probs_R.to(wide)[:, None]).to(rows_RH.dtype)
+
+
+def weigh(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+    """Rows [R, H] times probabilities [R], for probabilities applied to the experts' output.
+
+    Rows with probability 0 hold nothing: their result and gradient are 0. Arithmetic is in the internal dtype; the rows
+    are saved for backward in their own dtype.
+    """
+    weighed: Tensor = _Weigh.apply(rows_RH, probs_R)  # type: ignore[no-untyped-call]
+    return weighed
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RH, probs_R)
+        return _times(rows_RH, probs_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad_RH,), (rows_RH, probs_R) = grads, ctx.saved_tensors
+        grad_rows = grad_probs = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _times(grad_RH, probs_R)
+        if ctx.needs_input_grad[1]:
+            products_RH = grad_RH.to(internal_dtype(grad_RH.dtype), copy=True).mul_(rows_RH)
+            grad_probs = products_RH.sum(dim=-1).masked_fill_(probs_R == 0, 0).to(probs_R.dtype)
+        return grad_rows, grad_probs
+
+
+def _times(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+    wide = internal_dtype(rows_RH.dtype)
+    return (rows_RH * probs_R.to(wide)[:, None]).masked_fill_((probs_R == 0)[:, None], 0).to(rows_RH.dtype)

@@ -1,6 +1,8 @@
 """The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +12,6 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
-from megatron_moe.moe.latent import latent_projections
 from megatron_moe.moe.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
@@ -19,11 +20,16 @@ from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import (
     DispatchedTokens,
     Dispatcher,
+    ExpertComm,
     Routing,
 )
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
+
+DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
+    {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+)
 
 
 class MoELayer(nn.Module):
@@ -56,8 +62,9 @@ class MoELayer(nn.Module):
         ctx: ParallelContext,
         kernels: Kernels,
         saved_tensors: SavedTensorPolicy | None = None,
+        expert_comm: ExpertComm | None = None,
     ) -> None:
-        """`layer` is the global index, under which metrics are reported."""
+        """`layer`: global index, under which metrics are reported. `expert_comm`: None makes one for this layer."""
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         hidden_size = config.router.hidden_size
@@ -77,7 +84,8 @@ class MoELayer(nn.Module):
         if config.latent_size is not None:
             projections = latent_projections(hidden_size, config.latent_size, ctx, kernels)
             self.fc1_latent_proj, self.fc2_latent_proj = projections
-        self.dispatcher = make_dispatcher(config, ctx, kernels)
+        self.expert_comm = expert_comm or new_expert_comm(config.dispatcher, ctx, kernels)
+        self.dispatcher = self.expert_comm.new_dispatcher(config.experts.num_experts)
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
@@ -99,7 +107,7 @@ class MoELayer(nn.Module):
         """Sends tokens to the ranks of their experts and receives the rows of this rank's experts, with the handle for
         `combine`."""
         tokens_TH = self.tokens(hidden_SBH).flatten(0, 1)
-        return self.dispatcher.finish_dispatch(self.dispatcher.start_dispatch(tokens_TH, routing))
+        return self._receive(self.dispatcher.start_dispatch(tokens_TH, routing))
 
     def compute(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Runs the experts."""
@@ -153,8 +161,13 @@ class MoELayer(nn.Module):
         return state.evolve(pending=pending, routing=None, tokens_SBH=None)
 
     def _finish_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        rows, handle = self.dispatcher.finish_dispatch(state.pending)
+        rows, handle = self._receive(state.pending)
         return state.evolve(rows=rows, handle=handle, pending=None)
+
+    def _receive(self, pending: Any) -> tuple[DispatchedTokens, Any]:
+        rows, handle = self.dispatcher.finish_dispatch(pending)
+        self.expert_comm.record(rows)
+        return rows, handle
 
     def _compute(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(rows=self.compute(state.rows))
@@ -182,15 +195,20 @@ def _shared_second(shared: SharedExperts, state: LayerState, mb: MicrobatchConte
         return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
 
 
-def make_dispatcher(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> Dispatcher[Any]:
-    """The dispatcher of the spec. When all experts are on one rank, every kind is the local one."""
-    num_experts, num_ranks = config.experts.num_experts, ctx.group("etp_ep").size
-    if num_ranks == 1:
-        return LocalDispatcher(kernels)
-    match config.dispatcher:
-        case "allgather":
-            return AllGatherDispatcher(num_experts, ctx, kernels)
-        case "alltoall":
-            return AllToAllDispatcher(num_experts, ctx, kernels)
-        case kind:
-            raise AssertionError(f"dispatcher '{kind}' over {num_ranks} ranks")
+def latent_projections(
+    hidden_size: int, latent_size: int, ctx: ParallelContext, kernels: Kernels
+) -> tuple[Linear, Linear]:
+    """Projections of latent MoE: W [L, H] before dispatch and W [H, L] after combine, so that dispatch and experts work
+    on L < H channels. Router and shared experts receive the full width."""
+    into = Linear(hidden_size, latent_size, ctx, kernels)
+    out_of = Linear(latent_size, hidden_size, ctx, kernels, init="output")
+    return into, out_of
+
+
+def new_expert_comm(kind: str, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
+    """Shared resources of the dispatchers of `--moe-token-dispatcher-type`. With all experts on one rank every kind is
+    the local dispatcher."""
+    if ctx.group("etp_ep").size == 1:
+        return ExpertComm(ctx, kernels, LocalDispatcher)
+    assert kind in DISPATCHERS, f"dispatcher '{kind}' over {ctx.group('etp_ep').size} ranks"
+    return ExpertComm(ctx, kernels, DISPATCHERS[kind])

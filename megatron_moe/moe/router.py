@@ -5,6 +5,7 @@ capacity, losses, counts.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,13 @@ from megatron_moe.moe.balancing import (
     BatchTokens,
     attach_losses,
 )
-from megatron_moe.moe.gate import draw_logits, force_logits, gate_product, jitter
 from megatron_moe.moe.routing_methods import ExpertSelection, quantile_thresholds, whole_microbatch
 from megatron_moe.moe.token_dispatcher.base import Routing
+from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
+from megatron_moe.parallel.param_meta import ParamMeta, Part
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.rng import RNGKey
+from megatron_moe.parallel.rng import Key, RNGKey
 from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
 
 
@@ -299,3 +300,59 @@ def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
     assert not unlimited or capacity is None, f"{unlimited} goes with no capacity: {capacity}"
     if "quantile_balancing" in config.balancing:
         assert config.topk < config.num_experts, f"quantile balancing needs an expert that is not chosen: {config}"
+
+
+def gate_product(
+    kernels: Kernels, hidden_SBH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """hidden [S, B, H] times weight [E, H] transposed, plus bias [E] -> logits [T, E] in `dtype`, t = s * B + b.
+
+    Forward and backward multiply in `dtype`; hidden states and weight are saved in their own dtype.
+    """
+    logits_TE = kernels.gate_product(hidden_SBH.flatten(0, 1), weight_EH, dtype)
+    return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
+
+
+def jitter(hidden_SBH: Tensor, eps: float, key: Key, part: Part = (0, 1)) -> Tensor:
+    """Multiplies every element by a sample of U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961).
+
+    The positions are `part` (index, number) of a longer sequence, for which the samples are drawn.
+    """
+    uniform = rng.uniform(hidden_SBH.shape, key, hidden_SBH.device, part=part)
+    return hidden_SBH * (1 + eps * (2 * uniform - 1)).to(hidden_SBH.dtype)
+
+
+def draw_logits(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    noise_key: Key,
+    bias_std: float | None,
+    bias_key: Key,
+    part: Part = (0, 1),
+) -> Tensor:
+    """N(0, 1) noise [T, E] instead of logits, for benchmarks whose load must not depend on the weights.
+
+    `bias_std` adds a sample of N(0, bias_std) per expert, for a load of known imbalance. The tokens are `part` (index,
+    number) of more tokens, for which the noise is drawn, in fp32, so that fp64 runs use the same values.
+    """
+    # a copy: a view would keep the noise of all parts in memory until backward
+    noise_TE = rng.normal(torch.Size(shape), noise_key, device, part=part).to(dtype, copy=part[1] > 1)
+    if bias_std is None:
+        return noise_TE
+    return noise_TE + bias_std * rng.normal(torch.Size(shape[1:]), bias_key, device).to(dtype)
+
+
+def force_logits(logits_TE: Tensor, drawn_TE: Tensor) -> Tensor:
+    """Replaces the router's logits; the gradient passes through to them, so that the gate has a backward."""
+    return _StraightThrough.apply(logits_TE, drawn_TE)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, replacement_TE: Tensor) -> Tensor:
+        return replacement_TE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None

@@ -3,7 +3,9 @@
 The last three consider all tokens at once. Nothing here synchronises with the host.
 """
 
+import math
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +20,6 @@ from megatron_moe.kernels.reference_routing import (
     valid_or_zero,
 )
 from megatron_moe.moe.balancing import BatchTokens
-from megatron_moe.moe.capacity import expert_capacity, within_capacity
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllGather, run
@@ -226,3 +227,32 @@ def _num_valid(valid_T: Tensor | None, like_TE: Tensor) -> Tensor:
     if valid_T is None:
         return like_TE.new_full((), len(like_TE))
     return valid_T.sum().to(like_TE.dtype)
+
+
+def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
+    """Most tokens of one expert: ceil(factor * T * K / E), at most T (GShard, arXiv 2006.16668).
+
+    The limit is per rank and microbatch. It counts padding tokens, because it sizes buffers and the host must know it.
+    """
+    return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
+
+
+def within_capacity(
+    ids_TK: Tensor, probs_TK: Tensor, counts_E: Tensor, capacity: int, policy: Literal["probs", "position"]
+) -> Tensor:
+    """Mask of the choices within the experts' capacity: bool [T, K], False where the id is -1.
+
+    Every expert keeps the `capacity` choices of the highest weight (of equal ones the earliest token), or those of the
+    earliest tokens. `counts_E` [E] are the choices per expert. Dropped choices get the id -1 and the weight 0; the
+    other weights are not normalised again.
+    """
+    experts = torch.where(ids_TK < 0, len(counts_E), ids_TK).flatten()
+    order = torch.arange(len(experts), device=experts.device)
+    if policy == "probs":
+        order = probs_TK.detach().flatten().sort(descending=True, stable=True).indices
+    # a stable sort by expert keeps the order of priority inside every expert
+    order = order[experts[order].sort(stable=True).indices]
+    starts_E = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
+    place = torch.arange(len(order), device=order.device) - starts_E[experts[order]]
+    stays = torch.empty_like(order, dtype=torch.bool).scatter_(0, order, place < capacity)
+    return stays.view_as(ids_TK) & (ids_TK >= 0)

@@ -1,11 +1,12 @@
-"""A matrix with an optional bias, cut over tensor parallel ranks by columns, by rows, or not at all."""
+"""Linear layer, sharded over tensor-parallel ranks by columns, by rows, or not at all."""
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
 
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.autograd import SavedForBackward, Saver
+from megatron_moe.kernels.autograd import ShardedInput
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
@@ -20,15 +21,16 @@ from megatron_moe.parallel.tensor_parallel import (
 class Linear(nn.Module):
     """y = x W^T + b with W [outputs, inputs].
 
-    `tp_dim` says which dim of W tensor parallelism cuts (Megatron-LM, arXiv 1909.08053 section 3):
+    `tp_dim` is the dim of W that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
 
-    0     a rank has some of the outputs (heads, ffn channels). x is the residual stream; y is cut along its last dim.
-    1     a rank takes some of the inputs. x is cut along its last dim; y, summed over the ranks, is the residual
-          stream, and the bias is added once, after the sum.
-    None  every rank has the whole matrix. Under sequence parallelism it multiplies its own positions.
+    0     column parallel: a rank has a shard of the outputs (heads, ffn channels). x is the residual stream; y is
+          sharded along its last dim.
+    1     row parallel: a rank has a shard of the inputs. x is sharded along its last dim; y, summed over the ranks, is
+          the residual stream, and the bias is added once, after the sum.
+    None  replicated. Under sequence parallelism every rank multiplies its own positions.
 
-    The residual stream holds all positions on every rank, or under sequence parallelism (arXiv 2205.05198 section
-    4.2.2) a rank's own ones. `splits`: see `ParamMeta`; `init` is "output" for a matrix that writes to the residual
+    The residual stream has all positions on every rank, or under sequence parallelism (arXiv 2205.05198 section 4.2.2)
+    the rank's own positions. `splits`: see `ParamMeta`; `init` is "output" for a matrix that writes to the residual
     stream.
     """
 
@@ -50,14 +52,14 @@ class Linear(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.tp_dim = tp_dim
-        partial = ctx.config.sequence_parallel
+        sequence_parallel = ctx.config.sequence_parallel
         weight_meta = ParamMeta(
             role="matrix",
             init=init,
             fan_in=inputs,
             tp_dim=tp_dim,
             splits=splits,
-            partial_over_tp=partial and tp_dim is None,
+            partial_over_tp=sequence_parallel and tp_dim is None,
         )
         self.weight = new_parameter((outputs, inputs), weight_meta, ctx)
         self.bias = None
@@ -69,12 +71,12 @@ class Linear(nn.Module):
                 tp_dim=cut,
                 splits=splits,
                 decay=False,
-                partial_over_tp=partial and cut is None,
+                partial_over_tp=sequence_parallel and cut is None,
             )
             self.bias = new_parameter((outputs,), bias_meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs], of which the cut dim is this rank's share; dim 0 is S."""
+        """[..., inputs] -> [..., outputs]; dim 0 is S, and a sharded dim has this rank's shard."""
         if self.tp_dim == 0:
             return column_product(x, self.weight, self.bias, self.ctx, self.kernels)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:
@@ -86,19 +88,12 @@ class Linear(nn.Module):
 def column_product(
     hidden_SBH: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, kernels: Kernels
 ) -> Tensor:
-    """The residual stream times a weight [O / tp, H] with some of the outputs -> [S, B, O / tp], all positions."""
-    saver = _keep_shard(hidden_SBH, ctx) if ctx.config.sequence_parallel else autograd.keep
-    return autograd.linear(kernels, enter_tensor_parallel(hidden_SBH, ctx), weight, bias, saver=saver)
+    """The residual stream times a weight [O / tp, H] with some of the outputs -> [S, B, O / tp], all positions.
 
-
-def _keep_shard(shard_SBH: Tensor, ctx: ParallelContext) -> Saver:
-    """Between forward and backward keeps this rank's positions alone and gathers the others again.
-
-    tp: one more all-gather of S * B * H elements in the backward, for tp times less memory.
+    Sequence parallelism: backward gathers the input again instead of saving it gathered. tp: one more all-gather of
+    S * B * H elements, for tp times less memory.
     """
-    group = ctx.group("tp")
-
-    def save(name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> SavedForBackward:
-        return SavedForBackward((shard_SBH.detach(),), lambda shard: rejoin(shard, group))
-
-    return save
+    sharded = None
+    if ctx.config.sequence_parallel:
+        sharded = ShardedInput(hidden_SBH, partial(rejoin, group=ctx.group("tp")))
+    return autograd.linear(kernels, enter_tensor_parallel(hidden_SBH, ctx), weight, bias, sharded=sharded)

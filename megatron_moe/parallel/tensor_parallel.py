@@ -95,7 +95,7 @@ def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def rejoin(shard: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather along dim 0 outside autograd, for what is kept as a shard between forward and backward."""
+    """All-gather along dim 0 outside autograd, for inputs that are saved for backward as shards."""
     return shard if group.size == 1 else _join(shard, group, 0)
 
 

@@ -51,7 +51,8 @@ class StepOutcome:
     norms: dict[str, Tensor]
     """L2 norms of the gradient before clipping: "all" and its parts."""
     figures: dict[str, Tensor]
-    """What costs a pass over all parameters and is only made when the log wants it: "num_zeros", "params_norm"."""
+    """"num_zeros" and "params_norm", which cost a pass over all parameters, only when the log needs them; "overflow" of
+    expert rows, only for token dispatchers that can overflow."""
     proceed: Tensor
     """bool: the update was applied."""
     sound: Tensor
@@ -207,6 +208,8 @@ class Trainer:
         `losses`: for a repetition, takes the loss of every microbatch; gradients are not reduced then.
         """
         self.model.train()
+        if self.model.expert_comm is not None:
+            self.model.expert_comm.begin_step()
         self.buffers.begin_step(len(batches), early=losses is None)
         prepared = self.prepare(batches, iteration)
         if self.full_iteration is None or losses is not None:
@@ -246,7 +249,10 @@ class Trainer:
         self._sound = norms.pop("nonfinite") == 0
         if logging.log_num_zeros:
             figures["num_zeros"] = count_zeros(self.buffers)
-        self._proceed = self._verdict(loss, norms["all"])
+        overflow = None if self.model.expert_comm is None else self.model.expert_comm.any_overflow()
+        if overflow is not None:
+            figures["overflow"] = overflow
+        self._proceed = self._verdict(loss, norms["all"], overflow)
         self.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
@@ -261,10 +267,15 @@ class Trainer:
             figures["params_norm"] = self.optimizer.params_norm()
         return norms, figures
 
-    def _verdict(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Shall this step reach the weights? Where the run stops at a bad step, and after an update whose results are
-        not finite, the verdict stays bad, until the host has seen it and stopped."""
+    def _verdict(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
+        """bool scalar on the device: True if the update is applied.
+
+        After a step that stops the run (non-finite, spike, overflow of expert rows), and after an update that stored
+        non-finite values, it stays False until the host has read it and stopped.
+        """
         config, kept, now = self.resilience, self._kept, torch.ones_like(self._proceed)
+        if overflow is not None:
+            kept = kept & ~overflow
         if self.loop.check_nonfinite:
             finite = torch.isfinite(loss) & torch.isfinite(norm)
             kept, now = (kept, now & finite) if config.on_nonfinite == "skip" else (kept & finite, now)

@@ -108,6 +108,12 @@ class TrainingLog:
     def _handle_rejected(self, reading: StepResult) -> None:
         """Reports why an update was rejected. Raises NumericsProblem unless the run continues without it."""
         assert self._loader is not None, "a step without data"
+        if reading.figures.get("overflow"):
+            raise NumericsProblem(
+                f"iteration {reading.iteration}: a rank received more expert rows than its buffers hold, so the update "
+                f"was not applied and the weights are those of iteration {reading.iteration - 1}; raise "
+                f"--moe-expert-rank-capacity-factor"
+            )
         self._skipped += 1
         finite = math.isfinite(reading.loss) and math.isfinite(reading.norms["all"])
         stops = (self._config.on_spike if finite else self._config.on_nonfinite) == "stop"

@@ -9,8 +9,9 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import torch_native, triton_kernels
-from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.torch_native import cudnn
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.ops import PositionSpan
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.parallel.context_parallel import split_places

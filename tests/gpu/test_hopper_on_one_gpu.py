@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.backends import hopper_kernels
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
+from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers.tolerances import (
     BF16_KERNEL,
     EXACT,
@@ -53,15 +53,15 @@ def slices(counts: list[int]) -> Iterator[tuple[int, slice]]:
 def test_products_agree_with_fp64(inputs: int, outputs: int, counts: list[int]) -> None:
     weight, ends, num_rows = draw(len(counts), outputs, inputs, seed=1), offsets(counts), sum(counts)
     rows, grad = held(counts, inputs, 2), held(counts, outputs, 3)
-    forward = hopper_kernels.grouped_forward(Operand(data=rows), Operand(data=weight), ends)
-    backward = hopper_kernels.grouped_input_grad(Operand(data=grad), Operand(data=weight), ends)
+    forward = hopper_kernels.grouped_forward(rows, weight, ends)
+    backward = hopper_kernels.grouped_input_grad(grad, weight, ends)
     expected = [torch.zeros(num_rows, width, device="cuda", dtype=torch.float64) for width in (outputs, inputs)]
     for expert, part in slices(counts):
         expected[0][part] = rows[part].double() @ weight[expert].double().T
         expected[1][part] = grad[part].double() @ weight[expert].double()
     BF16_KERNEL.check(forward[:num_rows].double(), expected[0], "forward")
     BF16_KERNEL.check(backward[:num_rows].double(), expected[1], "gradient of the rows")
-    again = hopper_kernels.grouped_forward(Operand(data=rows), Operand(data=weight), ends)
+    again = hopper_kernels.grouped_forward(rows, weight, ends)
     EXACT.check(again[:num_rows], forward[:num_rows], "a second time")
 
 
@@ -78,7 +78,7 @@ def test_weight_gradients_agree_with_fp64(
     for number in range(num_parts):
         counted = counts[number:] + counts[:number]
         grad, rows = held(counted, outputs, 10 + number), held(counted, inputs, 20 + number)
-        parts.append(GroupedPart(Operand(data=grad), Operand(data=rows), offsets(counted)))
+        parts.append(GroupedPart(grad, rows, offsets(counted)))
         for expert, part in slices(counted):
             expected[expert] += grad[part].double().T @ rows[part].double()
     actual, again = (before.clone() if accumulate else torch.full_like(before, torch.nan) for _ in range(2))
@@ -92,21 +92,21 @@ def test_rows_of_a_wider_matrix_and_buffers_in_bf16() -> None:
     counts, ends = [40, 0, 100], offsets([40, 0, 100])
     wide, weight = draw(140, 256, seed=1), draw(3, 64, 128, seed=2)
     part = wide[:, 128:]
-    expected = hopper_kernels.grouped_forward(Operand(data=part.contiguous()), Operand(data=weight), ends)
-    EXACT.check(hopper_kernels.grouped_forward(Operand(data=part), Operand(data=weight), ends), expected, "forward")
+    expected = hopper_kernels.grouped_forward(part.contiguous(), weight, ends)
+    EXACT.check(hopper_kernels.grouped_forward(part, weight, ends), expected, "forward")
     grad = draw(140, 64, seed=3)
     out = torch.zeros(3, 64, 128, device="cuda", dtype=BF16)
-    hopper_kernels.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=part), ends)], out, True)
+    hopper_kernels.grouped_weight_grad([GroupedPart(grad, part, ends)], out, True)
     for expert, rows in slices(counts):
         BF16_KERNEL.check(out[expert].double(), grad[rows].double().T @ part[rows].double(), f"expert {expert}")
 
 
 def test_no_rows_give_nothing_or_zero() -> None:
     ends, weight = torch.zeros(3, device="cuda", dtype=torch.int32), draw(3, 64, 128, seed=1)
-    empty = Operand(data=draw(0, 128, seed=1))
-    assert hopper_kernels.grouped_forward(empty, Operand(data=weight), ends).shape == (0, 64)
+    empty = draw(0, 128, seed=1)
+    assert hopper_kernels.grouped_forward(empty, weight, ends).shape == (0, 64)
     out = torch.ones(3, 64, 128, device="cuda")
-    part = GroupedPart(Operand(data=draw(0, 64, seed=1)), empty, ends)
+    part = GroupedPart(draw(0, 64, seed=1), empty, ends)
     hopper_kernels.grouped_weight_grad([part], out, True)
     assert out.eq(1).all()
     hopper_kernels.grouped_weight_grad([part], out, False)

@@ -22,8 +22,8 @@ from megatron_moe.config.moe import (
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.backends import triton_kernels
-from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
+from megatron_moe.kernels.ops import GroupedPart, Kernels
 from megatron_moe.kernels.reference_routing import count_tokens
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import _bias_of_rows
@@ -356,14 +356,14 @@ def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
         grad, rows = draw(256, outputs).to(BF16), draw(256, 32, seed=1).to(BF16)
         before = draw(outputs, 32, seed=2).float() if accumulate else torch.full((outputs, 32), torch.nan)
         actual, expected = before.cuda(), before.double()
-        kernels.linear_weight_grad(Operand(data=grad.cuda()), Operand(data=rows.cuda()), actual, accumulate)
-        REFERENCE.linear_weight_grad(Operand(data=grad), Operand(data=rows), expected, accumulate)
+        kernels.linear_weight_grad(grad.cuda(), rows.cuda(), actual, accumulate)
+        REFERENCE.linear_weight_grad(grad, rows, expected, accumulate)
         FP32_MODEL.check(actual, expected, f"linear, {outputs} outputs")
     before = draw(4, 24, 32, seed=2).float() if accumulate else torch.full((4, 24, 32), torch.nan)
     actual, expected = before.cuda(), before.double()
-    operands = [Operand(data=grad.cuda()), Operand(data=rows.cuda())]
+    operands = [grad.cuda(), rows.cuda()]
     kernels.grouped_weight_grad([GroupedPart(*operands, ends.cuda())], actual, accumulate)
-    REFERENCE.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), ends)], expected, accumulate)
+    REFERENCE.grouped_weight_grad([GroupedPart(grad, rows, ends)], expected, accumulate)
     BF16_KERNEL.check(actual, expected, "grouped")
 
 
@@ -382,8 +382,8 @@ def test_weight_gradients_of_several_microbatches_are_the_sum_of_theirs(
         factors = [draw(held + 7, width, seed=10 * microbatch + width).to(BF16) for width in sizes]
         for factor in factors:
             factor[held:] = torch.nan
-        parts.append(GroupedPart(*(Operand(data=each.cuda()) for each in factors), ends.cuda()))
-        plain.append(GroupedPart(*(Operand(data=each) for each in factors), ends))
+        parts.append(GroupedPart(*(each.cuda() for each in factors), ends.cuda()))
+        plain.append(GroupedPart(*(each for each in factors), ends))
     before = draw(4, *sizes, seed=2).float() if accumulate else torch.full((4, *sizes), torch.nan)
     actual, expected = before.cuda(), before.double()
     kernels.grouped_weight_grad(parts, actual, accumulate)

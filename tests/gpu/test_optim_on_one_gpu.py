@@ -10,7 +10,8 @@ from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
-from megatron_moe.kernels.backends import torch_native, triton_kernels
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.optim.clip_grads import (
     clip_coefficient,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_moe.config.moe import CapacityConfig
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.balancing import update_routers

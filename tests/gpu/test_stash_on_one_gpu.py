@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.pages import Pages, make_pages
 from tests.helpers.tolerances import EXACT
 

@@ -14,7 +14,7 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.ops import GroupedPart, Kernels, Operand
+from megatron_moe.kernels.ops import GroupedPart, Kernels
 from megatron_moe.kernels.registry import select_kernels
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
 from tests.helpers.tolerances import BF16_KERNEL, Tolerance
@@ -87,7 +87,7 @@ def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
     outs = []
     for k, device, dtype in ((kernels, "cuda", torch.float32), (REFERENCE, "cpu", torch.float64)):
         out = draw(3, 256, 128, seed=2).float().to(device, dtype)
-        operands = (Operand(data=x.to(device).to(torch.bfloat16 if k is kernels else dtype)) for x in (grad, rows))
+        operands = (x.to(device).to(torch.bfloat16 if k is kernels else dtype) for x in (grad, rows))
         k.grouped_weight_grad([GroupedPart(*operands, offsets.to(device))], out, accumulate)
         outs.append(out.double().cpu())
     BF16_KERNEL.check(*outs, "grouped weight gradient")

@@ -39,7 +39,7 @@ SAME_LEVEL_ALLOWED = (
 """(importer, imported) below `megatron_moe`, by prefix; modules without torch may import one another."""
 
 PUBLIC_MODULES = (
-    ("model", "moe", ("moe.moe_layer", "moe.node_chain")),
+    ("model", "moe", ("moe.moe_layer", "moe.node_chain", "moe.token_dispatcher.base")),
     ("optim", "moe", ()),
     ("checkpoint", "moe", ()),
     ("pipeline", "moe", ()),

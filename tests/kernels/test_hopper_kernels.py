@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.kernels.backends import hopper_kernels
+from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper.tiles import aligned, rows_by_slice
 from megatron_moe.kernels.kernel_set import Priority
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """
 from megatron_moe.kernels.backends.hopper import product, weight_grad
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.ops import GroupedPart
 
 product._grouped_product = Compiled(product._grouped_product)
 weight_grad._expert_grads = Compiled(weight_grad._expert_grads)
 rows, offsets = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
 for outputs in (768, 1408):
     weight, grad = torch.zeros(8, outputs, 512, dtype=torch.bfloat16), torch.zeros(1024, outputs, dtype=torch.bfloat16)
-    product.grouped_forward(Operand(data=rows), Operand(data=weight), offsets)
-    product.grouped_input_grad(Operand(data=grad), Operand(data=weight), offsets)
+    product.grouped_forward(rows, weight, offsets)
+    product.grouped_input_grad(grad, weight, offsets)
     for adds, parts in ((False, 1), (True, 2)):
-        part = GroupedPart(Operand(data=rows), Operand(data=grad), offsets)
+        part = GroupedPart(rows, grad, offsets)
         weight_grad.grouped_weight_grad([part] * parts, torch.zeros(8, 512, outputs), adds)
 """
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from tests.helpers.kernel_comparison import (
     OVERFLOWS,
     adamw_step,

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.kernel_set import MATRIX_PRODUCTS, OPS, KernelSet, Selection
+from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
@@ -48,7 +50,7 @@ def test_linear_is_x_times_weight_transposed_plus_bias() -> None:
         for b in range(3):
             for o in range(4):
                 expected[s, b, o] = bias[o] + sum(weight[o, i] * x[s, b, i] for i in range(5))
-    FP64_REF.check(KERNELS.linear_forward(Operand(data=x), Operand(data=weight), bias), expected)
+    FP64_REF.check(KERNELS.linear_forward(x, weight, bias), expected)
 
 
 def test_linear_has_the_gradients_of_finite_differences() -> None:
@@ -65,20 +67,11 @@ def test_linear_takes_no_rows_and_one_row(num_rows: int) -> None:
     FP64_REF.check(weight.grad, x.detach().sum(0).expand(4, 5), "weight gradient")
 
 
-def test_linear_weight_grad_ignores_rows_past_the_valid_ones_even_if_nan() -> None:
-    grad, x = draw(5, 4), draw(5, 3)
-    grad[3:], x[3:] = torch.nan, torch.nan
-    out = torch.full((4, 3), torch.nan, dtype=torch.float64)
-    held = torch.tensor(3, dtype=torch.int32)
-    KERNELS.linear_weight_grad(Operand(data=grad, valid_rows=held), Operand(data=x, valid_rows=held), out, False)
-    FP64_REF.check(out, grad[:3].T @ x[:3])
-
-
 def test_weight_gradients_accumulate_in_the_dtype_of_the_buffer() -> None:
     grad, x = torch.ones(1, 1, dtype=torch.bfloat16), torch.full((1, 1), 2.0**-10, dtype=torch.bfloat16)
     out = torch.ones(1, 1, dtype=torch.float32)
     for _ in range(4):
-        KERNELS.linear_weight_grad(Operand(data=grad), Operand(data=x), out, True)
+        KERNELS.linear_weight_grad(grad, x, out, True)
     EXACT.check(out, torch.tensor([[1.0 + 4 * 2.0**-10]]))
 
 
@@ -87,7 +80,7 @@ def test_weight_gradients_accumulate_in_the_dtype_of_the_buffer() -> None:
 class TestGroupedProducts:
     def test_forward_multiplies_each_row_by_its_experts_matrix(self, kernels, offsets) -> None:
         rows, weight = draw(7, 3), draw(4, 5, 3, seed=1)
-        actual = kernels.grouped_forward(Operand(data=rows), Operand(data=weight), ends(offsets))
+        actual = kernels.grouped_forward(rows, weight, ends(offsets))
         held = slice(0, offsets[-1])
         FP64_REF.check(actual[held], by_hand(rows, weight, offsets)[held])
 
@@ -108,7 +101,7 @@ class TestGroupedProducts:
                 expected[expert] += torch.outer(grad[r], rows[r])
         grad[offsets[-1] :], rows[offsets[-1] :] = torch.nan, torch.nan
         stored, added = torch.full_like(before, torch.nan), before.clone()
-        part = GroupedPart(Operand(data=grad), Operand(data=rows), ends(offsets))
+        part = GroupedPart(grad, rows, ends(offsets))
         kernels.grouped_weight_grad([part], stored, False)
         kernels.grouped_weight_grad([part], added, True)
         FP64_REF.check(stored, expected, "stored")
@@ -158,24 +151,24 @@ def test_a_sink_gets_the_weight_gradient_instead_of_autograd_and_may_compute_it_
     FP64_REF.check(stack.sink.buffer, 2 * plain["grouped"], "grouped")
 
 
-def test_what_is_saved_for_the_backward_goes_through_the_saver_by_name() -> None:
-    seen = []
-
-    def halve(name: str, tensor: Tensor, valid_rows: Tensor | None = None) -> autograd.SavedForBackward:
-        seen.append((name, tuple(tensor.shape), None if valid_rows is None else int(valid_rows)))
-        return autograd.SavedForBackward((tensor / 2,), lambda kept: kept * 2)
-
-    x, weight, stack = draw(6, 5).requires_grad_(), draw(4, 5).requires_grad_(), draw(2, 3, 4).requires_grad_()
-    hidden = autograd.linear(KERNELS, x, weight, saver=halve, name="fc1.input")
-    out = autograd.grouped_linear(KERNELS, hidden, stack, ends([1, 5]), saver=halve, name="fc2.input")
-    out[:5].sum().backward()
-    assert seen == [("fc1.input", (6, 5), None), ("fc2.input", (6, 4), 5)]
-    grads = torch.zeros(5, 4, dtype=torch.float64)
-    grads[0], grads[1:] = stack.detach()[0].sum(0), stack.detach()[1].sum(0)
-    FP64_REF.check(weight.grad, grads.T @ x.detach()[:5])
+QUANTIZED = QuantizedTensor(
+    rowwise=draw(4, 4), rowwise_scales=None, columnwise=None, columnwise_scales=None, block=(1, 32)
+)
+PLAIN, ENDS = draw(4, 4), ends([4])
+QUANTIZED_CALLS = {
+    "linear_forward": lambda k, q: k.linear_forward(PLAIN, q, None),
+    "linear_input_grad": lambda k, q: k.linear_input_grad(PLAIN, weight=q),
+    "linear_weight_grad": lambda k, q: k.linear_weight_grad(q, PLAIN, draw(4, 4), False),
+    "grouped_forward": lambda k, q: k.grouped_forward(q, draw(1, 4, 4), ENDS),
+    "grouped_input_grad": lambda k, q: k.grouped_input_grad(q, draw(1, 4, 4), ENDS),
+    "grouped_weight_grad": lambda k, q: k.grouped_weight_grad([GroupedPart(PLAIN, q, ENDS)], draw(1, 4, 4), False),
+}
 
 
-def test_a_quantised_operand_is_refused_by_the_reference() -> None:
-    scaled = Operand(data=draw(2, 3), row_scales=torch.ones(2))
-    with pytest.raises(AssertionError, match="quantised"):
-        KERNELS.linear_forward(scaled, Operand(data=draw(4, 3)), None)
+@pytest.mark.parametrize("op", MATRIX_PRODUCTS)
+def test_every_backend_rejects_quantized_operands_by_name(op: str) -> None:
+    functions = {name: getattr(torch_native, name, getattr(KERNELS, name)) for name in OPS}
+    choices = tuple(Selection(name, "torch_native", "") for name in OPS)
+    for kernels, name in ((KERNELS, "reference"), (KernelSet.of(functions, choices), "torch_native")):
+        with pytest.raises(TypeError, match=f"kernel backend '{name}' does not implement '{op}' for a QuantizedTensor"):
+            QUANTIZED_CALLS[op](kernels, QUANTIZED)

@@ -105,7 +105,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         "transformer_engine or triton."
     )
     assert "'rms' does not exist; the ops are linear_forward" in refusal(KernelConfig(per_op=(("rms", "reference"),)))
-    assert "'aten', asked for 'rope', does not exist" in refusal(KernelConfig(per_op=(("rope", "aten"),)))
+    assert "'aten', requested for 'rope', does not exist" in refusal(KernelConfig(per_op=(("rope", "aten"),)))
 
 
 def test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives() -> None:
@@ -153,10 +153,10 @@ def test_a_better_backend_wins_and_its_op_is_called(tmp_path, monkeypatch) -> No
     package = tmp_path / "shiny_backends"
     package.mkdir()
     (package / "shiny.py").write_text(
-        "from megatron_moe.kernels.kernel_set import Fit, Judgement\n"
+        "from megatron_moe.kernels.kernel_set import Priority, Support\n"
         'NAME = "shiny"\nNEEDS = ()\nPROVIDES = ("sum_of_squares", "rope")\n'
         "def judge(op, device, dtype):\n"
-        '    return Judgement(Fit.BEST if op == "sum_of_squares" else Fit.YES, "made up")\n'
+        '    return Support(Priority.BEST if op == "sum_of_squares" else Priority.YES, "made up")\n'
         "def sum_of_squares(flat):\n    return 42\n"
         "def rope(*args):\n    return 43\n"
     )

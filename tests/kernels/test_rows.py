@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.ops import RowIndex
 from tests.helpers.tolerances import EXACT, FP64_REF
 
@@ -33,30 +33,33 @@ def sorted_by_hand(ids: Tensor, num_experts: int) -> list[list[tuple[int, int]]]
     ]
 
 
-@given(routings())
-def test_rows_are_sorted_by_expert_then_by_token_and_nothing_follows(case) -> None:
+@given(routings(), st.integers(1, 5))
+def test_rows_are_sorted_by_expert_then_by_token_with_aligned_experts(case, align: int) -> None:
     ids, num_experts = case
-    index = KERNELS.sort_rows(ids, num_experts, None)
-    held = sorted_by_hand(ids, num_experts)
+    index = KERNELS.sort_rows(ids, num_experts, None, align)
+    nothing = (-1, 0)
+    held = [pairs + [nothing] * (-len(pairs) % align) for pairs in sorted_by_hand(ids, num_experts)]
     flat = [pair for pairs in held for pair in pairs]
-    empty = ids.numel() - len(flat)
-    assert index.token_R.tolist() == [t for t, _ in flat] + [-1] * empty
-    assert index.choice_R.tolist() == [t * ids.shape[1] + k for t, k in flat] + [-1] * empty
+    worst = ids.numel() + min(num_experts, ids.numel()) * (align - 1)
+    flat += [nothing] * (worst // align * align - len(flat))
+    assert index.token_R.tolist() == [t for t, _ in flat]
+    assert index.choice_R.tolist() == [-1 if t < 0 else t * ids.shape[1] + k for t, k in flat]
     assert index.offsets_E.tolist() == [sum(len(p) for p in held[: e + 1]) for e in range(num_experts)]
     assert index.offsets_E.dtype is torch.int32
     check_inverse(index, ids)
 
 
-@given(routings(), st.integers(0, 4))
-def test_with_a_capacity_every_expert_owns_as_many_rows_filled_in_token_order(case, capacity: int) -> None:
+@given(routings(), st.integers(0, 4), st.integers(1, 3))
+def test_with_a_capacity_every_expert_owns_as_many_rows_filled_in_token_order(case, capacity: int, align: int) -> None:
     ids, num_experts = case
-    index = KERNELS.sort_rows(ids, num_experts, capacity)
+    index = KERNELS.sort_rows(ids, num_experts, capacity, align)
+    owned = capacity + -capacity % align
     expected: list[int] = []
     for pairs in sorted_by_hand(ids, num_experts):
         tokens = [t for t, _ in pairs][:capacity]
-        expected += tokens + [-1] * (capacity - len(tokens))
+        expected += tokens + [-1] * (owned - len(tokens))
     assert index.token_R.tolist() == expected
-    assert index.offsets_E.tolist() == [capacity * (e + 1) for e in range(num_experts)]
+    assert index.offsets_E.tolist() == [owned * (e + 1) for e in range(num_experts)]
     check_inverse(index, ids)
 
 

@@ -12,8 +12,8 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import autograd, registry
-from megatron_moe.kernels.backends import torch_native
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import (
     BARS,
@@ -131,12 +131,10 @@ def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wid
     grad, rows = draw(6, 24).bfloat16(), draw(6, 16, seed=1).bfloat16()
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     cases = (
-        ((24, 16), lambda k, out: k.linear_weight_grad(Operand(data=grad), Operand(data=rows), out, accumulate)),
+        ((24, 16), lambda k, out: k.linear_weight_grad(grad, rows, out, accumulate)),
         (
             (3, 24, 16),
-            lambda k, out: k.grouped_weight_grad(
-                [GroupedPart(Operand(data=grad), Operand(data=rows), ends)], out, accumulate
-            ),
+            lambda k, out: k.grouped_weight_grad([GroupedPart(grad, rows, ends)], out, accumulate),
         ),
     )
     for shape, call in cases:
@@ -157,7 +155,7 @@ def test_grouped_mm_itself_gives_forward_input_and_weight_gradients(dtype: torch
     forward = torch_native._grouped_mm(rows, weight.transpose(1, 2), ends)
     input_grad = torch_native._grouped_mm(grad.contiguous(), weight, ends)
     weight_grad = torch_native._grouped_mm(grad.contiguous().T, rows, ends)
-    bar, wide = BARS[dtype], [Operand(data=x.double()) for x in (rows, weight, grad)]
+    bar, wide = BARS[dtype], [x.double() for x in (rows, weight, grad)]
     bar.check(forward[:7], REFERENCE.grouped_forward(wide[0], wide[1], ends)[:7], "forward")
     bar.check(input_grad[:7], REFERENCE.grouped_input_grad(wide[2], wide[1], ends)[:7], "input gradient")
     expected = torch.zeros(4, 8, 16, dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton import gate
 from tests.helpers.kernel_comparison import REFERENCE, draw
 from tests.helpers.tolerances import (

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import (
     BARS,
@@ -25,6 +25,7 @@ from tests.helpers.tolerances import (
     EXACT,
     FP32_REF,
 )
+from tests.kernels.compiled import NO_SPILLS, compiled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
@@ -207,7 +208,7 @@ def repeating() -> Iterator[None]:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.attention")
+    monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.backend.attention")
     config = CoreAttentionConfig(softmax_scale=0.3, causal=causal)
     inputs = [draw(65, 2, 2, 24), draw(65, 2, 1, 24, seed=1), draw(65, 2, 1, 12, seed=2)]
     compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs, torch.float32)
@@ -280,10 +281,11 @@ ROUTINGS = pytest.mark.parametrize(
 
 
 @ROUTINGS
-def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, some_empty: bool) -> None:
+@pytest.mark.parametrize("align", [1, 3, 16])
+def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, some_empty: bool, align: int) -> None:
     ids = choices(tokens, topk, experts, some_empty=some_empty)
-    actual = triton_kernels.sort_rows(ids, experts, None)
-    expected = REFERENCE.sort_rows(ids, experts, None)
+    actual = triton_kernels.sort_rows(ids, experts, None, align)
+    expected = REFERENCE.sort_rows(ids, experts, None, align)
     for name in ("token_R", "choice_R", "offsets_E", "rows_TK"):
         mine, theirs = getattr(actual, name), getattr(expected, name)
         assert mine.dtype is theirs.dtype and mine.tolist() == theirs.tolist(), name
@@ -293,7 +295,7 @@ def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, s
 
 def test_rows_of_several_blocks_in_a_stretch_are_those_of_the_reference() -> None:
     ids = choices(4200, 2, 7, some_empty=True)
-    actual, expected = triton_kernels.sort_rows(ids, 7, None), REFERENCE.sort_rows(ids, 7, None)
+    actual, expected = triton_kernels.sort_rows(ids, 7, None, 128), REFERENCE.sort_rows(ids, 7, None, 128)
     EXACT.check(actual.choice_R, expected.choice_R, "choices")
     EXACT.check(actual.rows_TK, expected.rows_TK, "rows")
     EXACT.check(triton_kernels.count_tokens(ids, 7), REFERENCE.count_tokens(ids, 7), "counts")
@@ -357,7 +359,7 @@ def test_grouped_weight_gradients_of_several_microbatches_add_up_in_the_buffer(
         if number == 1:
             grad = grad.T.contiguous().T
         for several, wanted in zip(found, (dtype, torch.float64), strict=True):
-            several.append(GroupedPart(*(Operand(data=x.to(wanted)) for x in (grad, rows)), offsets))
+            several.append(GroupedPart(*(x.to(wanted) for x in (grad, rows)), offsets))
     triton_kernels.grouped_weight_grad(found[0], actual, accumulate)
     REFERENCE.grouped_weight_grad(found[1], expected, accumulate)
     FP32_REF.check(actual, expected, "weight gradient")
@@ -427,3 +429,19 @@ def test_no_tokens_leave_a_table_without_gradient() -> None:
     out = torch.ones(3, 4)
     triton_kernels.embedding_grad(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), out, False)
     EXACT.check(out, torch.zeros(3, 4), "gradient")
+
+
+SORT_LAUNCHES = """
+from megatron_moe.kernels.backends.triton import sort
+
+sort._count_experts, sort._place_rows = Compiled(sort._count_experts), Compiled(sort._place_rows)
+for align in (1, 128):
+    sort.sort_rows(torch.zeros(4096, 8, dtype=torch.int64), 128, None, align)
+"""
+
+
+def test_the_sort_compiles_for_hopper_without_spills_and_only_unaligned_rows_are_filled_in_the_kernel() -> None:
+    found = compiled(SORT_LAUNCHES)
+    assert len(found) == 4 and all(NO_SPILLS in code["ptxas"] for code in found)
+    unaligned, aligned = found[1]["ttgir"], found[3]["ttgir"]
+    assert unaligned.count("tt.store") - aligned.count("tt.store") == 2

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.routing import forward, op
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
@@ -132,7 +132,7 @@ def test_every_program_draws_one_ticket_where_sums_are_wanted(fields: dict[str, 
 
 
 def test_shares_of_many_programs_are_all_added(monkeypatch: pytest.MonkeyPatch, forwards: Launches) -> None:
-    monkeypatch.setattr(op, "FORWARD_TILE", 16)
+    monkeypatch.setattr(op, "ROUTE_TILE", 16)
     monkeypatch.setattr(op, "num_multiprocessors", lambda device: 1000)
     check(draw(20, 8), None, router(num_experts=8, topk=1), **ALL_SUMS)
     assert forwards.known[0][0][0] == 20

@@ -16,13 +16,14 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig, RouterConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import torch_native, triton_kernels
 from megatron_moe.kernels.backends import triton as triton_folder
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
+from megatron_moe.kernels.backends.triton import fake_routing
 from megatron_moe.kernels.backends.triton.attention import tiles
 from megatron_moe.kernels.kernel_set import OPS
 from megatron_moe.kernels.ops import (
     GroupedPart,
-    Operand,
     PositionSpan,
     RowIndex,
 )
@@ -184,7 +185,7 @@ def embedding_grad(k: Any) -> Any:
 def grouped_weight_grad(k: Any) -> Any:
     out, offsets = torch.zeros(2, 48, 64), torch.tensor([4, 10], dtype=torch.int32)
     grad, rows = torch.ones(48, 10, dtype=BF16).T, torch.ones(10, 64, dtype=BF16)
-    k.grouped_weight_grad([GroupedPart(Operand(data=grad), Operand(data=rows), offsets)] * 2, out, True)
+    k.grouped_weight_grad([GroupedPart(grad, rows, offsets)] * 2, out, True)
     return out, []
 
 
@@ -279,7 +280,7 @@ def test_an_op_takes_and_keeps_what_the_triton_kernel_does(name: str) -> None:
 @pytest.mark.parametrize("experts", [8, 128])
 def test_the_gate_has_as_many_shares_as_programs(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as few multiprocessors as the interpreter has, which more tokens than they hold would have to share."""
-    monkeypatch.setattr(emulated.routing, "MOST_PROGRAMS", 4 * 4)
+    monkeypatch.setattr(fake_routing, "HOPPER_MULTIPROCESSORS", 4)
     assert memory_of(gate(500, experts), BUNDLE) == memory_of(gate(500, experts), triton_kernels)
 
 
@@ -373,7 +374,7 @@ def test_a_causal_block_takes_the_workspace_of_cudnn() -> None:
 
 
 def test_a_backend_whose_memory_is_not_known_is_refused() -> None:
-    with pytest.raises(EnvironmentProblem, match="'transformer_engine' takes for 'linear_forward' is not known"):
+    with pytest.raises(EnvironmentProblem, match="memory of 'linear_forward' in kernel backend 'transformer_engine'"):
         emulated.emulated_bundle(KernelConfig(backend="transformer_engine"), BF16)
 
 
@@ -382,4 +383,4 @@ def test_plain_torch_is_taken_where_it_was_wished_but_for_what_reads_sizes() -> 
     assert bundle.rms_norm is reference.rms_norm
     rows, offsets = torch.empty(6, 8, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
     weight = torch.empty(2, 5, 8, device="meta")
-    assert bundle.grouped_forward(Operand(data=rows), Operand(data=weight), offsets).shape == (6, 5)
+    assert bundle.grouped_forward(rows, weight, offsets).shape == (6, 5)

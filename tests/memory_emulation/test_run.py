@@ -59,7 +59,7 @@ def test_the_rank_is_that_of_the_launcher_if_none_is_named(capsys: pytest.Captur
         ),
         ([*WORLD, "--emulate-rank", "all"], "--emulate-rank without --fake-init-process-group"),
         ([*TINY, "--world-size", "8"], "--world-size 8, but this run was started with 1 rank"),
-        ([*PLAYED, "--kernel-backend", "transformer_engine"], "is not known to the emulation on a CPU"),
+        ([*PLAYED, "--kernel-backend", "transformer_engine"], "memory emulation on a CPU does not know the memory of"),
         ([*PLAYED, "--emulate-json", "/no/such/folder/x.json"], "the emulation's results could not be written"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.kernels.backends import triton_kernels
+from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import PositionSpan
 from megatron_moe.kernels.reference_blocks import merge_, visible_between

@@ -8,7 +8,7 @@ import torch
 
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.kernels import reference
-from megatron_moe.moe.capacity import expert_capacity, within_capacity
+from megatron_moe.moe.routing_methods import expert_capacity, within_capacity
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routers import logits_as_hidden, make_hidden, make_mb, make_router, sees_logits
 

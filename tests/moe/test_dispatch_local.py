@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.ops import Operand
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher, LocalHandle
+from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routings import dense, draw, sparse
 
@@ -32,20 +32,20 @@ EVERY_CAPACITY = pytest.mark.parametrize("capacity", [None, 5, 7])
 
 
 def dispatch(tokens: Tensor, routing: Routing, kernels=REFERENCE) -> tuple[DispatchedTokens, LocalHandle]:
-    dispatcher = LocalDispatcher(kernels)
+    dispatcher = LocalDispatcher(4, ExpertComm(ParallelContext.single(), kernels, LocalDispatcher))
     return dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
 
 
 def combine(rows: DispatchedTokens, handle: LocalHandle, kernels=REFERENCE) -> Tensor:
-    dispatcher = LocalDispatcher(kernels)
+    dispatcher = LocalDispatcher(4, ExpertComm(ParallelContext.single(), kernels, LocalDispatcher))
     return dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
 
 def weigh(rows: DispatchedTokens) -> DispatchedTokens:
     """Experts that do nothing but apply the probability, and leave garbage where nothing is held."""
-    weighed = rows.data.data * rows.probs_R[:, None]
+    weighed = rows.data * rows.probs_R[:, None]
     garbage = torch.where(rows.probs_R[:, None] == 0, torch.nan, weighed)
-    return replace(rows, data=Operand(data=garbage))
+    return replace(rows, data=garbage)
 
 
 def share_served(ids: list[list[int]]) -> Tensor:
@@ -90,7 +90,7 @@ def test_each_expert_sees_its_tokens_in_order(ids, make) -> None:
     start = 0
     for expert, end in enumerate(rows.offsets_e.tolist()):
         mine = [t for t, row in enumerate(ids) if expert in row]
-        EXACT.check(rows.data.data[start:end], tokens[mine], f"expert {expert}")
+        EXACT.check(rows.data[start:end], tokens[mine], f"expert {expert}")
         start = end
     assert not rows.probs_R[start:].any() and len(rows.probs_R) == rows.bound
 
@@ -99,7 +99,7 @@ def test_rows_that_hold_nothing_are_zeros_and_weigh_nothing() -> None:
     rows, handle = dispatch(draw(3, 2) + 5, sparse([[0, -1], [-1, -1], [0, 1]], num_experts=3, capacity=4))
     empty = handle.index.token_R < 0
     assert empty.tolist() == [False, False, True, True, False] + [True] * 7
-    EXACT.check(rows.data.data[empty], torch.zeros(9, 2, dtype=torch.float64))
+    EXACT.check(rows.data[empty], torch.zeros(9, 2, dtype=torch.float64))
     EXACT.check(rows.probs_R[empty], torch.zeros(9, dtype=torch.float64))
 
 
@@ -125,5 +125,5 @@ def test_bf16_rows_are_added_up_in_fp32() -> None:
     rows, handle = dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
     data = torch.full((8, 1), 2.0**-9, dtype=torch.bfloat16)
     data[0] = 1.0
-    out = combine(replace(rows, data=Operand(data=data)), handle)
+    out = combine(replace(rows, data=data), handle)
     EXACT.check(out, torch.tensor([[1 + 7 * 2.0**-9]]).bfloat16())

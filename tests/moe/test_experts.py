@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig, ExpertsConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.ops import Operand
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
@@ -50,7 +49,7 @@ def rows_of(ends: list[int], seed: int = 0) -> DispatchedTokens:
     data, probs = draw(ROWS, HIDDEN, seed=seed), draw(ROWS, seed=seed + 1).abs()
     data[ends[-1] :], probs[ends[-1] :] = 1e3, 0
     return DispatchedTokens(
-        data=Operand(data=data.requires_grad_()),
+        data=data.requires_grad_(),
         probs_R=probs.requires_grad_(),
         offsets_e=torch.tensor(ends, dtype=torch.int32),
         bound=ROWS,
@@ -100,11 +99,11 @@ def one_row(x: list[float], expert: int, prob: float, experts: Experts, *, on_in
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_goes_through_its_own_expert_with_its_probability(kind, grouped, bias, ends) -> None:
     experts, rows = make(KINDS[kind], grouped=grouped, bias=bias), rows_of(ends)
-    out = experts(rows).data.data
+    out = experts(rows).data
     start = 0
     for expert, end in enumerate(ends):
         for r in range(start, end):
-            expected = one_row(rows.data.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=False)
+            expected = one_row(rows.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=False)
             FP64_REF.check(out[r], expected, f"row {r} at expert {expert}")
         start = end
 
@@ -113,9 +112,9 @@ def test_each_row_goes_through_its_own_expert_with_its_probability(kind, grouped
 def test_with_probabilities_on_the_input_they_multiply_the_row_and_nothing_else(bias: bool) -> None:
     ends = [2, 2, 5, 6]
     experts, rows = make(bias=bias, probs_on_input=True), rows_of(ends)
-    out = experts(rows).data.data
+    out = experts(rows).data
     for r, expert in enumerate([0, 0, 2, 2, 2, 3]):
-        expected = one_row(rows.data.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=True)
+        expected = one_row(rows.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=True)
         FP64_REF.check(out[r], expected, f"row {r}")
 
 
@@ -123,12 +122,12 @@ def gradients(experts: Experts, rows: DispatchedTokens) -> dict[str, Tensor]:
     """Of the rows that hold something, their probabilities, and every parameter."""
     held = slice(0, int(rows.offsets_e[-1]))
     experts.zero_grad(set_to_none=True)
-    rows = replace(rows, data=Operand(data=rows.data.data.detach().requires_grad_()))
+    rows = replace(rows, data=rows.data.detach().requires_grad_())
     rows = replace(rows, probs_R=rows.probs_R.detach().requires_grad_())
-    out = experts(rows).data.data[held]
+    out = experts(rows).data[held]
     out.backward(draw(ROWS, HIDDEN, seed=9)[held].to(out.dtype))
     grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
-    return {"out": out.detach(), "rows": rows.data.data.grad[held], "probs": rows.probs_R.grad[held], **grads}
+    return {"out": out.detach(), "rows": rows.data.grad[held], "probs": rows.probs_R.grad[held], **grads}
 
 
 @pytest.mark.parametrize("ends", ENDS)
@@ -157,10 +156,10 @@ def test_gradients_are_those_of_finite_differences(kind, fields) -> None:
     def run(data: Tensor, probs: Tensor, *values: Tensor) -> Tensor:
         data = torch.cat([data, data.new_full((1, HIDDEN), 1e3)])
         probs = torch.cat([probs, probs.new_zeros(1)])
-        given = replace(rows, data=Operand(data=data), probs_R=probs)
-        return torch.func.functional_call(experts, dict(zip(names, values, strict=True)), given).data.data[:6]
+        given = replace(rows, data=data, probs_R=probs)
+        return torch.func.functional_call(experts, dict(zip(names, values, strict=True)), given).data[:6]
 
-    inputs = (rows.data.data[:6].detach().requires_grad_(), rows.probs_R[:6].detach().requires_grad_(), *parameters)
+    inputs = (rows.data[:6].detach().requires_grad_(), rows.probs_R[:6].detach().requires_grad_(), *parameters)
     assert torch.autograd.gradcheck(run, inputs)
 
 
@@ -183,7 +182,7 @@ def test_garbage_in_rows_that_hold_nothing_reaches_no_gradient(grouped: bool, fi
     clean = gradients(experts, rows_of(ends))
     dirty_rows = rows_of(ends)
     with torch.no_grad():
-        dirty_rows.data.data[6:] = torch.nan
+        dirty_rows.data[6:] = torch.nan
     FP64_REF.check_all(gradients(experts, dirty_rows), clean, "nan past the last offset")
 
 
@@ -193,7 +192,7 @@ def test_fast_kernels_give_the_results_of_the_reference(bias: bool, grouped: boo
     native = select_kernels(KernelConfig(), torch.device("cpu"), torch.float32)
     for ends in ENDS:
         rows = rows_of(ends)
-        narrow = replace(rows, data=Operand(data=rows.data.data.float()), probs_R=rows.probs_R.float())
+        narrow = replace(rows, data=rows.data.float(), probs_R=rows.probs_R.float())
         fast = gradients(make(dtype=torch.float32, kernels=native, bias=bias, grouped=grouped), narrow)
         FP32_REF.check_all(fast, gradients(make(bias=bias), rows), f"ends {ends}")
 
@@ -224,12 +223,12 @@ def test_bias_gradients_in_bf16_are_summed_in_fp32() -> None:
     experts = make(dtype=torch.bfloat16, bias=True)
     num_rows = 300  # in bf16 a sum of ones stops at 256
     rows = DispatchedTokens(
-        data=Operand(data=torch.zeros(num_rows, HIDDEN, dtype=torch.bfloat16)),
+        data=torch.zeros(num_rows, HIDDEN, dtype=torch.bfloat16),
         probs_R=torch.ones(num_rows, dtype=torch.bfloat16),
         offsets_e=torch.tensor([num_rows] * EXPERTS, dtype=torch.int32),
         bound=num_rows,
     )
-    experts(rows).data.data.sum().backward()
+    experts(rows).data.sum().backward()
     expected = torch.zeros(EXPERTS, HIDDEN)
     expected[0] = num_rows
     EXACT.check(experts.linear_fc2.bias.grad, expected)

@@ -87,17 +87,17 @@ def test_nodes_with_detached_boundaries_give_the_gradients_of_the_whole() -> Non
     routing = layer.route(at_router, make_mb(hidden))
     probs = routing.probs_TK.detach().requires_grad_()
     rows, handle = layer.dispatch(at_dispatch, replace(routing, probs_TK=probs))
-    data, probs_R = rows.data.data.detach().requires_grad_(), rows.probs_R.detach().requires_grad_()
-    computed = layer.compute(replace(rows, data=replace(rows.data, data=data), probs_R=probs_R))
-    result = computed.data.data.detach().requires_grad_()
-    routed = layer.combine(replace(computed, data=replace(computed.data, data=result)), handle)
+    data, probs_R = rows.data.detach().requires_grad_(), rows.probs_R.detach().requires_grad_()
+    computed = layer.compute(replace(rows, data=data, probs_R=probs_R))
+    result = computed.data.detach().requires_grad_()
+    routed = layer.combine(replace(computed, data=result), handle)
     routed_leaf = routed.detach().requires_grad_()
     out = layer.post(at_post, routed_leaf)
 
     out.backward(draw(*out.shape, seed=3))
     routed.backward(routed_leaf.grad)
-    computed.data.data.backward(result.grad)
-    torch.autograd.backward([rows.data.data, rows.probs_R], [data.grad, probs_R.grad])
+    computed.data.backward(result.grad)
+    torch.autograd.backward([rows.data, rows.probs_R], [data.grad, probs_R.grad])
     routing.probs_TK.backward(probs.grad)
     pieces = {name: parameter.grad for name, parameter in layer.named_parameters()}
     pieces |= {"out": out.detach(), "hidden": at_router.grad + at_dispatch.grad + at_post.grad}

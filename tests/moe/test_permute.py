@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_moe.kernels import reference
-from megatron_moe.moe.token_dispatcher.permute import expert_of_rows, index_rows
+from megatron_moe.moe.token_dispatcher.base import expert_of_rows, index_rows
 from tests.helpers.tolerances import EXACT
 from tests.moe.routings import dense, sparse
 

@@ -9,7 +9,7 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.kernels import reference
-from megatron_moe.moe.latent import latent_projections
+from megatron_moe.moe.moe_layer import latent_projections
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import EXACT, FP64_REF

@@ -6,7 +6,7 @@ from tests.mutants.in_layouts import PARITY
 ROUTING = (
     Bug(
         name="capacity drops the latest tokens where the least sure ones were asked for",
-        file="megatron_moe/moe/capacity.py",
+        file="megatron_moe/moe/router.py",
         old='if policy == "probs":',
         new='if policy == "position":',
         select=("tests/moe/test_capacity.py",),
@@ -65,7 +65,7 @@ ATTENTION = (
     ),
     Bug(
         name="the backward of attention with sinks knows the softmax without them",
-        file="megatron_moe/kernels/backends/cudnn/attention.py",
+        file="megatron_moe/kernels/backends/torch_native/cudnn.py",
         old="lse_BNS = torch.logaddexp(lse_BNS, sinks_N1)",
         new="lse_BNS = lse_BNS.clone()",
         select=("tests/kernels/test_cudnn_attention.py",),

@@ -156,7 +156,7 @@ def marked(layer: TransformerLayer, mb: MicrobatchContext, name: str, events: li
             out = step.run(state)
             if step.node == "attention":
                 return replace(out, tokens_SBH=mark(out.tokens_SBH))
-            return replace(out, rows=replace(out.rows, data=replace(out.rows.data, data=mark(out.rows.data.data))))
+            return replace(out, rows=replace(out.rows, data=mark(out.rows.data)))
 
         return replace(step, run=run)
 

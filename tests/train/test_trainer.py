@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_moe import build
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
 from megatron_moe.config.exit_codes import MemoryProblem
 from megatron_moe.config.parallel import ParallelConfig
@@ -12,10 +13,13 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
+from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
+from tests.helpers.token_major import TokenMajorDispatcher
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 STEPS = 3
@@ -179,3 +183,21 @@ def test_running_out_of_memory_is_told_with_its_remedy():
     batches = build_train_loader(plan, context, build_data(plan, context)).next_step()
     with pytest.raises(MemoryProblem, match="iteration 1: tried to allocate 20.00 GiB"):
         trainer.step(batches, TrainState())
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_overflow_of_expert_rows_on_one_rank_stops_the_updates_of_all_ranks(monkeypatch, overflows):
+    def new_expert_comm(kind, ctx, kernels):
+        return ExpertComm(ctx, kernels, TokenMajorDispatcher)
+
+    def spoil(trainer, step):
+        first = next(layer for layer in trainer.model.modules() if isinstance(layer, MoELayer))
+        is_full = overflows and step == 1 and trainer.context.rank == 0
+        first.dispatcher.max_rows = 0 if is_full else 1 << 30
+
+    monkeypatch.setattr(build, "new_expert_comm", new_expert_comm)
+    plan = tiny.plan()
+    expected = train(plan, ParallelContext.single(dtype=torch.float64), steps=1 if overflows else STEPS)
+    expected = {name: value for name, value in expected.items() if "weight" in name}
+    for found in on_threads(ParallelConfig(world_size=2), lambda context: train(plan, context, spoil=spoil)):
+        FP64_LAYOUT.check_all({name: found[name] for name in expected}, expected, "weights")

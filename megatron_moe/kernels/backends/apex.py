@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import Priority, Support
-from megatron_moe.kernels.ops import Operand
 
 NAME = "apex"
 NEEDS = ("apex", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda")
@@ -29,9 +28,9 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     return Support(Priority.YES, "its kernel")
 
 
-def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
+def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
     """It knows to add, into fp32 or into the dtype of the factors."""
-    grads, rows = reference.valid_rows(grad).contiguous(), reference.valid_rows(x).contiguous()
+    grads, rows = grad.flatten(0, -2).contiguous(), x.flatten(0, -2).contiguous()
     if not accumulate:
         out.zero_()
     if rows.shape[0] == 0:

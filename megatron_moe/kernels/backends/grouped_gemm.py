@@ -1,6 +1,6 @@
 """Grouped products by the package grouped-gemm (tgale96/grouped_gemm, CUTLASS or cuBLAS), in bf16.
 
-It wants the rows of every expert on the host, which makes the host wait once per product; `auto` does not take it.
+It needs the rows of every expert on the host: one synchronisation per product. `auto` does not select it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import Priority, Support
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.ops import GroupedPart
 
 NAME = "grouped_gemm"
 NEEDS = ("grouped_gemm",)
@@ -28,12 +28,12 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     return Support(Priority.YES, "the host waits for the rows of every expert")
 
 
-def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _product(rows.plain(), weight.plain(), offsets_e, trans_b=True)
+def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    return _product(rows, weight, offsets_e, trans_b=True)
 
 
-def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _product(grad.plain(), weight.plain(), offsets_e, trans_b=False)
+def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    return _product(grad, weight, offsets_e, trans_b=False)
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -42,12 +42,12 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
         _weight_grad(*part, out, adds)
 
 
-def _weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+def _weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
     sizes_e = _sizes(offsets_e)
     held = int(sizes_e.sum())
-    a, b = (x.plain()[:held].contiguous() for x in (grad, rows))
+    a, b = (x[:held].contiguous() for x in (grad, rows))
     product = backend.gmm(a, b, sizes_e, trans_a=True, trans_b=False) if held else out.new_zeros(out.shape)
-    # an expert without rows has no product, and what the package leaves there is not defined
+    # the package leaves the gradient of an expert without rows undefined
     empty_e = (sizes_e == 0).to(out.device)[:, None, None]
     reference.store(out, product.to(out.dtype).masked_fill(empty_e, 0), accumulate)
 

@@ -1,7 +1,7 @@
 """Ops by NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
 
-For comparison, and for those who trust it: our own kernels are faster, so `auto` leaves it alone. Its grouped products
-want the rows of every expert on the host, which makes the host wait once per product.
+Selected by name only, for comparison: our own kernels are faster. Its grouped products need the rows of every expert on
+the host: one synchronisation per product.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import Priority, Support
-from megatron_moe.kernels.ops import GroupedPart, Operand
+from megatron_moe.kernels.ops import GroupedPart
 from megatron_moe.parallel.param_meta import Part
 
 NAME = "transformer_engine"
@@ -59,21 +59,19 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     return Support(Priority.YES, reasons.get(op, "its kernel"))
 
 
-# matrix products: its operands stand in the order weight, input, and "TN" multiplies input by weight transposed
+# matrix products: the order of the operands is weight, input, and "TN" multiplies input by weight transposed
 
 
-def linear_forward(x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
-    matrix = weight.plain()
-    return _product(matrix, x.plain(), "TN", matrix.shape[0], bias=bias)
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _product(weight, x, "TN", weight.shape[0], bias=bias)
 
 
-def linear_input_grad(grad: Operand, weight: Operand) -> Tensor:
-    matrix = weight.plain()
-    return _product(matrix, grad.plain(), "NN", matrix.shape[1], grad=True)
+def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    return _product(weight, grad, "NN", weight.shape[1], grad=True)
 
 
-def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
-    rows, grads = reference.valid_rows(x).contiguous(), reference.valid_rows(grad).contiguous()
+def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
+    rows, grads = x.flatten(0, -2).contiguous(), grad.flatten(0, -2).contiguous()
     if rows.shape[0] == 0:
         reference.store(out, torch.zeros_like(out), accumulate)
         return
@@ -91,12 +89,12 @@ def _product(
     return out.view(*x.shape[:-1], width)
 
 
-def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped_product(rows.plain(), weight.plain(), offsets_e, "TN")
+def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    return _grouped_product(rows, weight, offsets_e, "TN")
 
 
-def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped_product(grad.plain().contiguous(), weight.plain(), offsets_e, "NN")
+def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    return _grouped_product(grad.contiguous(), weight, offsets_e, "NN")
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -104,9 +102,9 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
         _grouped_weight_grad(*part, out, adds)
 
 
-def _grouped_weight_grad(grad: Operand, rows: Operand, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
+def _grouped_weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Tensor, accumulate: bool) -> None:
     splits = _splits(offsets_e)
-    inputs, grads = (list(_held(x.plain(), splits).split(splits)) for x in (rows, grad))
+    inputs, grads = (list(_held(x, splits).split(splits)) for x in (rows, grad))
     if not accumulate:
         out.zero_()  # an expert without rows is skipped by the product
     held = [i for i, size in enumerate(splits) if size]

@@ -1,7 +1,7 @@
-"""The all-gather dispatcher: every rank gets the tokens of all ranks and keeps the rows of its own experts.
+"""All-gather dispatcher over etp x ep ranks: every rank receives all tokens and keeps the rows of its own experts.
 
-Over etp x ep ranks. What the experts of a rank give is added up per token, and a reduce-scatter adds up the ranks: over
-ep different experts, over etp partial sums of the same ones. Simple and without splits, for few ranks.
+Expert outputs are summed per token, and a reduce-scatter sums over ranks: over ep different experts, over etp partial
+sums of the same ones. Needs no split sizes; for few ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, Operand, RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
-from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
+from megatron_moe.kernels.ops import RowIndex, internal_dtype
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
 from megatron_moe.parallel import exchange
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import (
     AllGather,
     PendingExchange,
@@ -23,7 +21,7 @@ from megatron_moe.parallel.exchange import (
 
 @dataclass(frozen=True)
 class AllGatherHandle:
-    """What combine needs of dispatch."""
+    """State of a dispatch for combine."""
 
     index: RowIndex
     num_gathered: int
@@ -32,7 +30,7 @@ class AllGatherHandle:
 
 @dataclass(frozen=True)
 class PendingAllGather:
-    """Tokens and their routing on their way to all ranks."""
+    """All-gathers of tokens and routing in progress."""
 
     tokens: PendingExchange
     choices: PendingExchange
@@ -42,21 +40,21 @@ class PendingAllGather:
 
 
 class AllGatherDispatcher:
-    """The host reads nothing: buffers have the bound that no routing exceeds, every token of every rank at as many of
-    this rank's experts as it can visit, or every expert's capacity when experts are padded to it. All ranks must have
-    equally many tokens. Rows are sorted by expert, then by rank, then by token."""
+    """Dispatches without host synchronisation: buffers have the bound that no routing exceeds, (tokens of all ranks) *
+    min(K, local experts), or the experts' capacity when they are padded to it. All ranks must have equally many tokens.
+    Rows are sorted by expert, then by rank, then by token."""
 
     host_reads = 0
+    can_overflow = False
 
-    def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self.group = ctx.group("etp_ep")
-        ep = ctx.group("ep")
-        self.num_local = num_experts // ep.size
-        self.first = ep.rank * self.num_local
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        self.kernels = comm.kernels
+        self.group = comm.etp_ep
+        self.num_local = num_experts // comm.ep.size
+        self.first = comm.ep.rank * self.num_local
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllGather:
-        """Sends this rank's tokens and their routing to all ranks."""
+        """Starts the all-gathers of tokens and routing."""
         everyone = AllGather(self.group)
         dense = routing.map_TE is not None
         choices, probs = (routing.map_TE, routing.probs_TE) if dense else (routing.ids_TK, routing.probs_TK)
@@ -77,7 +75,7 @@ class AllGatherDispatcher:
             bound = len(tokens_TH) * min(choices.shape[1], self.num_local)
             index, probs_R = first_rows(index, bound), probs_R[:bound]
         rows = DispatchedTokens(
-            data=Operand(data=self.kernels.permute(tokens_TH, index)),
+            data=self.kernels.permute(tokens_TH, index),
             probs_R=probs_R,
             offsets_e=index.offsets_E,
             bound=len(probs_R),
@@ -85,8 +83,8 @@ class AllGatherDispatcher:
         return rows, AllGatherHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: AllGatherHandle) -> tuple[PendingExchange, torch.dtype]:
-        """Adds up this rank's rows per token and sends the sums to the tokens' ranks."""
-        data_RH = rows.data.plain()
+        """Sums this rank's rows per token and starts the reduce-scatter to the tokens' ranks."""
+        data_RH = rows.data
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_gathered)
         # etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank

@@ -1,7 +1,7 @@
-"""The all-to-all dispatcher: every row goes to the rank of its expert, and its result comes back.
+"""All-to-all dispatcher: sends every row to the rank of its expert, and its output back.
 
-Over ep ranks an all-to-all carries rows sorted by expert. Over etp ranks, each of which holds a slice of the same
-experts, rows are gathered before the experts and their partial sums are reduced after them.
+An all-to-all over ep exchanges rows sorted by expert. Over etp, whose ranks hold slices of the same experts, rows are
+gathered before the experts and their partial sums are reduce-scattered after them.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, Operand, RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
-from megatron_moe.moe.token_dispatcher.permute import first_rows, index_rows
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext
@@ -35,14 +34,14 @@ def read_rows(rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How many rows go where. All ranks of etp x ep come to plans that fit each other."""
+    """Split sizes of one exchange. The plans of all etp x ep ranks match."""
 
     there: AllToAll
     """Over ep, by the rank of the expert."""
     over_etp: AllGather
     num_sent: int
     num_held: int
-    """Rows that the experts of this rank get, from all ranks of etp x ep."""
+    """Rows of this rank's experts, from all etp x ep ranks."""
     counts_Pe: Tensor
     """int64 rows that every source sends to every local expert, in the order in which they arrive: the ranks of ep
     within those of etp."""
@@ -50,7 +49,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class AllToAllHandle:
-    """What combine needs of dispatch."""
+    """State of a dispatch for combine."""
 
     index: RowIndex
     """From tokens to the rows sent."""
@@ -62,7 +61,7 @@ class AllToAllHandle:
 
 @dataclass(frozen=True)
 class PendingAllToAll:
-    """Rows and probabilities on their way to the experts."""
+    """Exchange of rows and probabilities in progress."""
 
     rows: PendingExchange
     probs: PendingExchange
@@ -72,22 +71,23 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """Buffers hold exactly the rows that come, so the host reads the counts once; not when experts are padded to their
-    capacity, which is known. Then all ranks must have equally many tokens. The order of rows is: by expert, then by
+    """Buffers have exactly the received rows, so the host reads the counts once per dispatch. With experts padded to
+    their capacity it reads nothing, and all ranks must have equally many tokens. Rows are sorted by expert, then by
     source in the order of etp, then ep, then by token."""
 
     host_reads = 1
+    can_overflow = False
 
-    def __init__(self, num_experts: int, ctx: ParallelContext, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        self.kernels = comm.kernels
         self.read_rows: ReadRows = read_rows
         """May be replaced where no other ranks exist."""
-        self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
+        self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
         self.num_local = num_experts // self.ep.size
-        self.places_P = torch.tensor(_arrival_order(ctx), device=ctx.device)
+        self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
-        """Sorts rows by expert and sends them off."""
+        """Sorts rows by expert and starts the exchange."""
         index, probs_R = index_rows(routing, self.kernels)
         rows_RH = self.kernels.permute(tokens_TH, index)
         plan = self._counted(index) if routing.capacity is None else self._padded(routing.capacity)
@@ -101,7 +101,7 @@ class AllToAllDispatcher:
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
         """Receives rows and sorts them by local expert."""
         plan = pending.plan
-        # etp, backward reduce-scatter: what this rank received, etp times
+        # etp, backward reduce-scatter: etp times the rows that this rank received
         data_RH = exchange.run(plan.over_etp, pending.rows.finish())
         probs_R = exchange.run(plan.over_etp, pending.probs.finish())
         order = self._order(plan)
@@ -110,12 +110,12 @@ class AllToAllDispatcher:
         else:
             data_RH = self.kernels.permute(data_RH, order)
             probs_R, offsets_e = self.kernels.gather_probs(probs_R[:, None], order), order.offsets_E
-        rows = DispatchedTokens(data=Operand(data=data_RH), probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held)
+        rows = DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held)
         return rows, AllToAllHandle(pending.index, order, plan, pending.num_tokens)
 
     def start_combine(self, rows: DispatchedTokens, handle: AllToAllHandle) -> tuple[PendingExchange, AllToAllHandle]:
         """Undoes the sorting, adds up the partial results of etp ranks, and sends rows back."""
-        data_RH, plan = rows.data.plain(), handle.plan
+        data_RH, plan = rows.data, handle.plan
         if handle.order is not None:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
         # etp, backward all-gather; ep, backward the same way forth: as many elements as in dispatch
@@ -128,7 +128,7 @@ class AllToAllDispatcher:
         return self.kernels.unpermute(rows.finish(), handle.index, handle.num_tokens)
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
-        """Sizes by the counts of all ranks. The host reads them here."""
+        """Plan from the counts of all ranks, which the host reads here."""
         mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
         flat = torch.empty(self.etp_ep.size * len(mine_E), dtype=torch.int64, device=mine_E.device)
         # etp x ep: 8 * E bytes; no gradient flows through counts
@@ -169,7 +169,7 @@ class AllToAllDispatcher:
 
 
 def _arrival_order(ctx: ParallelContext) -> list[int]:
-    """Places in the etp x ep group, in the order in which rows of its ranks arrive: ep within etp."""
+    """Ranks of the etp x ep group (indices) in the order in which their rows arrive: ep within etp."""
     grid, ranks = expert_grid(ctx.config), ctx.group("etp_ep").ranks
     at = [grid.coordinates(rank) for rank in ranks]
     return sorted(range(len(ranks)), key=lambda place: (at[place]["tp"], at[place]["ep"]))

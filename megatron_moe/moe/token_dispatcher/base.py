@@ -1,20 +1,23 @@
-"""Routing, rows, and the contract of a dispatcher.
+"""Interface of the token dispatchers, and the types that they exchange with router and experts.
 
-dispatch(tokens, routing) -> (rows, ticket); combine(rows, ticket) -> tokens. Each is split into start and finish, so
+dispatch(tokens, routing) -> (rows, handle); combine(rows, handle) -> tokens. Each is split into start and finish, so
 that a schedule can put work between them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Operand, RowIndex
+from megatron_moe.kernels.ops import Kernels, RowIndex
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Which experts every token visits, and with what weight."""
+    """Experts of every token, with their weights."""
 
     num_experts: int
     ids_TK: Tensor | None = None
@@ -27,38 +30,46 @@ class Routing:
     counts_E: Tensor
     """int64 tokens per expert on this rank, on the device."""
     capacity: int | None = None
-    """Rows that every expert gets exactly, padded, when the capacity is padded to; None: as many as were routed."""
+    """Rows of every expert, padded, with `--moe-pad-expert-input-to-capacity`; None: as many as were routed."""
     chosen_TK: Tensor | None = None
-    """int64 ids as they were before capacity dropped any: what a recorder keeps, and what replays this routing."""
+    """int64 ids before drops by capacity; recorded to replay this routing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchedTokens:
-    """Token copies grouped by expert slot, as the experts take and return them."""
+    """Rows of this rank's experts, as the experts receive and return them."""
 
-    data: Operand
-    """[R, H] sorted by local expert; rows past offsets_e[-1] hold nothing."""
+    data: Tensor
+    """[R, H] sorted by local expert, rows after offsets_e[-1] hold nothing; with `index` [tokens, H]."""
     probs_R: Tensor
     """Weight of each row; 0 for rows that hold nothing. Applied before the second expert matrix."""
     offsets_e: Tensor
     """int32 end of every local expert's rows, on the device."""
     index: RowIndex | None = None
-    """Token-major storage: the first expert matrix gathers its rows through this. None: data is already sorted."""
+    """Token-major storage: the token in `data` of every row; the first expert matrix gathers its rows through it. None:
+    `data` is sorted by expert. The experts return sorted rows."""
     bound: int
     """Largest number of rows that can occur, known to the host."""
     overflow: Tensor | None = None
-    """bool scalar on the device: the bound was exceeded and the step must be redone. None: cannot happen."""
+    """bool scalar on the device: the routing needs more rows than `bound`, and the step must not be applied. None: no
+    routing exceeds `bound`."""
 
 
 Handle = TypeVar("Handle")
 
 
 class Dispatcher(Protocol, Generic[Handle]):
-    """Takes tokens to their experts and back."""
+    """Sends the tokens of one layer to the ranks of their experts, and the results back."""
 
     host_reads: int
     """Host-device synchronisations of one dispatch at most: 0 local and all-gather, 1 for all-to-all, which needs
     splits."""
+    can_overflow: bool
+    """Whether `DispatchedTokens.overflow` is set."""
+
+    def __init__(self, num_experts: int, comm: "ExpertComm") -> None:
+        """`num_experts`: over all ranks."""
+        ...
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Any: ...
     def finish_dispatch(self, pending: Any) -> tuple[DispatchedTokens, Handle]: ...
@@ -66,3 +77,68 @@ class Dispatcher(Protocol, Generic[Handle]):
     def finish_combine(self, pending: Any) -> Tensor:
         """[T, H]: the plain sum of every token's rows, accumulated in promote(fp32, dtype)."""
         ...
+
+
+class ExpertComm:
+    """Resources that the dispatchers of all layers of a run share."""
+
+    overflow: Tensor | None
+    """bool scalar on the device: a dispatch of this step on this rank exceeded its bound. None: that cannot happen.
+    The same on all ranks, whether or not they hold an MoE layer, because they reduce it together."""
+
+    def __init__(self, ctx: ParallelContext, kernels: Kernels, dispatcher: type[Dispatcher[Any]]) -> None:
+        """`dispatcher`: class of the dispatcher of every layer."""
+        self.ctx = ctx
+        self.kernels = kernels
+        self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
+        self.dispatcher = dispatcher
+        self.overflow = None
+        if dispatcher.can_overflow:
+            self.overflow = torch.zeros((), dtype=torch.bool, device=ctx.device)
+
+    def new_dispatcher(self, num_experts: int) -> Dispatcher[Any]:
+        """The dispatcher of one layer."""
+        return self.dispatcher(num_experts, self)
+
+    def begin_step(self) -> None:
+        """Clears `overflow`."""
+        if self.overflow is not None:
+            self.overflow.zero_()
+
+    def record(self, rows: DispatchedTokens) -> None:
+        """Sets `overflow` if these rows exceeded their bound."""
+        if rows.overflow is not None:
+            assert self.overflow is not None, f"{self.dispatcher.__name__} declares that it cannot overflow"
+            self.overflow.logical_or_(rows.overflow)
+
+    def any_overflow(self) -> Tensor | None:
+        """`overflow` of any rank, bool scalar on the device. All ranks call it once per step."""
+        if self.overflow is None:
+            return None
+        # world: 4 bytes
+        return all_reduce_(self.overflow.float(), self.ctx.group("world"), "max") > 0
+
+
+def index_rows(routing: Routing, kernels: Kernels) -> tuple[RowIndex, Tensor]:
+    """Rows of a routing, sorted by expert and then by token, and the probability of each [R].
+
+    R is known to the host: T * K (T * E in the dense form), or E * capacity when experts are padded to their capacity.
+    """
+    if routing.map_TE is not None:
+        assert routing.ids_TK is None and routing.probs_TE is not None, "a routing is sparse or dense"
+        index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
+        return index, kernels.gather_probs(routing.probs_TE, index)
+    assert routing.ids_TK is not None and routing.probs_TK is not None, "a routing is sparse or dense"
+    index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity)
+    return index, kernels.gather_probs(routing.probs_TK, index)
+
+
+def first_rows(index: RowIndex, num_rows: int) -> RowIndex:
+    """Index of the first `num_rows` rows; the others must hold nothing."""
+    return replace(index, token_R=index.token_R[:num_rows], choice_R=index.choice_R[:num_rows])
+
+
+def expert_of_rows(offsets_e: Tensor, num_rows: int) -> Tensor:
+    """int64 [R]: local expert of each row; e for rows after the last offset."""
+    rows = torch.arange(num_rows, device=offsets_e.device, dtype=offsets_e.dtype)
+    return torch.searchsorted(offsets_e, rows, right=True)

@@ -1,30 +1,30 @@
-"""The dispatcher of one rank: all experts are here, so tokens are only sorted by expert and back."""
+"""Local dispatcher: with all experts on one rank, tokens are only sorted by expert and back."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, Operand, RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
-from megatron_moe.moe.token_dispatcher.permute import index_rows
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, index_rows
 
 
 @dataclass(frozen=True)
 class LocalHandle:
-    """What combine needs of dispatch."""
+    """State of a dispatch for combine."""
 
     index: RowIndex
     num_tokens: int
 
 
 class LocalDispatcher:
-    """Nothing travels and the host reads nothing. Buffers have the exact bound: every choice of every token, or every
-    expert's capacity when experts are padded to it. Both halves of an exchange do their work in `finish`."""
+    """Dispatches without communication or host synchronisation. Buffers have the exact bound: T * K rows, or the
+    experts' capacity when they are padded to it. All work is done in `finish_dispatch` and `finish_combine`."""
 
     host_reads = 0
+    can_overflow = False
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        self.kernels = comm.kernels
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         return tokens_TH, routing
@@ -34,7 +34,7 @@ class LocalDispatcher:
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels)
         rows = DispatchedTokens(
-            data=Operand(data=self.kernels.permute(tokens_TH, index)),
+            data=self.kernels.permute(tokens_TH, index),
             probs_R=probs_R,
             offsets_e=index.offsets_E,
             bound=len(index.token_R),
@@ -47,4 +47,4 @@ class LocalDispatcher:
     def finish_combine(self, pending: tuple[DispatchedTokens, LocalHandle]) -> Tensor:
         """[T, H]: the sum of every token's rows."""
         rows, handle = pending
-        return self.kernels.unpermute(rows.data.data, handle.index, handle.num_tokens)
+        return self.kernels.unpermute(rows.data, handle.index, handle.num_tokens)

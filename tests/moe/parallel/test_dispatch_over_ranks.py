@@ -12,18 +12,16 @@ from torch import Tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.ops import Operand
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.moe.moe_layer import make_dispatcher
+from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.parallel.folded import (
-    moe_config,
     name_of,
     parallel,
 )
@@ -51,12 +49,16 @@ CASES = {
 }
 
 
+def comm(ctx: ParallelContext, kind: Any, kernels: Any = REFERENCE) -> ExpertComm:
+    return ExpertComm(ctx, kernels, kind)
+
+
 def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
     """Experts that apply the probability and leave garbage where nothing is held. Over etp each gives a part."""
-    weighed = rows.data.data * rows.probs_R[:, None] * share
+    weighed = rows.data * rows.probs_R[:, None] * share
     held = torch.arange(len(weighed)) < rows.offsets_e[-1]
     garbage = torch.where(held[:, None], weighed, torch.nan)
-    return replace(rows, data=Operand(data=garbage))
+    return replace(rows, data=garbage)
 
 
 def there_and_back(dispatcher: Any, tokens: Tensor, routing: Any, share: float) -> tuple[DispatchedTokens, Tensor]:
@@ -82,8 +84,8 @@ def test_combine_undoes_dispatch_forward_and_backward(fold, kind, make, case, ca
         probs = routing.probs_TK if routing.probs_TE is None else routing.probs_TE
         chosen = routing.ids_TK >= 0 if routing.map_TE is None else routing.map_TE
         probs.requires_grad_()
-        rows, back = there_and_back(kind(EXPERTS, ctx, REFERENCE), tokens, routing, 1 / fold.etp)
-        assert len(rows.data.data) == len(rows.probs_R) == rows.bound >= rows.offsets_e[-1]
+        rows, back = there_and_back(kind(EXPERTS, comm(ctx, kind)), tokens, routing, 1 / fold.etp)
+        assert len(rows.data) == len(rows.probs_R) == rows.bound >= rows.offsets_e[-1]
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         grad = draw(len(ids), WIDTH, seed=10 + ctx.rank)
         back.backward(grad)
@@ -101,7 +103,7 @@ def test_all_to_all_takes_different_numbers_of_tokens_from_ranks_none_too(fold, 
         ids = [[(t + ctx.rank) % EXPERTS, (3 * t + ctx.rank + 1) % EXPERTS] for t in range(num_tokens[ctx.rank])]
         ids = [row if row[0] != row[1] else [row[0], -1] for row in ids]
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
-        dispatcher = AllToAllDispatcher(EXPERTS, ctx, REFERENCE)
+        dispatcher = AllToAllDispatcher(EXPERTS, comm(ctx, AllToAllDispatcher))
         _, back = there_and_back(dispatcher, tokens, sparse(ids, num_experts=EXPERTS), 1 / fold.etp)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         back.backward(torch.ones_like(back))
@@ -119,11 +121,11 @@ def test_each_expert_sees_its_tokens_of_all_ranks_once_and_in_order(fold, kind, 
     def rank(ctx: ParallelContext) -> tuple[int, int, list[list[list[float]]]]:
         ids = CASES["ranks differ"](ctx.rank)
         tokens = torch.tensor([[float(ctx.rank), float(t), 1.0] for t in range(len(ids))], dtype=torch.float64)
-        dispatcher = kind(EXPERTS, ctx, REFERENCE)
+        dispatcher = kind(EXPERTS, comm(ctx, kind))
         routing = sparse(ids, num_experts=EXPERTS, capacity=capacity)
         rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
         starts = [0, *rows.offsets_e.tolist()]
-        groups = [rows.data.data[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+        groups = [rows.data[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
         return ctx.group("ep").rank, ctx.group("edp").rank, groups
 
     results = on_threads(fold, rank)
@@ -154,14 +156,14 @@ def test_bf16_rows_of_one_token_are_added_up_in_fp32_across_ranks(kind) -> None:
 
     def rank(ctx: ParallelContext) -> Tensor:
         routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
-        dispatcher = kind(4, ctx, REFERENCE)
+        dispatcher = kind(4, comm(ctx, kind))
         rows, handle = dispatcher.finish_dispatch(
             dispatcher.start_dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
         )
         mine = values[2 * ctx.group("ep").rank :][:2].repeat_interleave(rows.offsets_e[0])
-        data = torch.zeros_like(rows.data.data)
+        data = torch.zeros_like(rows.data)
         data[: len(mine), 0] = mine
-        pending = dispatcher.start_combine(replace(rows, data=Operand(data=data)), handle)
+        pending = dispatcher.start_combine(replace(rows, data=data), handle)
         return dispatcher.finish_combine(pending)
 
     for out in on_threads(parallel(2, ep=2), rank):
@@ -178,7 +180,7 @@ def test_fast_kernels_bring_every_token_back_too(kind, case) -> None:
         ids = CASES[case](ctx.rank)
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(ids, num_experts=EXPERTS)
-        _, back = there_and_back(kind(EXPERTS, ctx, native), tokens, routing, 0.5)
+        _, back = there_and_back(kind(EXPERTS, comm(ctx, kind, native)), tokens, routing, 0.5)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
 
     on_threads(parallel(4, ep=2, etp=2), rank)
@@ -197,7 +199,7 @@ def dispatched(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Co
         tokens = draw(4, WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(CASES["spread"](0), num_experts=EXPERTS, capacity=capacity)
         routing.probs_TK.requires_grad_()
-        _, back = there_and_back(kind(EXPERTS, ctx, REFERENCE), tokens, routing, 1.0)
+        _, back = there_and_back(kind(EXPERTS, comm(ctx, kind)), tokens, routing, 1.0)
         back.sum().backward()
 
     with counted_traffic() as traffic:
@@ -270,7 +272,7 @@ def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeyp
         monkeypatch.setattr(Tensor, name, counting(name))
 
     def rank(ctx: ParallelContext, kind: Any, capacity: int | None) -> None:
-        dispatcher = kind(EXPERTS, ctx, REFERENCE)
+        dispatcher = kind(EXPERTS, comm(ctx, kind))
         routing = sparse(CASES["spread"](0), num_experts=EXPERTS, capacity=capacity)
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
         dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
@@ -288,7 +290,7 @@ def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeyp
 
 def test_the_spec_chooses_the_dispatcher_and_one_rank_needs_none() -> None:
     def rank(ctx: ParallelContext) -> list[type]:
-        return [type(make_dispatcher(moe_config(dispatcher=d), ctx, REFERENCE)) for d in ("allgather", "alltoall")]
+        return [new_expert_comm(d, ctx, REFERENCE).dispatcher for d in ("allgather", "alltoall")]
 
     assert on_threads(parallel(2, ep=2), rank)[0] == [AllGatherDispatcher, AllToAllDispatcher]
     assert on_threads(parallel(2), rank)[0] == [LocalDispatcher, LocalDispatcher]

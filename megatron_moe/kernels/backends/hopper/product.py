@@ -18,23 +18,22 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     zeros,
 )
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
-from megatron_moe.kernels.ops import Operand
 
 ROWS_OF_HALF = gl.constexpr(64)
-"""Of a tile for one of the two warpgroups. The second one rests where an expert has no rows for it: experts have any
-number of rows, and half a tile too many costs half a tile."""
+"""Rows of a tile per warpgroup. The second warpgroup is idle where the expert has no rows for it, so padding costs at
+most half a tile."""
 DEPTH = 64
-"""Of a stage."""
+"""Channels that are summed over per pipeline stage."""
 
 
-def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
     """See `Kernels.grouped_forward`."""
-    return _multiply(rows.plain(), weight.plain(), offsets_e, turned=True)
+    return _multiply(rows, weight, offsets_e, turned=True)
 
 
-def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
+def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
     """See `Kernels.grouped_input_grad`."""
-    return _multiply(grad.plain(), weight.plain(), offsets_e, turned=False)
+    return _multiply(grad, weight, offsets_e, turned=False)
 
 
 def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, turned: bool) -> Tensor:

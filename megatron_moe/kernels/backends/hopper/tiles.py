@@ -1,9 +1,9 @@
-"""What the grouped products on Hopper share: how tiles travel, how they are counted, how they are multiplied.
+"""Tile loads, tile counting and products of the grouped products on Hopper.
 
-A program stays on its multiprocessor and works through tiles. One warp loads: it asks the tensor memory accelerator
-(TMA) for the next tiles of both factors as soon as a stage of shared memory is free. Two warpgroups multiply, each half
-of the tile. They meet at two barriers per stage: `full` when both factors have arrived, `empty` when both warpgroups
-have used them. So loads run ahead over the end of a tile, and while results leave.
+Programs are persistent: one per multiprocessor, over many tiles. One warp loads the next tiles of both factors by the
+tensor memory accelerator (TMA) as soon as a stage of shared memory is free. Two warpgroups multiply, each half of the
+tile. Two barriers per stage synchronise them: `full` when both factors have arrived, `empty` when both warpgroups have
+read them. Loads therefore run ahead across tiles and during stores.
 """
 
 import torch
@@ -30,12 +30,11 @@ def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
-    """As `blocks_of` for the rows [R, C] of one expert at a time: what lies behind its last row is read as zero and not
-    written.
+    """`blocks_of` for the rows [R, C] of one expert: rows after its last one are read as zero and not written.
 
-    TMA knows the bounds of tensors alone, not of slices. So the matrix is given as one whose element (a, b, c, d) lies
-    at row a * (2^34 / row - 1) + b + c: with addresses modulo 2^64, (2^30, end, 2^30 - end + r, d) is row r, and its
-    third index is out of bounds, which are 2^30, from `end` on.
+    TMA checks the bounds of tensors, not of slices. The matrix is therefore described as one whose element (a, b, c, d)
+    is at row a * (2^34 / row - 1) + b + c: with addresses modulo 2^64, (2^30, end, 2^30 - end + r, d) is row r, and its
+    third index exceeds the bound of 2^30 from `end` on.
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
@@ -43,9 +42,9 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def aligned(matrix: Tensor, what: str) -> Tensor:
-    """The same rows as TMA can read them, copied only where they lie elsewhere.
+    """`matrix` with the alignment that TMA needs; a copy only where it is not aligned.
 
-    Raises `EnvironmentProblem` where no copy helps: its rows are no multiple of 16 bytes.
+    Raises `EnvironmentProblem` if the rows are not a multiple of 16 bytes.
     """
     width = matrix.shape[-1] * matrix.element_size()
     if width % _ALIGNMENT:
@@ -123,7 +122,7 @@ def add_product(total, a, b, step, first, full, empty):
 
 @gluon.jit
 def finish(total, step, any_steps, full, empty):
-    """The sums when all products are added. step: the one behind the last."""
+    """Sums after all products have completed. step: the step after the last."""
     STAGES: gl.constexpr = full.shape[0]
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=any_steps)

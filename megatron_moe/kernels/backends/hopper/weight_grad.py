@@ -27,15 +27,15 @@ from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
 from megatron_moe.kernels.ops import GroupedPart
 
 ROWS = 32
-"""Of a stage; what is left over of an expert's last stage is multiplied for nothing."""
+"""Rows per pipeline stage; an expert's last stage is padded with zeros."""
 STAGES = 6
 MOST_PARTS = 2
-"""Of one launch."""
+"""Most parts (microbatches) of one launch."""
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """See `Kernels.grouped_weight_grad`; `out` is fp32."""
-    held = [part for part in parts if len(part.rows.plain())]
+    held = [part for part in parts if len(part.rows)]
     if not held and not accumulate:
         out.zero_()
     for start in range(0, len(held), MOST_PARTS):
@@ -52,8 +52,8 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
     )
 
     def described(part: GroupedPart) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
-        grad = rows_by_slice(aligned(part.grad.plain(), "gradients"), [ROWS, half_outputs])
-        return grad, rows_by_slice(aligned(part.rows.plain(), "rows"), [ROWS, tile_inputs]), part.offsets_e
+        grad = rows_by_slice(aligned(part.grad, "gradients"), [ROWS, half_outputs])
+        return grad, rows_by_slice(aligned(part.rows, "rows"), [ROWS, tile_inputs]), part.offsets_e
 
     assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
     _expert_grads[(num_multiprocessors(out.device),)](

@@ -1,7 +1,7 @@
 """Gradient of an embedding table: tokens sorted by id, summed in stretches, added in fp32 straight into the buffer.
 
-A program sums the rows of each id in its stretch of the sorted tokens and adds them to the table. What it finds of an
-id that goes on in other stretches waits for a second launch, where one program adds up all of it in order.
+A program sums the rows of each id in its stretch of the sorted tokens and adds them to the table. Partial sums of an id
+that spans several stretches are written out, and one program of a second launch adds them in order.
 """
 
 import torch
@@ -10,11 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.sizes import EMBEDDING_ROWS
 
-ROWS = 16
-"""Tokens of a stretch."""
 COLUMNS = 256
-"""Of the table, that a program sums."""
+"""Columns of the table per program."""
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -26,15 +25,15 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
     # a sort by digits takes half the passes over 32 bits, and no table has 2^31 rows
     sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
     columns = max(min(power_of_two(width), COLUMNS), 16)
-    num_stretches = triton.cdiv(num_tokens, ROWS)
+    num_stretches = triton.cdiv(num_tokens, EMBEDDING_ROWS)
     if num_tokens:
         parts_S2H = torch.empty(num_stretches, 2, width, device=out.device, dtype=torch.float32)
         grid = (num_stretches, triton.cdiv(width, columns))
         _sum_stretches[grid](
             grad_TH, sorted_T, order_T, out, parts_S2H, num_tokens, width, grad_TH.stride(0),
-            ROWS=ROWS, COLUMNS=columns, WIDEN=INTERPRETED,
+            ROWS=EMBEDDING_ROWS, COLUMNS=columns, WIDEN=INTERPRETED,
         )  # fmt: skip
-        _join_stretches[grid](sorted_T, out, parts_S2H, num_tokens, width, ROWS=ROWS, COLUMNS=columns)
+        _join_stretches[grid](sorted_T, out, parts_S2H, num_tokens, width, ROWS=EMBEDDING_ROWS, COLUMNS=columns)
 
 
 @triton.jit
@@ -42,8 +41,8 @@ def _sum_stretches(
     grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Parts: first, what an id that comes from the stretch before has here; second, what one has that goes on behind
-    and begins here. An id that does both has the first alone."""
+    """Partial sums per stretch: first, of an id continued from the previous stretch; second, of an id that starts here
+    and continues in the next one. An id that spans the whole stretch has only the first."""
     first = tl.program_id(0) * ROWS
     places = first + tl.arange(0, ROWS)
     inside = places < num_tokens
@@ -74,7 +73,7 @@ def _sum_stretches(
 def _join_stretches(
     ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The stretch in which an id begins that goes on behind it adds up what all have."""
+    """The stretch in which an id starts adds the partial sums of all stretches that the id spans."""
     stretch = tl.program_id(0).to(tl.int64)
     first, behind = stretch * ROWS, (stretch + 1) * ROWS
     mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)

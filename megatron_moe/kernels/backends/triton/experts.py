@@ -1,8 +1,7 @@
 """Weight gradients of the experts, accumulated in fp32 straight into the gradient buffer.
 
-One program makes one tile of one expert's gradient from that expert's rows, of one microbatch or of several one behind
-the other; the offsets stay on the device. torch's grouped product gives bf16 alone, which would cost a rounding and
-three more passes over the buffer.
+One program computes one tile of one expert's gradient from the expert's rows of one or more microbatches; offsets stay
+on the device. torch's grouped product returns bf16, which would cost a rounding and three more passes over the buffer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, rows_of
 from megatron_moe.kernels.ops import GroupedPart
 
 _MOST_PARTS = 4
-"""Of one launch, whose code grows with them. What the buffer costs has lost its weight then."""
+"""Most parts (microbatches) of one launch: its code grows with them, and the gain in buffer traffic shrinks."""
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -44,8 +43,8 @@ def _launches(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[
     for first in range(0, len(parts), _MOST_PARTS):
         several = parts[first : first + _MOST_PARTS]
         yield (
-            tuple(rows_of(part.grad.plain()) for part in several),
-            tuple(rows_of(part.rows.plain()) for part in several),
+            tuple(rows_of(part.grad) for part in several),
+            tuple(rows_of(part.rows) for part in several),
             tuple(part.offsets_e for part in several),
             accumulate or first > 0,
         )
@@ -78,7 +77,7 @@ def _add_part(
         total = _add_rows(total, grad, rows, WIDEN)
         grad_ptrs += TILE_R * grad_stride
         rows_ptrs += TILE_R * rows_stride
-    # behind the last row of the expert stand those of the next one
+    # the rows after the expert's last one are those of the next expert
     held = (r + num_whole * TILE_R < end)[:, None]
     grad = tl.load(grad_ptrs, mask=held & (o < outputs)[None, :], other=0.0)
     rows = tl.load(rows_ptrs, mask=held & (i < inputs)[None, :], other=0.0)

@@ -1,8 +1,8 @@
 """The gate's product: fp32 logits of bf16 hidden states and weights, and both gradients in one pass over the tokens.
 
-A product of two bf16 numbers is exact in fp32, and an fp32 gradient is the sum of three bf16 numbers. So matrix units,
-which know bf16 products with fp32 sums, lose no digit of fp32, in the gradients neither. Plain fp32 products would run
-without matrix units.
+A product of two bf16 numbers is exact in fp32, and an fp32 gradient is the sum of three bf16 numbers. Tensor cores with
+bf16 products and fp32 sums are therefore exact to fp32 in forward and backward. Plain fp32 products would not use
+tensor cores.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton.launch import (
     INTERPRETED,
     dot,
@@ -21,6 +21,7 @@ from megatron_moe.kernels.backends.triton.launch import (
     rows_of,
     sum_of_shares,
 )
+from megatron_moe.kernels.backends.triton.sizes import GATE_COLUMNS, GATE_EXPERTS, GATE_TOKENS, gate_stretches
 
 
 class Tile(NamedTuple):
@@ -34,12 +35,7 @@ class Tile(NamedTuple):
 
 
 FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
-BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
-MOST_EXPERTS = BACKWARD.experts
-"""A program of the backward keeps the sums of all experts in registers; with more of them torch's products are faster
-(docs/experiments.md)."""
-PROGRAMS = 1
-"""Programs of the backward per multiprocessor: there is no room for two."""
+BACKWARD = Tile(tokens=GATE_TOKENS, experts=GATE_EXPERTS, columns=GATE_COLUMNS, warps=8, stages=3)
 PARTS = 3
 """bf16 numbers that an fp32 gradient is parted into: 3 x 8 bits hold its 24."""
 _LEAST = 16
@@ -49,7 +45,7 @@ _LEAST = 16
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
     """See `Kernels.gate_product`. Other dtypes than fp32 of bf16, and many experts, are torch's."""
     ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
-    if not ours or len(weight_EH) > MOST_EXPERTS:
+    if not ours or len(weight_EH) > GATE_EXPERTS:
         return torch_native.gate_product(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
@@ -85,7 +81,7 @@ def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[T
     """(gradient of the hidden states, gradient of the weight), each rounded once"""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
-    stretches = num_stretches(len(hidden_TH), triton.cdiv(width, columns), hidden_TH.device)
+    stretches = gate_stretches(len(hidden_TH), triton.cdiv(width, columns), num_multiprocessors(hidden_TH.device))
     grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
     shares_PEH = torch.empty(stretches, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
     # programs of the same tokens stand together, so that only the first of them waits for the logits' gradient
@@ -97,12 +93,6 @@ def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[T
     )  # fmt: skip
     grad_weight = sum_of_shares(shares_PEH.view(stretches, -1), weight_EH.dtype)
     return grad_hidden_TH, grad_weight.view(num_experts, width)
-
-
-def num_stretches(num_tokens: int, column_tiles: int, device: torch.device) -> int:
-    """Programs that share the tokens, for each tile of columns."""
-    most = PROGRAMS * num_multiprocessors(device) // column_tiles
-    return max(min(most, triton.cdiv(num_tokens, BACKWARD.tokens)), 1)
 
 
 def _fitted(most: int, number: int) -> int:
@@ -141,7 +131,7 @@ def _gate_backward(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # all products have the columns first: parts of the gradient are second factors then, which lie in shared memory
-    # once for both products; as first factors they would be turned in registers for each
+    # once for both products; as first factors they would be transposed in registers for each
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width

@@ -1,6 +1,6 @@
-"""Queries, keys and values out of the rows of one matrix: norm over each head and rotary positions, without a copy.
+"""Splits the QKV product into queries, keys and values with norms over heads and rotary positions, without a copy.
 
-The forward reads the heads where the matrix left them; the backward writes the whole gradient of those rows at once.
+The forward reads the heads from the product's rows; the backward writes the whole gradient of those rows at once.
 """
 
 from typing import Any
@@ -11,11 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, sum_of_shares
-
-TILE = 2048
-"""Elements of one tensor that one program holds at a time."""
-PROGRAMS = 6
-"""Programs of the backward per multiprocessor: as many as it has room for, or the rest would come in a second wave."""
+from megatron_moe.kernels.backends.triton.sizes import heads_programs, heads_tiles
 
 
 def query_key_value(
@@ -72,7 +68,7 @@ class _QueryKeyValue(torch.autograd.Function):
         # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
         tiles = triton.cdiv(groups * heads_per_group, sizes["HEADS"]) + triton.cdiv(groups, sizes["GROUPS"])
-        num_programs = min(length * batch, triton.cdiv(PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
+        num_programs = heads_programs(length * batch, tiles, num_multiprocessors(qkv_SBGC.device))
         shares_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, width, dtype=torch.float32)
         if qkv_SBGC.numel():
             _turn_heads_back[(num_programs, tiles)](
@@ -91,13 +87,13 @@ class _QueryKeyValue(torch.autograd.Function):
 def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    most = max(TILE // power_of_two(2 * pairs + (rest if turned < width else 0)), 1)
+    heads, keys = heads_tiles(groups * heads_per_group, groups, width, turned)
     return {
         "PAIRS": pairs,
         "REST": rest,
         "HAS_REST": turned < width,
-        "HEADS": min(power_of_two(groups * heads_per_group), most),
-        "GROUPS": min(power_of_two(groups), most),
+        "HEADS": heads,
+        "GROUPS": keys,
     }
 
 
@@ -140,7 +136,7 @@ def _turn(
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads at `from_ptr` [heads, 1], normed and turned, to `to_ptr` [heads, 1]."""
+    """Writes the heads at `from_ptr` [heads, 1], normed and rotated, to `to_ptr` [heads, 1]."""
     first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
     rest = turned + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
@@ -255,8 +251,8 @@ def _turn_tile_back(
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Heads at `place` [HEADS, 1] of some tokens' rows, whose gradients stand at `grad_ptr` [HEADS, 1]. With the keys
-    go the values behind them, which only change their place."""
+    """Backward of the heads at `place` [HEADS, 1] of some tokens' rows, with gradients at `grad_ptr` [HEADS, 1]. The
+    values that follow the keys are copied."""
     paired, dims = tl.arange(0, PAIRS) < turned // 2, tl.arange(0, WIDTH)
     held = there & (dims < width)[None, :]
     # shares of the weight's gradient: added up over heads at the end, for sums over a tile cost barriers

@@ -68,7 +68,7 @@ def _join_keys(
     to_ptr = key_ptr + (token * num_heads + heads[:, None]) * (key_width + turned)
     there, shares = (heads < num_heads)[:, None], (common < turned)[None, :]
     held = there & (own < key_width)[None, :]
-    # all is read before anything is written: a read behind a write would wait for the one before
+    # all loads precede all stores: a load after a store would wait for it
     keys = tl.load(from_ptr + own[None, :], mask=held)
     shared = tl.load(shared_ptr + token * turned + common[None, :], mask=shares)
     tl.store(to_ptr + own[None, :], keys, mask=held)

@@ -1,23 +1,15 @@
-"""What all Triton wrappers share: how tensors are read as rows, and how work is cut into programs."""
+"""Helpers of all Triton wrappers: launch sizes that depend on the device, and sums over programs."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.kernels.backends.triton.sizes import power_of_two as power_of_two
+from megatron_moe.kernels.backends.triton.sizes import rows_of as rows_of
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run on the CPU, for tests; there the product of two bf16 matrices is wrong, so factors are widened."""
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """[..., W] as a matrix [rows, W] whose rows are contiguous inside; a copy only where no view is one."""
-    matrix = x.reshape(-1, x.shape[-1])
-    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] == 1 else matrix.contiguous()
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    return int(triton.next_power_of_2(max(number, 1)))
 
 
 def num_multiprocessors(device: torch.device) -> int:

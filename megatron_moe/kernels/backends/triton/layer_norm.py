@@ -67,7 +67,7 @@ def _layer_norm_forward(
     if ZERO_CENTERED:
         weight += 1.0
     mean = tl.sum(x, axis=1) / width
-    # behind the last column there is nothing to differ from the mean
+    # columns after the last one must not contribute to the variance
     centred = tl.where(held_columns[None, :], x - mean[:, None], 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / width + eps)
     out = centred * scale[:, None] * weight[None, :] + bias[None, :]
@@ -97,7 +97,7 @@ def _layer_norm_backward(
         grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
         mean = tl.load(moments_ptr + rows, mask=held_rows, other=0.0)
         scale = tl.load(moments_ptr + num_rows + rows, mask=held_rows, other=0.0)
-        # what stands behind the last column is no zero here, but there the gradient is
+        # columns after the last one are not zero here, but their gradient is
         normed = (x - mean[:, None]) * scale[:, None]
         weight_share += grad * normed
         bias_share += grad

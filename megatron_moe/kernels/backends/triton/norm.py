@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and behind a residual sum: each pass reads its inputs once."""
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and after a residual sum: each pass reads its inputs once."""
 
 from typing import Any
 
@@ -8,11 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of, sum_of_shares
-
-TILE = 8192
-"""Elements that one program holds at a time."""
-PROGRAMS = 2
-"""Programs of the backward per multiprocessor."""
+from megatron_moe.kernels.backends.triton.sizes import NORM_TILE, norm_programs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -108,16 +104,20 @@ def _norm_backward(
 def forward_tiles(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     """(number of programs, tile of each) of a norm's forward."""
     columns = power_of_two(width)
-    rows = max(TILE // 2 // columns, 1)
-    return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "WIDTH": columns, "num_warps": 4 if columns <= TILE else 16}
+    rows = max(NORM_TILE // 2 // columns, 1)
+    return (triton.cdiv(num_rows, rows),), {
+        "ROWS": rows,
+        "WIDTH": columns,
+        "num_warps": 4 if columns <= NORM_TILE else 16,
+    }
 
 
 def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tuple[int], dict[str, int]]:
     """(number of programs, tile that each takes at a time) of a norm's backward."""
     columns = power_of_two(width)
-    rows = max(TILE // 2 // columns, 1)
-    num_programs = max(min(triton.cdiv(num_rows, rows), PROGRAMS * num_multiprocessors(device)), 1)
-    stages, warps = 3 if columns <= TILE // 2 else 1, 8 if columns <= TILE else 16
+    rows = max(NORM_TILE // 2 // columns, 1)
+    num_programs = norm_programs(num_rows, width, num_multiprocessors(device))
+    stages, warps = 3 if columns <= NORM_TILE // 2 else 1, 8 if columns <= NORM_TILE else 16
     return (num_programs,), {"ROWS": rows, "WIDTH": columns, "STAGES": stages, "num_warps": warps}
 
 

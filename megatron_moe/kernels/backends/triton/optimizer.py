@@ -178,8 +178,8 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Stores state; see `low_precision_state.pack`. Returns what the stored numbers are, for formats that are no
-    root."""
+    """Stores state; see `low_precision_state.pack`. Returns the values that were stored, except for formats that store
+    the square root."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
     else:

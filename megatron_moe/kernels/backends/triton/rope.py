@@ -77,7 +77,7 @@ def _rotate_heads(
     from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
     to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
     if HAS_REST:
-        # what is not turned: the dims before, then those behind; read before anything is written, to wait once
+        # dims that are not rotated, before and after; loaded before any store, to wait once
         rest = tl.arange(0, REST)
         kept = (heads < num_heads)[:, None] & (rest < width - turned)[None, :]
         rest = tl.where(rest < begin, rest, rest + turned)

@@ -105,8 +105,8 @@ def _copy_tokens(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    # every row is also looked at once by some program: if no token goes there, it gets zeros. Asked for all of them at
-    # once and before anything is written, since most have a token
+    # every row is also visited once: a row that holds nothing gets zeros. Loaded for all rows at once and before any
+    # store, because most rows hold a token
     own = token * rows_each + tl.arange(0, EACH)
     asked = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
     some_empty = tl.min(tl.load(token_ptr + own, mask=asked, other=0), axis=0) < 0

@@ -1,8 +1,8 @@
-"""Where every choice goes: a stable counting sort by expert, in two launches and without atomics.
+"""Stable counting sort of the choices by expert, in two launches and without atomics.
 
-The choices are cut into blocks, and the blocks are shared out to a few stretches. A program of the first launch walks
-the blocks of its stretch and leaves, for each, how many choices of every expert the stretch has before it. A program of
-the second has one block: the totals of all stretches, few as they are, tell where its choices of every expert start.
+The choices are divided into blocks, and the blocks into a few stretches. A program of the first launch walks the blocks
+of its stretch and writes, for each block, the number of choices of every expert before it in the stretch. A program of
+the second launch places one block: the totals of all stretches give the start of its choices of every expert.
 """
 
 import torch
@@ -12,26 +12,27 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import power_of_two
-from megatron_moe.kernels.ops import RowIndex
-
-BLOCK = 128
-"""Choices that a program compares with one another."""
-STRETCHES = 32
-"""At most: more would be walked sooner, and every program of the second launch would read more."""
+from megatron_moe.kernels.backends.triton.sizes import SORT_BLOCK, SORT_STRETCHES, sort_blocks
+from megatron_moe.kernels.ops import RowIndex, most_rows
 
 
-def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
-    """See `Kernels.sort_rows`. Experts padded to a capacity are left to plain torch."""
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
+    """See `Kernels.sort_rows`. Routings padded to a capacity use plain torch."""
     if capacity is not None or not ids_TK.numel():
-        return reference.sort_rows(ids_TK, num_experts, capacity)
+        return reference.sort_rows(ids_TK, num_experts, capacity, align)
     ids, device = ids_TK.contiguous(), ids_TK.device
     before_BE, totals_SE, blocks_each = _counted(ids, num_experts)
-    token_R, choice_R = (torch.empty(ids.numel(), device=device, dtype=torch.int64) for _ in range(2))
+    num_rows = most_rows(ids.numel(), num_experts, align)
+    token_R, choice_R = (torch.empty(num_rows, device=device, dtype=torch.int64) for _ in range(2))
+    if align > 1:
+        token_R.fill_(-1)
+        choice_R.fill_(-1)
     offsets_E = torch.empty(num_experts, device=device, dtype=torch.int32)
     rows_TK = torch.empty_like(ids)
     _place_rows[(len(before_BE),)](
         ids, before_BE, totals_SE, offsets_E, token_R, choice_R, rows_TK, ids.numel(), num_experts, ids.shape[1],
-        len(totals_SE), blocks_each, BLOCK=BLOCK, STRETCHES=STRETCHES, EXPERTS=_bins(num_experts),
+        len(totals_SE), blocks_each, BLOCK=SORT_BLOCK, STRETCHES=SORT_STRETCHES, EXPERTS=_bins(num_experts),
+        ALIGN=align,
     )  # fmt: skip
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
 
@@ -46,19 +47,18 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
     """(choices of every expert in a block's stretch before it, int32 [blocks, E]; in every stretch, int32
     [stretches, E]; blocks of a stretch)"""
-    num_blocks = triton.cdiv(ids.numel(), BLOCK)
-    blocks_each = triton.cdiv(num_blocks, STRETCHES)
+    num_blocks, blocks_each = sort_blocks(ids.numel())
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
     totals_SE = before_BE.new_empty(triton.cdiv(num_blocks, blocks_each), num_experts)
     _count_experts[(len(totals_SE),)](
-        ids, before_BE, totals_SE, ids.numel(), num_experts, num_blocks, blocks_each, BLOCK=BLOCK,
+        ids, before_BE, totals_SE, ids.numel(), num_experts, num_blocks, blocks_each, BLOCK=SORT_BLOCK,
         EXPERTS=_bins(num_experts),
     )  # fmt: skip
     return before_BE, totals_SE, blocks_each
 
 
 def _bins(num_experts: int) -> int:
-    """Of a histogram, which wants as many as a warp has threads."""
+    """Bins of a histogram: at least the 32 threads of a warp."""
     return max(power_of_two(num_experts), 32)
 
 
@@ -81,9 +81,10 @@ def _count_experts(
 @triton.jit
 def _place_rows(
     ids_ptr, before_ptr, totals_ptr, offsets_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts, topk,
-    num_stretches, blocks_each, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EXPERTS: tl.constexpr,
+    num_stretches, blocks_each,
+    BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Row of a choice: where the expert's rows start, plus how many of its choices stand before this one."""
+    """Row of a choice: start of the expert's rows plus the number of its choices before this one."""
     block, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     known = experts < num_experts
     stretches = tl.arange(0, STRETCHES)
@@ -92,7 +93,8 @@ def _place_rows(
     totals = tl.sum(counts, axis=0)
     before = tl.load(before_ptr + block * num_experts + experts, mask=known, other=0)
     before += tl.sum(tl.where((stretches < block // blocks_each)[:, None], counts, 0), axis=0)
-    ends = tl.cumsum(totals, axis=0)
+    owned = tl.cdiv(totals, ALIGN) * ALIGN
+    ends = tl.cumsum(owned, axis=0)
     if block == 0:
         tl.store(offsets_ptr + experts, ends, mask=known)
     places = tl.arange(0, BLOCK)
@@ -100,12 +102,12 @@ def _place_rows(
     inside = choices < num_choices
     ids = tl.load(ids_ptr + choices, mask=inside, other=-1).to(tl.int32)
     earlier = (ids[:, None] == ids[None, :]) & (places[None, :] < places[:, None])
-    rows = tl.gather(ends - totals + before, tl.maximum(ids, 0), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
+    rows = tl.gather(ends - owned + before, tl.maximum(ids, 0), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
     chosen = ids >= 0
     tl.store(rows_ptr + choices, tl.where(chosen, rows, -1).to(tl.int64), mask=inside)
     tl.store(token_ptr + rows, (choices // topk).to(tl.int64), mask=chosen)
     tl.store(choice_ptr + rows, choices.to(tl.int64), mask=chosen)
-    # there are as many rows as choices; the last ones hold nothing if some choices are none
-    nothing = inside & (choices >= tl.sum(totals, axis=0))
-    tl.store(token_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)
-    tl.store(choice_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)
+    if ALIGN == 1:  # as many rows as choices; otherwise the host has filled both tensors with -1
+        nothing = inside & (choices >= tl.sum(totals, axis=0))
+        tl.store(token_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)
+        tl.store(choice_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)

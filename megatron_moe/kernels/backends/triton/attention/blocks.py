@@ -1,12 +1,12 @@
-"""Attention between two parts of a sequence, rectangle by rectangle: by cuDNN where it knows the mask, else by our
-own kernels, which go on from what their rows have found and add to the gradients that are there."""
+"""Attention between two parts of a sequence, rectangle by rectangle: by cuDNN where it supports the mask, otherwise by
+our kernels, which continue the online softmax of their rows and accumulate gradients in place."""
 
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
-from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.merge import merge

@@ -65,7 +65,7 @@ def _attend(
     if SEGMENTS:
         of_rows = tl.load(of_queries_ptr + b * of_queries_b + rows, mask=rows < num_rows, other=-1)
     lse_ptr += b * l_b + n * l_n
-    # base 2: exp2 is what the machine has
+    # base 2: the hardware instruction is exp2
     factor = scale * 1.4426950408889634
     total = tl.zeros((ROWS,), dtype=tl.float32)
     # the lowest finite number, not minus infinity: minus infinity minus itself is not a number
@@ -107,7 +107,7 @@ def _attend(
 
 @triton.jit
 def _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE: tl.constexpr):
-    """Where the output of some rows of a head stands in a contiguous [rows, B, N, E], and which of it there is."""
+    """Offsets of the output of some rows of a head in a contiguous [rows, B, N, E], and their mask."""
     dims = tl.arange(0, VALUE)
     place = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * value_width + dims[None, :]
     return place, (rows < num_rows)[:, None] & (dims < value_width)[None, :]

@@ -1,4 +1,4 @@
-"""What attention's kernels share: sizes, the load of some rows of a head, products, and which pairs see each other."""
+"""Helpers of the attention kernels: sizes, loads of rows of a head, products, and masks."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two
-
-WIDEST = 256
-"""Dims of a head that a tile can hold."""
+from megatron_moe.kernels.backends.triton.sizes import WIDEST_HEAD
 
 BAND = ("left", "right")
 """Arguments that differ between the rectangles of a ring: one compiled kernel takes any."""
@@ -49,7 +47,7 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int | float, ...]:
-        """As every kernel takes them."""
+        """Sizes and strides in the order of the kernels' arguments."""
         per_group = self.heads // self.groups
         return (
             self.rows, self.keys, self.heads, per_group, self.batch, self.width, self.value_width, self.scale,
@@ -62,7 +60,7 @@ def serves(
 ) -> bool:
     """Whether the kernels can, and should, compute attention of these."""
     drops = config.dropout > 0.0 and dropout_key is not None
-    narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST and q.numel() > 0 and k.numel() > 0
+    narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
     # offsets are 32-bit; the output and its gradient are as large as the queries are with the values' width
     places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
     near = max(places) < 2**31

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.attention_blocks import reach
-from megatron_moe.kernels.backends import torch_native
-from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import deltas, gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.tiles import Shape, of_both, serves, strided

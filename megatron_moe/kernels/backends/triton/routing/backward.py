@@ -84,6 +84,6 @@ def _through_softmax(shares, grad):
 
 @triton.jit
 def _through_quotient(scores, grad, EPSILON: tl.constexpr):
-    """Of scores / (their sum + EPSILON)."""
+    """Gradient of scores / (their sum + EPSILON)."""
     total = tl.sum(scores, axis=1)[:, None] + EPSILON
     return (grad - tl.sum(scores * grad, axis=1)[:, None] / total) / total

@@ -6,14 +6,14 @@ A grid of few programs; each walks through tiles of the tokens of one set, and f
   reduce in one instruction; a second reduction finds the lowest id among equals, as a stable sort would.
 - counts, added by atomics to one buffer of zeros: integers add up to the same in any order.
 - sums over tokens (scores for balancing, squares for the z loss). Floating sums depend on their order, so every program
-  writes its share, and the one that comes last adds all shares in the order of their numbers: results repeat bit for
-  bit, whoever comes last.
+  writes its share, and the last program adds all shares in the order of their numbers: results are bitwise
+  reproducible, whichever program is last.
 
-Who comes last is told by a ticket, an atomic counter behind the counts. That the last program sees all shares is by the
-memory model: the barrier puts the stores of all threads of a program before its ticket; the ticket releases them to the
-whole GPU and acquires what those before it released, and the counter is one chain of such tickets; what follows the
-ticket in the last program follows its acquire. Its loads go past the first-level cache (.cg), which other
-multiprocessors do not write to. No program waits for another, so there is nothing to deadlock.
+The last program is found by a ticket, an atomic counter after the counts. The memory model guarantees that it sees all
+shares: the barrier orders the stores of all threads of a program before its ticket; the ticket releases them at GPU
+scope and acquires what earlier tickets released, in one chain; loads after the last ticket follow its acquire. They
+bypass the L1 cache (.cg), which other multiprocessors do not write to. No program waits for another, so nothing can
+deadlock.
 
 Columns of a tile are groups of experts, each padded to a power of two, and as many groups as a power of two; without
 groups it is one. Column order is the order of ids.

@@ -12,6 +12,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
+from megatron_moe.kernels.backends.triton.sizes import ROUTE_TILE, route_programs
 from megatron_moe.kernels.ops import (
     BalanceSums,
     RoutedTokens,
@@ -19,9 +20,6 @@ from megatron_moe.kernels.ops import (
 )
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 
-FORWARD_TILE, PROGRAMS = 2048, 4
-"""Tokens times columns that a program of the forward holds at a time, in fp32, and programs per multiprocessor: few, so
-that the last of them has few shares to add."""
 BACKWARD_TILE = 1024
 
 
@@ -69,10 +67,9 @@ class _Route(torch.autograd.Function):
         groups = config.num_groups or 1 if config.group_topk else 1
         columns = power_of_two(groups), power_of_two(num_experts // groups)
         wide = internal_dtype(logits_TE.dtype)
-        tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
-        most = PROGRAMS * num_multiprocessors(device) // sets
-        programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), most), 1)
-        # choices, and those that balancing looks at, per set; behind them the ticket
+        tokens = _tokens(ROUTE_TILE, columns[0] * columns[1], wide)
+        programs = route_programs(num_tokens, sets, tokens, num_multiprocessors(device))
+        # choices, choices per set for balancing, and the ticket
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
         ids_TK = torch.empty(num_tokens, config.topk, device=device, dtype=torch.int64)
         probs_TK = torch.empty(num_tokens, config.topk, device=device, dtype=logits_TE.dtype)
@@ -114,12 +111,12 @@ class _Route(torch.autograd.Function):
 
 
 def _tokens(tile: int, columns: int, wide: torch.dtype) -> int:
-    """As many as a tile has room for."""
+    """Tokens that fit into a tile."""
     return max(tile * torch.float32.itemsize // wide.itemsize // columns, 1)
 
 
 def _kind(config: RouterConfig, wide: torch.dtype) -> dict[str, Any]:
-    """What both kernels know of the router when they are compiled."""
+    """Compile-time arguments of both kernels."""
     return {
         "TOPK": config.topk,
         "SCORE": config.score_function,

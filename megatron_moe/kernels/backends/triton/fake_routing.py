@@ -1,4 +1,4 @@
-"""Routing and rows: what their kernels on a GPU take and keep. See `kernels.py`."""
+"""Fakes of the kernels for routing and rows. See `fakes.py`."""
 
 from typing import Any
 
@@ -7,38 +7,35 @@ from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends import torch_native
+from megatron_moe.kernels.backends.torch_native import fakes as torch_native_fakes
+from megatron_moe.kernels.backends.triton.sizes import (
+    GATE_COLUMNS,
+    GATE_EXPERTS,
+    HOPPER_MULTIPROCESSORS,
+    ROUTE_TILE,
+    gate_stretches,
+    power_of_two,
+    route_programs,
+    rows_of,
+    sort_blocks,
+)
 from megatron_moe.kernels.ops import (
     BalanceSums,
     RoutedTokens,
     RowIndex,
     internal_dtype,
+    most_rows,
 )
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.permute import RowCopies
-from megatron_moe.memory_emulation.kernel_shapes import (
-    MOST_PROGRAMS,
-    power_of_two,
-    rows_of,
-)
-
-_SORT_BLOCK, _SORT_STRETCHES = 128, 32
-"""Choices of a block of the sort, and stretches of blocks."""
-_ROUTE_TILE = 2048
-"""Tokens times experts that a program of the router holds."""
-_GATE_TOKENS = 64
-"""Tokens that a program of the gate's backward holds."""
-_GATE_EXPERTS = 128
-"""With more of them the gate's product is torch's."""
-
 
 # routing
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
     ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
-    if not ours or len(weight_EH) > _GATE_EXPERTS:
-        return gate_product_by_torch(hidden_TH, weight_EH, dtype)
+    if not ours or len(weight_EH) > GATE_EXPERTS:
+        return torch_native_fakes.gate_product(hidden_TH, weight_EH, dtype)
     return _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -54,36 +51,11 @@ class _GateProduct(torch.autograd.Function):
         hidden_TH, weight_EH = ctx.saved_tensors
         rows_of(grads[0])
         grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
-        shares_PEH = weight_EH.new_empty(_gate_stretches(hidden_TH), *weight_EH.shape, dtype=torch.float32)
+        num_tokens, width = hidden_TH.shape
+        column_tiles = -(-width // min(GATE_COLUMNS, power_of_two(width)))
+        stretches = gate_stretches(num_tokens, column_tiles, HOPPER_MULTIPROCESSORS)
+        shares_PEH = weight_EH.new_empty(stretches, *weight_EH.shape, dtype=torch.float32)
         return grad_hidden_TH, shares_PEH.new_empty(weight_EH.shape, dtype=weight_EH.dtype)
-
-
-def _gate_stretches(hidden_TH: Tensor) -> int:
-    """Programs that share the tokens: all column tiles together have one for each multiprocessor of a Hopper GPU."""
-    num_tokens, width = hidden_TH.shape
-    columns = min(128, power_of_two(width))
-    return max(min(MOST_PROGRAMS // 4 // -(-width // columns), -(-num_tokens // _GATE_TOKENS)), 1)
-
-
-def gate_product_by_torch(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    if not hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 or dtype is not torch.float32:
-        return reference.gate_product(hidden_TH, weight_EH, dtype)
-    return _GateProductByTorch.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _GateProductByTorch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_TH, weight_EH)
-        return hidden_TH.new_empty(hidden_TH.shape[0], weight_EH.shape[0], dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_EH = ctx.saved_tensors
-        parts_T3E = torch_native.bf16_parts(grads[0])
-        grad_hidden_TH = parts_T3E @ weight_EH.repeat(3, 1)
-        grad_3EH = hidden_TH.new_empty(3, *weight_EH.shape, dtype=torch.float32)
-        return grad_hidden_TH, grad_3EH.sum(dim=0).to(weight_EH.dtype)
 
 
 def route(
@@ -139,11 +111,10 @@ class _Route(torch.autograd.Function):
 
 
 def _num_programs(num_tokens: int, config: RouterConfig, balance_sets: int, wide: torch.dtype) -> int:
-    """Four for each multiprocessor of a Hopper GPU, but no more than tiles."""
     groups, sets = config.num_groups or 1 if config.group_topk else 1, max(balance_sets, 1)
     columns = power_of_two(groups) * power_of_two(config.num_experts // groups)
-    tokens = max(_ROUTE_TILE * torch.float32.itemsize // wide.itemsize // columns, 1)
-    return sets * max(min(-(-num_tokens // sets // tokens), MOST_PROGRAMS // sets), 1)
+    tile_tokens = max(ROUTE_TILE * torch.float32.itemsize // wide.itemsize // columns, 1)
+    return route_programs(num_tokens, sets, tile_tokens, HOPPER_MULTIPROCESSORS)
 
 
 def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -152,21 +123,21 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """A row for every block of choices, and one for every stretch of blocks."""
-    num_blocks = -(-ids.numel() // _SORT_BLOCK)
+    num_blocks, blocks_each = sort_blocks(ids.numel())
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
-    blocks_each = max(-(-num_blocks // _SORT_STRETCHES), 1)
-    return before_BE, before_BE.new_empty(-(-num_blocks // blocks_each), num_experts)
+    return before_BE, before_BE.new_empty(-(-num_blocks // max(blocks_each, 1)), num_experts)
 
 
 # rows
 
 
-def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None) -> RowIndex:
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
     if capacity is not None or not ids_TK.numel():
-        return reference.sort_rows(ids_TK, num_experts, capacity)
+        return reference.sort_rows(ids_TK, num_experts, capacity, align)
     ids = ids_TK.contiguous()
     counted = _counted(ids, num_experts)
-    token_R, choice_R = (torch.empty(ids.numel(), device=ids.device, dtype=torch.int64) for _ in range(2))
+    num_rows = most_rows(ids.numel(), num_experts, align)
+    token_R, choice_R = (torch.empty(num_rows, device=ids.device, dtype=torch.int64) for _ in range(2))
     offsets_E = torch.empty(num_experts, device=ids.device, dtype=torch.int32)
     rows_TK = torch.empty_like(ids)
     del counted

@@ -1,8 +1,8 @@
 """Grouped products for GPUs of compute capability 9 (H100, H200), in Gluon: TMA, warpgroup products, one launch each.
 
-Written in the language below Triton's because the time lies in what that one does not let us say: who loads, who
-multiplies, when results leave. Offsets stay on the device, and every number is summed in one order: results repeat bit
-for bit. There is no interpreter for this language; tests on the CPU compile, tests on a GPU compare.
+Gluon, unlike Triton, controls which warps load, which multiply and when results are stored. Offsets stay on the device,
+and every sum has a fixed order: results are bitwise reproducible. Gluon has no interpreter: CPU tests compile the
+kernels, GPU tests compare results.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""cuDNN's attention by the two ops of torch behind `scaled_dot_product_attention`, with the log-sum-exp in our hands.
+"""cuDNN attention with an explicit log-sum-exp, by the two torch ops that `scaled_dot_product_attention` calls.
 
-The gradients of softmax attention to some of the keys follow from what was found over all of them: the probabilities
-from the log-sum-exp, their mean from the output (Dao et al., arXiv 2205.14135 section B.2). cuDNN's backward takes both
-as they are given. So with output and log-sum-exp over all parts of a sequence it gives the share of one part, and with
-those of a softmax that also counts a sink it gives the gradients of attention with sinks, which it does not know.
+The gradients with respect to some of the keys follow from results over all keys: probabilities from the log-sum-exp,
+their mean from the output (Dao et al., arXiv 2205.14135 section B.2). cuDNN's backward takes both as inputs. Given
+output and log-sum-exp over all parts of a sequence it returns the gradients of one part, and given those of a softmax
+with a sink it returns the gradients of attention with sinks, which cuDNN does not implement.
 
-Torch keeps cuDNN's plans by the layouts of q, k and v alone: output, its gradient and log-sum-exp must always come in
+torch caches cuDNN plans by the layouts of q, k and v alone, so output, its gradient and log-sum-exp must always have
 one layout.
 """
 
@@ -125,7 +125,7 @@ def attention_with_sinks(
 
 
 def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
-    """Of every head's sink: a key without a value, whose logits' gradient is its weight times minus delta."""
+    """Gradient of every head's sink: a key without a value, whose logit has the gradient weight * -delta."""
     shares_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp() * delta_BNS
     return -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
 

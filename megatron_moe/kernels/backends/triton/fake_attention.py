@@ -1,4 +1,4 @@
-"""Positions, heads and attention: what their kernels on a GPU take and keep. See `kernels.py`."""
+"""Fakes of the kernels for positions, heads and attention. See `fakes.py`."""
 
 from typing import Any
 
@@ -7,13 +7,11 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
-from megatron_moe.memory_emulation.kernel_shapes import MOST_PROGRAMS, power_of_two
+from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
+from megatron_moe.kernels.backends.torch_native.fakes import cudnn_backward, cudnn_forward
+from megatron_moe.kernels.backends.triton.sizes import HOPPER_MULTIPROCESSORS, WIDEST_HEAD, heads_programs, heads_tiles
+from megatron_moe.kernels.ops import PositionSpan
 from megatron_moe.parallel.param_meta import Part
-
-WIDEST_HEAD = 256
-"""Of our own attention."""
-_HEADS_TILE = 2048
-"""Elements of a tile of heads."""
 
 
 def query_key_value(
@@ -58,21 +56,16 @@ class _QueryKeyValue(torch.autograd.Function):
         strided = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
         grad_qkv = torch.empty_like(qkv_SBGC)
         length, batch, groups = qkv_SBGC.shape[:3]
-        tiles = _tiles_of_heads(grads[0].shape[2], groups, ctx.width, cos_SBD.shape[-1])
-        num_programs = min(length * batch, -(-3 * MOST_PROGRAMS // (2 * tiles)))
+        num_heads = grads[0].shape[2]
+        tile_heads, tile_groups = heads_tiles(num_heads, groups, ctx.width, cos_SBD.shape[-1])
+        tiles = -(-num_heads // tile_heads) + -(-groups // tile_groups)
+        num_programs = heads_programs(length * batch, tiles, HOPPER_MULTIPROCESSORS)
         shares_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, ctx.width, dtype=torch.float32)
         del strided
         if q_weight is None or k_weight is None:
             return grad_qkv, None, None, None, None, None
         of_q, of_k = shares_P2D.new_empty(2 * ctx.width, dtype=q_weight.dtype).chunk(2)
         return grad_qkv, of_q, of_k, None, None, None
-
-
-def _tiles_of_heads(num_heads: int, groups: int, width: int, turned: int) -> int:
-    """Tiles of queries and of keys per token."""
-    rest = power_of_two(width - turned) if turned < width else 0
-    most = max(_HEADS_TILE // power_of_two(2 * power_of_two(turned // 2) + rest), 1)
-    return sum(-(-number // min(power_of_two(number), most)) for number in (num_heads, groups))
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
@@ -145,7 +138,7 @@ def attention(
 
 
 def is_served(q_SBND: Tensor, v_SBGE: Tensor) -> bool:
-    """By cuDNN or by our own kernels: neither multiplies fp32."""
+    """Whether cuDNN or our kernels support these inputs: neither multiplies fp32."""
     return q_SBND.dtype.itemsize == 2 and max(q_SBND.shape[-1], v_SBGE.shape[-1]) <= WIDEST_HEAD
 
 
@@ -212,20 +205,71 @@ class _Attention(torch.autograd.Function):
         return *cudnn_backward(*ctx.saved_tensors[:3]), None
 
 
-def cudnn_forward(q_SBND: Tensor, v_SBGE: Tensor) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp [B, N, S], and seed and offset of a dropout."""
-    seq, batch, heads, _ = q_SBND.shape
-    out_SBNE = q_SBND.new_empty(seq, batch, heads, v_SBGE.shape[-1])
-    lse_BNS = q_SBND.new_empty(batch, heads, seq, dtype=torch.float32)
-    return out_SBNE, lse_BNS, *(q_SBND.new_empty((), dtype=torch.int64) for _ in range(2))
+def attention_block(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    config: CoreAttentionConfig,
+    query: PositionSpan,
+    key: PositionSpan,
+    dropout_key: tuple[int | str, ...] | None,
+    out_SBNE: Tensor,
+    lse_SBN: Tensor,
+) -> None:
+    """cuDNN returns a part that is merged in place; our kernels accumulate in place. Dropout, fp32: plain torch."""
+    if _plain(q_SBND, v_SBGE, config, dropout_key):
+        reference.attention_block(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key, out_SBNE, lse_SBN)
+        return
+    strided = _strided(q_SBND, k_SBGD, v_SBGE)
+    for pair in mask_blocks(query.chunks, key.chunks, config):
+        if by_cudnn(q_SBND, query, pair):
+            rows = q_SBND[pair.rows]
+            part = cudnn_forward(rows, v_SBGE)
+            del part
+    del strided
 
 
-def cudnn_backward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v. cuDNN's workspace, as measured: the queries' gradients in fp32, and those of keys and
-    values by head, where several heads share them."""
-    grads = tuple(x.new_empty(x.shape) for x in (q_SBND, k_SBGD, v_SBGE))
-    wide_q = q_SBND.new_empty(q_SBND.shape, dtype=torch.float32)
-    heads = q_SBND.shape[2]
-    by_head = [x.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (k_SBGD, v_SBGE) if x.shape[2] < heads]
-    del wide_q, by_head
-    return grads
+def attention_block_grad(
+    grad_SBNE: Tensor,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    out_SBNE: Tensor,
+    lse_SBN: Tensor,
+    delta_SBN: Tensor,
+    config: CoreAttentionConfig,
+    query: PositionSpan,
+    key: PositionSpan,
+    dropout_key: tuple[int | str, ...] | None,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    if _plain(q_SBND, v_SBGE, config, dropout_key):
+        known = grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, delta_SBN
+        reference.attention_block_grad(*known, config, query, key, dropout_key, into)
+        return
+    strided = _strided(grad_SBNE, q_SBND, k_SBGD, v_SBGE)
+    for pair in mask_blocks(query.chunks, key.chunks, config):
+        cudnn = by_cudnn(q_SBND, query, pair)
+        of_rows = [
+            x_SBN[pair.rows].permute(1, 2, 0).contiguous() for x_SBN in ((lse_SBN,) if cudnn else (lse_SBN, delta_SBN))
+        ]
+        if cudnn:
+            shares = cudnn_backward(q_SBND[pair.rows], k_SBGD[pair.keys], v_SBGE[pair.keys])
+            del shares
+        del of_rows
+    del strided
+
+
+def by_cudnn(q_SBND: Tensor, query: PositionSpan, pair: MaskBlock) -> bool:
+    """On a GPU that cuDNN serves."""
+    known = query.segments_BS is None and (pair.sees_all or pair.causal_square)
+    return known and q_SBND.dtype.itemsize == 2 and q_SBND.shape[-1] % 8 == 0
+
+
+def _plain(q_SBND: Tensor, v_SBGE: Tensor, config: CoreAttentionConfig, dropout_key: object) -> bool:
+    drops = config.dropout > 0.0 and dropout_key is not None
+    return drops or not is_served(q_SBND, v_SBGE)
+
+
+def _strided(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

@@ -18,13 +18,12 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
-from megatron_moe.kernels.backends.cudnn import attention as cudnn
+from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.low_precision_state import PackedState, round_weights
 from megatron_moe.kernels.ops import (
     AdamWStep,
     GroupedPart,
-    Operand,
     PositionSpan,
     RowIndex,
     internal_dtype,
@@ -59,7 +58,7 @@ PROVIDES = (
 )
 
 _ADAMW_CHUNK = 1 << 22
-"""Elements of a fused update: few enough for a cache, enough that launches are no part of the time."""
+"""Elements of a fused update: fits into the L2 cache, and large enough to hide the launches."""
 GROUPED = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 BEST_ANYWHERE = (
     "rms_norm",
@@ -108,22 +107,22 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 # matrix products
 
 
-def linear_weight_grad(grad: Operand, x: Operand, out: Tensor, accumulate: bool) -> None:
-    _product_into(out, reference.valid_rows(grad).T, reference.valid_rows(x), accumulate)
+def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
+    _product_into(out, grad.flatten(0, -2).T, x.flatten(0, -2), accumulate)
 
 
-def grouped_forward(rows: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped_mm(rows.plain(), weight.plain().transpose(1, 2), offsets_e)
+def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    return _grouped_mm(rows, weight.transpose(1, 2), offsets_e)
 
 
-def grouped_input_grad(grad: Operand, weight: Operand, offsets_e: Tensor) -> Tensor:
-    return _grouped_mm(grad.plain().contiguous(), weight.plain(), offsets_e)
+def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
+    return _grouped_mm(grad.contiguous(), weight, offsets_e)
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """The product is rounded to the dtype of its factors before it is added: grouped_mm gives no other."""
     for (grad, rows, offsets_e), adds in reference.one_by_one(parts, accumulate):
-        product = _grouped_mm(grad.plain().contiguous().T, rows.plain(), offsets_e)
+        product = _grouped_mm(grad.contiguous().T, rows, offsets_e)
         reference.store(out, product, adds)
 
 

@@ -1,0 +1,40 @@
+"""A token dispatcher with token-major storage and a bound on its rows, for tests of what every dispatcher may use."""
+
+from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.token_dispatcher.allgather import (
+    AllGatherDispatcher,
+    AllGatherHandle,
+    PendingAllGather,
+)
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, index_rows
+
+
+class TokenMajorDispatcher(AllGatherDispatcher):
+    """All-gather that leaves gathering the experts' rows to the experts."""
+
+    can_overflow = True
+
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        super().__init__(num_experts, comm)
+        self.max_rows = 1 << 30
+        """More rows than this overflow."""
+
+    def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, AllGatherHandle]:
+        tokens_TH, choices, probs = pending.tokens.finish(), pending.choices.finish(), pending.probs.finish()
+        index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels)
+        rows = DispatchedTokens(
+            data=tokens_TH,
+            probs_R=probs_R,
+            offsets_e=index.offsets_E,
+            index=index,
+            bound=len(probs_R),
+            overflow=index.offsets_E[-1] > self.max_rows,
+        )
+        return rows, AllGatherHandle(index, len(tokens_TH))
+
+
+def use_token_major(layer: MoELayer) -> None:
+    """Replaces the dispatcher of a layer."""
+    comm = layer.expert_comm
+    layer.expert_comm = ExpertComm(comm.ctx, comm.kernels, TokenMajorDispatcher)
+    layer.dispatcher = layer.expert_comm.new_dispatcher(layer.router.config.num_experts)
