@@ -42,7 +42,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     is_weight,
     tensor_key,
 )
-from megatron_moe.checkpoint.verify import verified
+from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.exit_codes import (
     CheckpointProblem,
     EnvironmentProblem,
@@ -114,7 +114,7 @@ def to_hf(
     if output.exists():
         raise EnvironmentProblem(f"{output} exists; give a folder that does not, or remove it")
     hf_config = read_config(template)
-    manifest, reader = verified(checkpoint)
+    manifest, reader = open_verified(checkpoint)
     weights = _stored_weights(checkpoint, manifest, model, dtype)
     export = Export(weights, config, hf_config)
     try:
@@ -251,5 +251,5 @@ def _read(manifest: Manifest, reader: FileReader, counterpart: weight_map.Counte
     if counterpart.expert is not None:
         shape, offset = (1, *shape[1:]), (counterpart.expert, *offset[1:])
     data = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(SavedTensor(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, place: reader.mapped(entry, piece))
+    fill(SavedTensor(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, out: reader.mapped(entry, piece))
     return data if counterpart.expert is None else data[0]

@@ -13,8 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_moe.checkpoint.bounded_read import read_bounded
 from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES
+from megatron_moe.checkpoint.storage import read_bounded
 from megatron_moe.config.exit_codes import CheckpointProblem, listed
 
 INDEX = "model.safetensors.index.json"

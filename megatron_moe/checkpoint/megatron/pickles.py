@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.bounded_read import open_regular
+from megatron_moe.checkpoint.storage import open_regular
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 MAX_PICKLE_BYTES = 1 << 30

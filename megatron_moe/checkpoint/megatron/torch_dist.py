@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.bounded_read import open_regular, read_bounded
 from megatron_moe.checkpoint.megatron.pickles import (
     MAX_PICKLE_BYTES,
     Record,
@@ -19,6 +18,7 @@ from megatron_moe.checkpoint.megatron.pickles import (
     load_archive,
     load_pickle,
 )
+from megatron_moe.checkpoint.storage import open_regular, read_bounded
 from megatron_moe.checkpoint.tensor_shards import intersection
 from megatron_moe.config.exit_codes import CheckpointProblem
 
