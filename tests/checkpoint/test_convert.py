@@ -96,7 +96,7 @@ def test_a_folder_comes_back_bit_for_bit(name: str, shard_bytes: int, tmp_path: 
     assert verify(report.target) == [] and report.notes == []
     found = given_out(report.target, tmp_path / "back", config, folder, shard_bytes=shard_bytes)
     equal(found, tensors_in(folder))
-    assert sorted(row.theirs for row in report.rows) == sorted(found)
+    assert sorted(row.hf_name for row in report.rows) == sorted(found)
     hf_config = read_config(folder) | {"dtype": "bfloat16"}
     if "num_nextn_predict_layers" in hf_config:  # transformers writes no such layer, and says 1 all the same
         hf_config["num_nextn_predict_layers"] = 0
