@@ -51,12 +51,12 @@ def silent(line: str) -> None:
 
 
 def writers() -> set[threading.Thread]:
-    """Those of an earlier test may still be at their last lines."""
+    """Live writer threads, including those of earlier tests that have not exited yet."""
     return {thread for thread in threading.enumerate() if thread.name == "checkpoint"}
 
 
 def start_some(saver: CheckpointSaver, iteration: int) -> None:
-    """Begins a save and changes the originals at once, as training would."""
+    """Starts a save and immediately modifies the originals, as training would."""
     tensors = some_tensors(iteration)
     started = saver.start(iteration, whole(tensors), some_state(iteration), texts={"run.yaml": "a: 1\n"})
     assert started is None and saver.pending == iteration
@@ -181,7 +181,7 @@ def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for some seconds takes longer than the end of a run waits."""
+    """Raises the close timeout, which a stalled machine would exceed."""
     monkeypatch.setattr(save_module, "_CLOSE_TIMEOUT_S", PATIENCE)
 
 

@@ -103,7 +103,7 @@ def test_without_retention_all_checkpoints_stay(tmp_path: Path) -> None:
 
 
 def test_every_mth_checkpoint_and_the_last_one_stay(tmp_path: Path) -> None:
-    """Retention of `--save-retain-interval`, alone and beside the last two."""
+    """Retention of `--save-retain-interval`, alone and together with the last two."""
     assert iterations(saved_folder(tmp_path / "a", 10, 20, 30, 40, 50, retain_interval=20)) == [20, 40, 50]
     assert iterations(saved_folder(tmp_path / "b", 10, 20, 30, 40, 50, retain_interval=40, keep_last=2)) == [40, 50]
     assert leftovers(tmp_path / "a") == []
@@ -339,7 +339,7 @@ def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path)
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the small states of these tests were large."""
+    """Lowers the size threshold so that small states are split over several files."""
     monkeypatch.setattr(tensor_shards, "_MIN_BYTES_PER_THREAD", 100)
 
 

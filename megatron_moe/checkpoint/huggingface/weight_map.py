@@ -232,7 +232,7 @@ _MTP = (
     NameRule("eh_proj.weight", ("eh_proj.weight",)),
     NameRule("final_layernorm.weight", ("shared_head.norm.weight",)),
 )
-"""Rules of an MTP depth outside its transformer layer (DeepSeek-V3, GLM-4.5). Hugging Face numbers it `num_layers + depth`."""
+"""Rules of an MTP depth outside its transformer layer (DeepSeek-V3, GLM-4.5), layer `num_layers + depth` there."""
 
 MTP_EMBEDDING = "embed_tokens.weight"
 MTP_HEAD = "shared_head.head.weight"
