@@ -12,7 +12,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.data.batch import TokenMeta
 
 _RELATIVE_TOLERANCE = 1e-4
-"""Of the largest logit: above the fp32 rounding error of some dozens of layers, below that of any wrong weight."""
+"""Relative to the largest logit: above fp32 rounding of dozens of layers, below the effect of a wrong weight."""
 
 
 class LogitModel(Protocol):
